@@ -1,0 +1,1 @@
+"""Decides: plain Python and torch, knows no SGLang."""

@@ -1,0 +1,143 @@
+"""The draft checkpoint's `config.json` as a validated value: every key a plain DFlash draft may carry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PLAIN_ARCHITECTURE = "DFlashDraftModel"
+# A key of `dflash_config` that asks for more than the plain head -> the head's name.
+SPECIAL_HEADS = {
+    "projector_type": "a projector",
+    "conv_kernel_size": "DFlash2's convolution",
+    "selector_rank": "DFlash2's selector",
+    "gru_hidden_dim": "Domino's projector",
+    "markov_rank": "DSpark's Markov head",
+    "enable_confidence_head": "DSpark's confidence head",
+    "attention_sink_bias": "attention sinks",
+    "attention_value_scale": "scaled values",
+}
+USE_BUILTIN = "start with SGLANG_DFLASH_WORKER=builtin, which may serve it"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """A plain DFlash draft.
+
+    Fields:
+        block_size: rows the draft was trained to fill, anchor included.
+        mask_token_id: None where only `mask_token` names it.
+        mask_token: the mask's text in the target's tokenizer.
+        target_layer_ids: 0-based target layers whose residual output is a context feature.
+        hidden_size: of draft and target alike.
+        num_layers: of the draft.
+    """
+
+    block_size: int
+    mask_token_id: int | None
+    mask_token: str | None
+    target_layer_ids: tuple[int, ...]
+    hidden_size: int
+    num_layers: int
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> DraftConfig:
+        """Reads `config.json` as published (z-lab layout).
+
+        Raises:
+            ValueError: a sentence that names the key, what came and what is allowed.
+        """
+        dflash = config.get("dflash_config") or {}
+        if not isinstance(dflash, Mapping):
+            raise ValueError(f"dflash_config is {dflash!r}; it must be an object.")
+        _refuse_special_heads(config, dflash)
+        num_layers = _positive(config, "num_hidden_layers")
+        mask_token_id = dflash.get("mask_token_id", config.get("mask_token_id"))
+        mask_token = dflash.get("mask_token", config.get("mask_token"))
+        if mask_token_id is None and mask_token is None:
+            raise ValueError("The draft's config names no mask: dflash_config.mask_token_id must be a token id.")
+        if mask_token_id is not None and (type(mask_token_id) is not int or mask_token_id < 0):
+            raise ValueError(f"dflash_config.mask_token_id is {mask_token_id!r}; it must be a token id.")
+        merged = {**config, **dflash}
+        _check_layers(merged, num_layers)
+        return cls(
+            block_size=_positive(merged, "block_size"),
+            mask_token_id=mask_token_id,
+            mask_token=mask_token,
+            target_layer_ids=_target_layer_ids(merged, num_layers),
+            hidden_size=_positive(config, "hidden_size"),
+            num_layers=num_layers,
+        )
+
+    def check_target(self, num_layers: int, hidden_size: int, vocab_size: int) -> None:
+        """Raises ValueError, in one sentence, where this draft cannot draft for a target of that shape."""
+        if hidden_size != self.hidden_size:
+            raise ValueError(
+                f"The draft's hidden_size is {self.hidden_size} and the target's {hidden_size}: "
+                "they must be equal, since the draft uses the target's embedding and head."
+            )
+        outside = [layer for layer in self.target_layer_ids if not 0 <= layer < num_layers]
+        if outside:
+            raise ValueError(
+                f"dflash_config.target_layer_ids has {outside}, but the target's layers are 0 to {num_layers - 1}."
+            )
+        if self.mask_token_id is None or self.mask_token_id >= vocab_size:
+            raise ValueError(
+                f"dflash_config.mask_token_id is {self.mask_token_id}, outside the target's {vocab_size} token ids."
+            )
+
+
+def build_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """The published formula for taps where a checkpoint names none (z-lab/dflash, `dflash/model.py`)."""
+    if num_taps == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+
+
+def _positive(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"The draft's config has {key}={value!r}; it must be a positive integer.")
+    return value
+
+
+def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
+    architectures = config.get("architectures") or []
+    if architectures != [PLAIN_ARCHITECTURE]:
+        raise ValueError(
+            f"The draft's architectures are {architectures}; this worker serves ['{PLAIN_ARCHITECTURE}']: "
+            f"{USE_BUILTIN}."
+        )
+    for key, head in SPECIAL_HEADS.items():
+        if dflash.get(key, config.get(key)):
+            raise ValueError(f"The draft has {head} (dflash_config.{key}), which we do not serve: {USE_BUILTIN}.")
+    lilicorr = sorted(key for key in dflash if key.startswith("lilicorr"))
+    if lilicorr:
+        raise ValueError(f"The draft has LiLiCorr's reranker ({lilicorr[0]}), which we do not serve: {USE_BUILTIN}.")
+    if config.get("quantization_config"):
+        raise ValueError(f"The draft is quantised (quantization_config), which we do not serve: {USE_BUILTIN}.")
+
+
+def _check_layers(config: Mapping[str, Any], num_layers: int) -> None:
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        return
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if unknown or len(layer_types) != num_layers:
+        raise ValueError(
+            f"The draft's layer_types is {layer_types}; it must hold {num_layers} entries, each "
+            "'full_attention' or 'sliding_attention'."
+        )
+    if "sliding_attention" in layer_types:
+        _positive(config, "sliding_window")
+
+
+def _target_layer_ids(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    layer_ids = config.get("target_layer_ids")
+    if layer_ids is None:
+        return build_target_layer_ids(_positive(config, "num_target_layers"), num_layers)
+    if not isinstance(layer_ids, list) or not layer_ids or any(type(i) is not int for i in layer_ids):
+        raise ValueError(f"dflash_config.target_layer_ids is {layer_ids!r}; it must be a list of layer numbers.")
+    return tuple(layer_ids)

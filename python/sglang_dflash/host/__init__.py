@@ -1,0 +1,1 @@
+"""The boundary: the only folder that imports sglang (pinned in `version.py`)."""

@@ -1,0 +1,140 @@
+"""Checks of the server's arguments, in the main process, before any child exists or any weight is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from transformers import AutoTokenizer, PretrainedConfig
+
+from sglang_dflash import __version__
+from sglang_dflash.core.draft_config import USE_BUILTIN, DraftConfig
+from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
+
+logger = logging.getLogger(__name__)
+
+# A flag whose feature this worker does not serve -> the value at which it asks for nothing.
+UNSERVED: dict[str, Any] = {
+    "use_ray": False,
+    "enable_lora": None,
+    "enable_dp_attention": False,
+    "enable_hierarchical_cache": False,
+    "enable_mixed_chunk": False,
+    "enable_two_batch_overlap": False,
+    "enable_pdmux": False,
+    "enable_return_hidden_states": False,
+    "enable_deterministic_inference": False,
+    "disaggregation_mode": "null",
+    "speculative_draft_window_size": None,
+    "speculative_use_block_verification": False,
+    "speculative_adaptive": False,
+    "tp_size": 1,
+    "pp_size": 1,
+}
+
+
+def check(server_args: Any, previous: Any) -> None:
+    """Wraps the host's own speculative checks; asked for another algorithm, it is out of the way.
+
+    Raises:
+        SystemExit: one sentence that names the value that came, what is allowed, and the flag.
+    """
+    cfg = resolving_view(server_args)
+    if (cfg.speculative_algorithm or "").upper() != "DFLASH" or builtin_worker_requested():
+        previous(server_args)
+        return
+    try:
+        _refuse_unserved(cfg)
+        draft = read_draft_config(cfg)
+        block_size = _block_size(cfg, draft)
+    except ValueError as error:
+        raise SystemExit(f"DFLASH cannot start: {error}") from None
+    declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
+    previous(server_args)
+    cfg = resolving_view(server_args)
+    logger.info(
+        "sglang-dflash %s serves DFLASH: block size %d (trained with %d), attention %s, draft attention %s; "
+        "%s=builtin gives SGLang's own worker.",
+        __version__,
+        block_size,
+        draft.block_size,
+        cfg.attention_backend or f"{cfg.prefill_attention_backend}/{cfg.decode_attention_backend}",
+        cfg.speculative_draft_attention_backend,
+        WORKER_VARIABLE,
+    )
+
+
+def read_draft_config(cfg: Any) -> DraftConfig:
+    """The draft's config, checked against the target's, its mask token id resolved.
+
+    Args:
+        cfg: server arguments, or the host's view of them.
+
+    Raises:
+        ValueError: one sentence on what is wrong with draft, target or their fit.
+    """
+    path = cfg.speculative_draft_model_path
+    if path is None:
+        raise ValueError("--speculative-draft-model-path is missing: give the DFlash draft's folder or hub name.")
+    draft = DraftConfig.from_dict(_config_dict(path, cfg.speculative_draft_model_revision, "draft"))
+    target = _config_dict(cfg.model_path, cfg.revision, "target")
+    target = {**target, **json.loads(cfg.json_model_override_args)}
+    text = target.get("text_config") or target
+    if draft.mask_token_id is None:
+        vocabulary = AutoTokenizer.from_pretrained(cfg.tokenizer_path or cfg.model_path).get_vocab()
+        if draft.mask_token not in vocabulary:
+            raise ValueError(f"dflash_config.mask_token {draft.mask_token!r} is not in the target's tokenizer.")
+        draft = replace(draft, mask_token_id=vocabulary[draft.mask_token])
+    draft.check_target(text["num_hidden_layers"], text["hidden_size"], text["vocab_size"])
+    if (Path(path) / "mask_embedding.pt").exists():
+        raise ValueError(f"the draft brings a trained mask embedding (mask_embedding.pt): {USE_BUILTIN}.")
+    return draft
+
+
+def _config_dict(path: str, revision: str | None, role: str) -> dict[str, Any]:
+    try:
+        config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the {role}'s config.json at {path!r} cannot be read: {str(error).splitlines()[0]}") from None
+    if not config:
+        raise ValueError(f"there is no config.json for the {role} at {path!r}.")
+    return config
+
+
+def _block_size(cfg: Any, draft: DraftConfig) -> int:
+    asked = cfg.speculative_num_draft_tokens or cfg.speculative_dflash_block_size or draft.block_size
+    if not 2 <= asked <= draft.block_size:
+        raise ValueError(
+            f"--speculative-num-draft-tokens is {asked}; this draft fills 2 to {draft.block_size} rows, "
+            "the size it was trained with."
+        )
+    context = cfg.context_length
+    if context is not None and asked >= context:
+        raise ValueError(
+            f"--speculative-num-draft-tokens is {asked} and --context-length {context}: "
+            "a block must be shorter than the context."
+        )
+    return asked
+
+
+def _refuse_unserved(cfg: Any) -> None:
+    for name, neutral in UNSERVED.items():
+        value = getattr(cfg, name)
+        if value != neutral and value not in (None, False):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} {value} is not served with DFLASH yet; leave it out, or use {WORKER_VARIABLE}=builtin."
+            )
+    if cfg.speculative_draft_model_quantization is not None:
+        raise ValueError(
+            f"--speculative-draft-model-quantization is {cfg.speculative_draft_model_quantization} (the target's "
+            "--quantization is its default); only unquantised drafts are served: pass 'unquant'."
+        )
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if getattr(cfg, name) != 1.0:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {getattr(cfg, name)} would change the answers; only 1.0 is served.")

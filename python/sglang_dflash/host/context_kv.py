@@ -1,0 +1,60 @@
+"""Writes the draft's KV of committed tokens from the target's hidden states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_dflash import ops
+
+
+class ContextKVWriter:
+    """Holds the draft layers' key and value projections stacked, so that all layers take one product."""
+
+    def __init__(self, draft_model: Any) -> None:
+        """draft_model: SGLang's `DFlashDraftModel`, weights loaded, unquantised."""
+        attentions = [layer.self_attn for layer in draft_model.layers]
+        first = attentions[0]
+        if not first.rotary_emb.is_neox_style or not hasattr(first.rotary_emb, "cos_sin_cache"):
+            raise ValueError("The draft's rotary embedding is not of the neox style with a table, which we need.")
+        self._model = draft_model
+        self._layers = [attention.attn for attention in attentions]
+        self._rotary = first.rotary_emb
+        self._eps = first.k_norm.variance_epsilon
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Stacks the projections again: after the draft's weights changed."""
+        attentions = [layer.self_attn for layer in self._model.layers]
+        first = attentions[0]
+        shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
+        self._kv_weight = torch.stack([a.qkv_proj.weight[a.q_size :] for a in attentions]).view(*shape, -1)
+        biases = [a.qkv_proj.bias[a.q_size :] for a in attentions if a.qkv_proj.bias is not None]
+        self._kv_bias = torch.stack(biases).view(shape) if biases else None
+        self._k_norm_weight = torch.stack([a.k_norm.weight for a in attentions])  # [L, D]
+
+    def write(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Writes every given row. A verified row beyond the committed ones may be among them: its slot holds no
+        committed token, and the next block's draft forward overwrites it before anything reads it.
+
+        Args:
+            pool: the draft's KV pool.
+            hidden: [N, taps * H]; the target's tapped layers, concatenated.
+            positions: [N] int64, absolute.
+            slots: [N] int64, in the draft pool's ids.
+        """
+        features = self._model.project_target_hidden(hidden[: len(slots)])
+        k, v = ops.context_kv(
+            features,
+            self._kv_weight,
+            self._kv_bias,
+            self._k_norm_weight,
+            self._eps,
+            positions,
+            self._rotary.cos_sin_cache,
+        )
+        location = KVWriteLoc(slots, physical=True)
+        for layer, layer_k, layer_v in zip(self._layers, k, v, strict=True):
+            pool.set_kv_buffer(layer, location, layer_k, layer_v, layer.k_scale, layer.v_scale)

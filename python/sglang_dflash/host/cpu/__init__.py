@@ -1,0 +1,1 @@
+"""Serving SGLang on a plain CPU: no accelerator, no AMX, no Triton, no `sgl_kernel`."""

@@ -1,0 +1,56 @@
+"""Our CPU platform for SGLang: what the host asks an out-of-tree platform, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from sglang_dflash import ops
+
+ATTENTION_BACKEND = "dflash_cpu"
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """A machine without an accelerator. The host must not take its AMX, Triton or CUDA paths.
+
+    `_enum` is `OOT`: the host's own `CPU` value means "AMX kernels from `sgl_kernel`" at some thirty places.
+    """
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()  # no Triton, no graphs, no device kernels
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return ATTENTION_BACKEND
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "DFLASH"
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return backend == ATTENTION_BACKEND
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        """Only SGLang's own worker asks for it (`SGLANG_DFLASH_WORKER=builtin`); ours lays out its blocks."""
+        return _block_slots
+
+
+def _block_slots(
+    *,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    draft_token_num: int,
+    **_: Any,
+) -> torch.Tensor:
+    positions = start_offset.long()[:, None] + torch.arange(draft_token_num)
+    return ops.gather_slots(req_to_token, req_pool_indices, positions).reshape(-1)

@@ -1,0 +1,103 @@
+"""Where SGLang 0.5.23 would launch Triton or CUDA on a CPU: each shim says what the host does and why.
+
+All go when the host asks its platform at these places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.choices import (
+    add_attention_backend_choices,
+    add_draft_attention_backend_choices,
+)
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dflash.host.cpu.platform import ATTENTION_BACKEND
+from sglang_dflash.host.version import builtin_worker_requested
+
+HOOKS: dict[str, tuple[Any, HookType]] = {}
+"""Hook target -> (our function, how it is applied). `hooks.install` registers them and proves them in place."""
+
+
+def _hook(target: str, kind: HookType):
+    def register(function):
+        HOOKS[target] = (function, kind)
+        return function
+
+    return register
+
+
+@_hook("sglang.srt.mem_cache.allocation.get_last_loc", HookType.REPLACE)
+def get_last_loc(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
+    """The host launches Triton unless the attention backend is called "torch_native" (page sizes above 1)."""
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
+
+
+@_hook("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", HookType.REPLACE)
+def assign_req_to_token_pool(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Writes newly allocated slots into the requests' rows; the host has Triton and AMX bodies only."""
+    lengths = (end_offset - start_offset).long()  # [B]
+    rows = torch.repeat_interleave(req_pool_indices.long(), lengths)
+    first = torch.cumsum(lengths, 0) - lengths
+    columns = torch.arange(len(rows)) + torch.repeat_interleave(start_offset.long() - first, lengths)
+    req_to_token[rows, columns] = out_cache_loc.to(req_to_token.dtype)
+
+
+@_hook("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", HookType.REPLACE)
+def skip_kv_copy_warmup(pool: Any) -> None:
+    """With speculation on, the host warms up a Triton KV copy that only tree verification uses."""
+    pool._kv_copy_config = None
+
+
+def install() -> None:
+    """Registers the attention backend, the flag's choices and the argument defaults of the CPU platform."""
+    add_attention_backend_choices([ATTENTION_BACKEND])
+    add_draft_attention_backend_choices([ATTENTION_BACKEND])
+
+    @register_attention_backend(ATTENTION_BACKEND)
+    def make_backend(runner: Any):
+        from sglang_dflash.host.cpu.attention import CpuAttentionBackend
+
+        return CpuAttentionBackend(runner)
+
+    register_resolution_hook("handle_missing_default_values")(_require_explicit_cpu)
+    register_resolution_hook("handle_cpu_backends")(_cpu_defaults)
+    if builtin_worker_requested():
+        # SGLang's own worker calls record_stream on CPU tensors (dflash_worker_v2.py:2481), which torch refuses.
+        torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
+
+
+def _require_explicit_cpu(server_args: Any, previous: Any) -> None:
+    device = resolving_view(server_args).device
+    if device != "cpu":
+        raise SystemExit(
+            f"No accelerator was found and --device is {device!r}: to serve on the CPU say so with --device cpu "
+            "(device='cpu' for sgl.Engine); otherwise check the accelerator's driver."
+        )
+    previous(server_args)
+
+
+def _cpu_defaults(server_args: Any, previous: Any) -> None:
+    cfg = resolving_view(server_args)
+    defaults: dict[str, Any] = {}
+    if cfg.attention_backend is None:
+        defaults["attention_backend"] = ATTENTION_BACKEND  # the host's default needs AMX
+    if not cfg.sleep_on_idle:
+        defaults["sleep_on_idle"] = True  # an idle scheduler would spin a core
+    if defaults:
+        declare_resolution(server_args, "sglang_dflash.cpu_defaults", **defaults)
+    previous(server_args)

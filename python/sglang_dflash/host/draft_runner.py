@@ -1,0 +1,172 @@
+"""Runs the draft model: one forward over the block, and the target's head over its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    enable_num_token_non_padded,
+)
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.speculative.dflash_utils import is_dense_head_weight
+from sglang.srt.speculative.draft_worker_common import (
+    build_draft_tp_worker,
+    make_draft_block_spec_info,
+    make_draft_sampler_capture_hook,
+)
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_utils import draft_pp_context
+
+from sglang_dflash.core.block import Block
+from sglang_dflash.host.context_kv import ContextKVWriter
+
+
+class DraftHead:
+    """Argmax of the target's head over rows 1..K-1 of every block; captured in the draft's graph on CUDA.
+
+    Ties: the lowest id wins.
+    """
+
+    def __init__(self, lm_head: Any, block_size: int) -> None:
+        weight = getattr(lm_head, "weight", None)
+        shard = getattr(lm_head, "shard_indices", None)
+        if not is_dense_head_weight(weight) or (shard is not None and shard.num_added_elements):
+            raise ValueError("DFLASH drafts need a target whose lm_head is dense and has no added vocabulary.")
+        vocab_size = shard.num_org_elements if shard is not None else weight.shape[0]
+        self._weight = weight[:vocab_size]  # [V, H] without the host's padding
+        self._block_size = block_size
+        self.captured_ids = torch.empty(0, dtype=torch.int64, device=weight.device)
+
+    def draft_ids(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [B * K, H]. Returns [B, K-1] int64."""
+        rows = hidden.view(-1, self._block_size, hidden.shape[-1])[:, 1:]
+        return torch.matmul(rows.to(self._weight.dtype), self._weight.T).argmax(-1)
+
+    def reserve(self, max_batch: int) -> None:
+        """Fixes the buffer that graph replays write."""
+        shape = (max_batch, self._block_size - 1)
+        self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._weight.device)
+
+    def __call__(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
+        """Called while the host captures the draft's graph."""
+        draft_ids = self.draft_ids(hidden)
+        self.captured_ids[: len(draft_ids)].copy_(draft_ids)
+
+
+class DraftRunner:
+    """The draft model inside SGLang: its worker, its KV pool over the target's slots, its graphs."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_runner: Any, block_size: int) -> None:
+        with draft_pp_context():
+            bundle = build_draft_tp_worker(
+                server_args=server_args,
+                gpu_id=gpu_id,
+                nccl_port=nccl_port,
+                target_model_config=target_runner.model_config,
+                algo_label="DFLASH",
+            )
+        self.worker = bundle.draft_worker
+        self.runner = bundle.draft_model_runner
+        self.model = bundle.draft_model
+        self.block_size = block_size
+        self.model.set_block_size(block_size)
+        if self.runner.device == "cpu":
+            for layer in self.model.layers:
+                layer.self_attn.use_table_qk_norm_rope = False  # Triton, not gated on CUDA (models/dflash.py:383)
+        target_model = target_runner.model
+        self._embed = target_model.get_input_embeddings()
+        scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
+        self._embed_scale = float(scale()) if scale else 1.0
+        self._head = DraftHead(target_model.lm_head, block_size)
+        self._context_kv = ContextKVWriter(self.model)
+        self._spec_info = make_draft_block_spec_info(draft_token_num=block_size, device=self.runner.device)
+
+    def alloc_memory_pool(self, config: Any, req_to_token_pool: Any, allocator: Any) -> None:
+        """Shares the target's rows and slots: one RadixAttention tree serves both models."""
+        self.worker.alloc_memory_pool(
+            memory_pool_config=config,
+            req_to_token_pool=req_to_token_pool,
+            token_to_kv_pool_allocator=allocator,
+        )
+
+    def init_attention_backends(self) -> None:
+        with draft_pp_context():
+            self.worker.init_attention_backends()
+
+    def init_graphs(self) -> None:
+        """Captures the draft forward with the head in it where the host captures decode graphs."""
+        graphs = get_exec().graph.cuda_graph_config
+        capture = self.runner.device != "cpu" and graphs.decode.backend != Backend.DISABLED
+        if capture:
+            self._head.reserve(max(graphs.decode.bs))
+            self.runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(self._head))
+        with draft_pp_context():
+            self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
+
+    def propose(self, block: Block, batch: Any, kv_plan: Any) -> torch.Tensor:
+        """One draft forward over the block.
+
+        Args:
+            block: [B, K].
+            batch: the host's `ScheduleBatch` of this step.
+            kv_plan: the step's `KVLocPlan` over the block's slots.
+
+        Returns:
+            [B, K-1] int64: the drafts for positions 1..K-1.
+        """
+        forward_batch = self._forward_batch(block, batch)
+        kv_plan.bind(forward_batch, self.runner.kv_index_translator)
+        with torch.inference_mode():
+            out = self.runner.forward(forward_batch)
+        if out.can_run_graph:
+            return self._head.captured_ids[: len(block.ids)]
+        return self._head.draft_ids(out.logits_output.hidden_states)
+
+    def _forward_batch(self, block: Block, batch: Any) -> ForwardBatch:
+        embeds = self._embed(block.ids)
+        if self._embed_scale != 1.0:
+            embeds = embeds * self._embed_scale
+        if batch.seq_lens_cpu is not None:
+            kv_lens_cpu = batch.seq_lens_cpu + self.block_size
+        else:
+            kv_lens_cpu = batch.spec_info.nxt_kv_lens_cpu  # the host does not know better: the reservation bounds it
+        num_rows = block.ids.numel()
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=len(block.ids),
+            input_ids=block.ids.flatten(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=block.prefix_lens,
+            out_cache_loc=block.slots.flatten(),
+            seq_lens_sum=int(kv_lens_cpu.sum()),
+            seq_lens_cpu=kv_lens_cpu,
+            positions=block.positions.flatten(),
+            input_embeds=embeds.flatten(0, 1),
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self._spec_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            num_token_non_padded=(
+                torch.full((), num_rows, dtype=torch.int32, device=block.ids.device)
+                if enable_num_token_non_padded()
+                else None
+            ),
+            global_num_token_non_padded_cpu=num_rows,
+            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
+
+    def write_context(self, hidden: torch.Tensor, positions: torch.Tensor, kv_plan: Any) -> None:
+        """Draft KV of the rows the target has just run; see `ContextKVWriter.write`.
+
+        Args:
+            hidden: [N or more, taps * H]; the host may pad behind the rows.
+            positions: [N] int64.
+            kv_plan: the `KVLocPlan` whose write ids are the rows' slots.
+        """
+        slots = kv_plan.write_ids(self.runner.kv_index_translator)
+        with torch.inference_mode():
+            self._context_kv.write(self.runner.token_to_kv_pool, hidden, positions, slots)

@@ -1,0 +1,109 @@
+"""What we hang into SGLang, and the proof that it hangs there: never a silent fall-back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_dflash.host.version import builtin_worker_requested, require_supported_sglang
+
+CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
+ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+DRAFT_INPUTS = "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs"
+
+
+def install() -> None:
+    """Registers every hook of this process; SGLang applies them right after.
+
+    Raises:
+        SystemExit: the installed SGLang is not the pinned one.
+    """
+    require_supported_sglang()
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for target, (function, kind) in registered_hooks().items():
+        HookRegistry.register(target, function, kind)
+    if cpu_platform_in_use():
+        from sglang_dflash.host.cpu import shims
+
+        shims.install()
+    register_resolution_hook("handle_speculative_decoding")(_check_arguments)
+
+
+def registered_hooks() -> dict[str, tuple[Any, Any]]:
+    """Every hook target of this process -> (our function, `HookType`)."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    hooks: dict[str, tuple[Any, Any]] = {
+        ROW_HEADROOM: (_row_headroom, HookType.AROUND),
+        DRAFT_INPUTS: (_keep_draft_dtype, HookType.AROUND),
+    }
+    if not builtin_worker_requested():
+        hooks[CREATE_WORKER] = (_create_worker, HookType.AROUND)
+        hooks[VALIDATE_REQUEST] = (_validate_request, HookType.REPLACE)
+    if cpu_platform_in_use():
+        from sglang_dflash.host.cpu import shims
+
+        hooks |= shims.HOOKS
+    return hooks
+
+
+def cpu_platform_in_use() -> bool:
+    """True where SGLang's active platform is ours (not merely installed: `SGLANG_PLATFORM` may name another)."""
+    from sglang.srt.platforms import current_platform
+
+    return type(current_platform).__module__ == "sglang_dflash.host.cpu.platform"
+
+
+def missing_hooks() -> list[str]:
+    """Targets that SGLang failed to patch: its registry only logs such failures."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return sorted(set(registered_hooks()) - HookRegistry._patched)
+
+
+def _check_arguments(server_args: Any, previous: Any) -> None:
+    """Runs in the main process, before any child exists and any weight is read."""
+    from sglang_dflash.host import arguments
+
+    missing = missing_hooks()
+    if missing:
+        raise SystemExit(
+            f"sglang-dflash could not hook into SGLang at {', '.join(missing)}: "
+            "the installation is damaged or another plugin interferes; see the log above."
+        )
+    arguments.check(server_args, previous)
+
+
+def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
+    if algorithm.is_dflash():
+        from sglang_dflash.host.worker import DFlashWorker
+
+        return DFlashWorker
+    return original(algorithm, server_args)
+
+
+def _validate_request(req: Any, enable_overlap: bool) -> str | None:
+    from sglang_dflash.host.requests import refuse_unsupported
+
+    return refuse_unsupported(req)
+
+
+def _row_headroom(original: Any) -> int:
+    """The host gives a request's row room for one block beyond the context at page size 1, and reserves two:
+    the last blocks before the context limit would overwrite the next request's row (SGLang issue 33579)."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, get_alloc_reserve_per_decode
+    from sglang.srt.runtime_context import get_spec
+
+    if get_spec().speculative_algorithm != "DFLASH":
+        return original()
+    return max(original(), get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
+
+
+def _keep_draft_dtype(original: Any, runner: Any, forward_batch: Any, pp_proxy_tensors: Any) -> dict[str, Any]:
+    """The host casts input embeddings to bfloat16 whatever the model's dtype is (model_runner.py:1772)."""
+    kwargs = original(runner, forward_batch, pp_proxy_tensors)
+    if runner.is_draft_worker and forward_batch.input_embeds is not None:
+        kwargs["input_embeds"] = forward_batch.input_embeds
+    return kwargs

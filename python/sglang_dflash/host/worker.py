@@ -1,0 +1,183 @@
+"""The DFLASH worker: block, draft, verify, acceptance, commit, in this order and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+from sglang_dflash import ops
+from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
+from sglang_dflash.host.arguments import read_draft_config
+from sglang_dflash.host.draft_input import DraftInput
+from sglang_dflash.host.draft_runner import DraftRunner
+
+Publish = Callable[[torch.Tensor], None] | None
+
+
+class DFlashWorker(BaseSpecWorker):
+    """Greedy chain verification of plain DFlash drafts, with overlap scheduling on or off.
+
+    SGLang's scheduler constructs it, hands it the target's pools, and calls `forward_batch_generation` once per
+    step; under overlap it restores the batch afterwards, so a step may change the batch freely.
+    """
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._target = target_worker.model_runner
+        self.device = target_worker.device
+        self.block_size = int(get_spec().speculative_num_draft_tokens)
+        self.speculative_num_draft_tokens = self.block_size  # the scheduler's name for the stride of a result row
+        self._mask_token_id = read_draft_config(resolving_view(server_args)).mask_token_id
+        self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size)
+
+    # What the scheduler asks of a worker besides a step.
+
+    @property
+    def draft_worker(self) -> Any:
+        return self._draft.worker
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple[Any, ...]:
+        return self._target.attn_backend, self._draft.runner.attn_backend
+
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        return [("draft", self._draft.runner)]
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: Any = None,
+        token_to_kv_pool_allocator: Any = None,
+    ) -> None:
+        self._draft.alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+
+    def init_attention_backends(self) -> None:
+        self._draft.init_attention_backends()
+
+    def init_cuda_graphs(self) -> None:
+        self._draft.init_graphs()
+
+    # A step.
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Publish = None, grammar_barrier: Any = None, pp_proxy_tensors: Any = None
+    ) -> GenerationBatchResult:
+        """One prefill or decode step of a `ScheduleBatch`.
+
+        Args:
+            on_publish: called with the new prefix lengths ([B] int64) as soon as they exist; the next step's
+                preparation waits for nothing else.
+        """
+        if batch.forward_mode.is_idle():
+            return self._idle(on_publish)
+        if batch.forward_mode.is_extend():
+            return self._prefill(batch, on_publish)
+        return self._decode(batch, on_publish)
+
+    def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
+        result = self._target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
+        )
+        kv_plan, result.kv_loc_plan = result.kv_loc_plan, None
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        # In this very call: once prefill returns, another request may hit these tokens in the radix tree.
+        positions = ops.extend_positions(batch.prefix_lens, batch.extend_lens).to(self.device, non_blocking=True)
+        self._draft.write_context(result.logits_output.hidden_states, positions, kv_plan)
+        result.logits_output.hidden_states = None
+        result.next_draft_input = DraftInput.create(result.next_token_ids, batch.seq_lens)
+        return result
+
+    def _decode(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
+        if batch.seq_lens.is_cuda:
+            batch.seq_lens.record_stream(torch.cuda.current_stream())  # made on the schedule stream
+        block = self._lay_out_block(batch)
+        kv_plan = self._plan_kv(block, batch)
+        draft_ids = self._draft.propose(block, batch, kv_plan)
+        plan = plan_chain(block, draft_ids, self.block_size)
+        target = self._verify(plan, batch, kv_plan)
+        logits = target.logits_output.next_token_logits.view(*plan.ids.shape, -1)  # [B, W, V]
+        accepted = ops.accept_greedy(logits, plan.ids)
+        prefix_lens = block.prefix_lens + accepted.commit_lens
+        if on_publish is not None:
+            on_publish(prefix_lens)
+        self._draft.write_context(target.logits_output.hidden_states, plan.positions.flatten(), kv_plan)
+        target.logits_output.hidden_states = None
+        return GenerationBatchResult(
+            logits_output=target.logits_output,
+            next_token_ids=accepted.out_ids.flatten(),
+            accept_lens=accepted.commit_lens,
+            speculative_num_draft_tokens=plan.width,
+            next_draft_input=DraftInput.create(accepted.bonus_ids, prefix_lens),
+            new_seq_lens=prefix_lens,
+            can_run_cuda_graph=target.can_run_cuda_graph,
+            routed_experts_output=target.routed_experts_output,
+            indexer_topk_output=target.indexer_topk_output,
+        )
+
+    def _lay_out_block(self, batch: Any) -> Block:
+        prefix_lens = batch.seq_lens
+        ids, positions, slots = ops.block_layout(
+            batch.spec_info.bonus_tokens,
+            prefix_lens,
+            batch.req_pool_indices,
+            self._target.req_to_token_pool.req_to_token,
+            self.block_size,
+            self._mask_token_id,
+        )
+        return Block(ids, positions, slots, prefix_lens)
+
+    def _plan_kv(self, block: Block, batch: Any) -> Any:
+        """The host's plan of this step's KV ids, shared by draft, verify and commit."""
+        lens_cpu = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
+        return self._target.kv_index_translator.plan(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=block.prefix_lens,
+            seq_lens_cpu=lens_cpu,
+            write_virtual=block.slots.flatten(),
+            read_extent=block.block_size,
+        )
+
+    def _verify(self, plan: VerifyPlan, batch: Any, kv_plan: Any) -> GenerationBatchResult:
+        """The target's forward over the planned rows, hidden states of its tapped layers included."""
+        verify_input = DFlashVerifyInput(
+            draft_token=plan.ids.flatten(),
+            positions=plan.positions.flatten(),
+            draft_token_num=plan.width,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            kv_loc_plan=kv_plan,
+        )
+        batch.out_cache_loc = plan.slots.flatten()
+        lens_cpu, lens_sum, draft_input = batch.seq_lens_cpu, batch.seq_lens_sum, batch.spec_info
+        # Host bounds on what the verify reads: the prefix and the rows, or all that is reserved.
+        batch.seq_lens_cpu = draft_input.nxt_kv_lens_cpu if lens_cpu is None else lens_cpu + plan.width
+        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum
+        return self._target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+        )
+
+    def _idle(self, on_publish: Publish) -> GenerationBatchResult:
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        if on_publish is not None:
+            on_publish(nothing)
+        return GenerationBatchResult(
+            logits_output=None,
+            next_token_ids=nothing,
+            accept_lens=nothing.int(),
+            speculative_num_draft_tokens=self.block_size,
+            next_draft_input=DraftInput.create(nothing, nothing),
+            new_seq_lens=nothing,
+            can_run_cuda_graph=False,
+        )

@@ -1,0 +1,191 @@
+"""The specification of every op, in plain torch: any device, no host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class GreedyAcceptance(NamedTuple):
+    """What a block commits.
+
+    Fields:
+        out_ids: [B, W] int64; row b holds its committed ids first, the rest is zero.
+        commit_lens: [B] int32, 1..W: accepted drafts plus the bonus.
+        bonus_ids: [B] int64: the target's own token after the accepted drafts.
+    """
+
+    out_ids: torch.Tensor
+    commit_lens: torch.Tensor
+    bonus_ids: torch.Tensor
+
+
+def gather_slots(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """KV slots of the given positions of each request.
+
+    Args:
+        req_to_token: [R, C] int32; slot of each position of each request row.
+        req_pool_indices: [B] int; the batch's rows.
+        positions: [B, K] int64, each < C.
+
+    Returns:
+        [B, K] int64.
+    """
+    return req_to_token[req_pool_indices.long()[:, None], positions].long()
+
+
+def block_layout(
+    bonus_ids: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    block_size: int,
+    mask_token_id: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The drafted block: `[bonus, MASK x (K-1)]` at absolute positions `prefix_len ..` (paper, section 4).
+
+    Args:
+        bonus_ids: [B] int64.
+        prefix_lens: [B] int; committed tokens whose KV exists, the bonus not counted.
+        req_pool_indices: [B] int.
+        req_to_token: [R, C] int32, C >= max(prefix_lens) + K.
+        block_size: K, anchor included.
+        mask_token_id: the id the draft was trained to fill.
+
+    Returns:
+        ids, positions and KV slots, each [B, K] int64.
+    """
+    ids = bonus_ids.new_full((len(bonus_ids), block_size), mask_token_id, dtype=torch.int64)
+    ids[:, 0] = bonus_ids
+    positions = prefix_lens.long()[:, None] + torch.arange(block_size, device=prefix_lens.device)
+    return ids, positions, gather_slots(req_to_token, req_pool_indices, positions)
+
+
+def extend_positions(prefix_lens: list[int], row_lens: list[int]) -> torch.Tensor:
+    """Positions of the rows of an extend: `prefix_lens[b] ..` for each request, one after the other.
+
+    Returns:
+        [sum(row_lens)] int64 on the CPU.
+    """
+    spans = [torch.arange(p, p + n) for p, n in zip(prefix_lens, row_lens, strict=True)]
+    return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+
+
+def accept_greedy(logits: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
+    """Longest prefix of drafts equal to the target's argmax (paper, section 3; ties: the lowest id wins).
+
+    Row i of the logits follows `ids[:, i]`, so draft i+1 is compared with the argmax of row i.
+
+    Args:
+        logits: [B, W, V] floating; the target's, one row per verified id.
+        ids: [B, W] int64; anchor first, then the drafts.
+    """
+    target_ids = logits.argmax(-1)  # [B, W] int64
+    matches = (ids[:, 1:] == target_ids[:, :-1]).long()
+    accept_lens = matches.cumprod(1).sum(1)  # [B] int64, 0..W-1
+    bonus_ids = target_ids.gather(1, accept_lens[:, None]).squeeze(1)
+    # Up to the bonus, the committed ids are the target's own: its argmax equals each accepted draft.
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    out_ids = target_ids.masked_fill(columns > accept_lens[:, None], 0)
+    return GreedyAcceptance(out_ids, (accept_lens + 1).int(), bonus_ids)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm over the last dimension in float32, returned in `x`'s dtype."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.float()).to(x.dtype)
+
+
+def rope_neox(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, halves paired (neox style), over the first `cos_sin.shape[1]` of the last dimension.
+
+    Args:
+        x: [N, ..., D].
+        positions: [N] int64, each < P.
+        cos_sin: [P, R] with R <= D; cosines in the first half of a row, sines in the second.
+    """
+    rotary_dim = cos_sin.shape[1]
+    cos, sin = cos_sin[positions].to(x.dtype).chunk(2, dim=-1)  # [N, R/2] each
+    shape = (len(x), *([1] * (x.dim() - 2)), rotary_dim // 2)
+    cos, sin = cos.view(shape), sin.view(shape)
+    first, second = x[..., :rotary_dim].chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+
+
+def context_kv(
+    features: torch.Tensor,
+    kv_weight: torch.Tensor,
+    kv_bias: torch.Tensor | None,
+    k_norm_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draft keys and values of committed tokens, for all draft layers (paper, "KV injection").
+
+    The features are what `fc` and `hidden_norm` made of the target's tapped layers; the layers'
+    `input_layernorm` is not applied to them.
+
+    Args:
+        features: [N, H].
+        kv_weight: [L, 2, Hkv, D, H]; each draft layer's stacked key and value projection.
+        kv_bias: [L, 2, Hkv, D] or None.
+        k_norm_weight: [L, D].
+        eps: of the key norm.
+        positions: [N] int64, absolute.
+        cos_sin: [P, R] as in `rope_neox`.
+
+    Returns:
+        k and v, each [L, N, Hkv, D] in the features' dtype.
+    """
+    layers, _, heads, dim, hidden = kv_weight.shape
+    kv = F.linear(features, kv_weight.reshape(-1, hidden), None if kv_bias is None else kv_bias.reshape(-1))
+    kv = kv.view(-1, layers, 2, heads, dim)  # [N, L, 2, Hkv, D]
+    k = rope_neox(rms_norm(kv[:, :, 0], k_norm_weight[:, None], eps), positions, cos_sin)
+    return k.transpose(0, 1), kv[:, :, 1].transpose(0, 1)
+
+
+def attention_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    prefix_len: int,
+    scaling: float,
+    causal: bool,
+    window_left: int | None,
+) -> torch.Tensor:
+    """Grouped-query attention of one request's rows over its prefix and themselves, in float32.
+
+    Row i stands at position `prefix_len + i`. A window of HF size w is `window_left` = w - 1: a causal row sees
+    the keys from `window_left` before it up to itself; a bidirectional row sees every key whose distance behind
+    it is at most `window_left`, and all keys ahead of it.
+
+    Args:
+        q: [T, Hq, D]; k, v: [prefix_len + T, Hkv, D and Dv], Hq a multiple of Hkv.
+
+    Returns:
+        [T, Hq, Dv] in `q`'s dtype.
+    """
+    groups = q.shape[1] // k.shape[1]
+    keys = k.float().repeat_interleave(groups, 1)
+    values = v.float().repeat_interleave(groups, 1)
+    scores = torch.einsum("thd,shd->hts", q.float(), keys) * scaling
+    visible = visible_keys(len(q), prefix_len, len(k), causal, window_left, q.device)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.einsum("hts,shd->thd", scores.softmax(-1), values).to(q.dtype)
+
+
+def visible_keys(
+    rows: int, prefix_len: int, keys: int, causal: bool, window_left: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """[rows, keys] bool: which keys each row sees; None where it sees all (see `attention_rows`)."""
+    if not causal and window_left is None:
+        return None
+    behind = torch.arange(rows, device=device)[:, None] + prefix_len - torch.arange(keys, device=device)
+    visible = behind >= 0 if causal else torch.ones_like(behind, dtype=torch.bool)
+    return visible if window_left is None else visible & (behind <= window_left)

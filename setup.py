@@ -1,0 +1,31 @@
+"""Packaging of sglang-dflash: sources under python/, two SGLang entry points, the exact pin."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "python/sglang_dflash/__init__.py").read_text()).group(1)
+
+setup(
+    name="sglang-dflash",
+    version=VERSION,
+    description="DFlash speculative decoding for SGLang: exactly the target's answers, several tokens a step.",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    package_dir={"": "python"},
+    packages=find_packages("python"),
+    include_package_data=True,
+    package_data={"sglang_dflash": ["assets/**/*"]},
+    install_requires=["sglang==0.5.23"],
+    extras_require={
+        "dev": ["mypy==2.4.1", "pytest==9.2.0", "pytest-timeout==2.4.0", "ruff==0.17.5"],
+    },
+    entry_points={
+        "sglang.srt.plugins": ["sglang_dflash = sglang_dflash.plugin:activate"],
+        "sglang.srt.platforms": ["sglang_dflash = sglang_dflash.plugin:activate_platform"],
+    },
+)
