@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import transformers
+
 from tiny_pair import corpus, target
 from tiny_pair.card import Making, tau, write_card
 from tiny_pair.draft import load_draft, save_draft
@@ -49,20 +50,26 @@ class Settings:
 
 
 _SMOKE = Settings(
-    examples=2_000, library_rows=50, target_steps=40, batch_tokens=2_048, answers=150, draft_steps=20, draft_batch=16,
+    examples=2_000,
+    library_rows=50,
+    target_steps=40,
+    batch_tokens=2_048,
+    answers=150,
+    draft_steps=20,
+    draft_batch=16,
     heldout_per_kind=3,
-)  # fmt: skip
+)
 
 
 def _arguments() -> tuple[argparse.Namespace, Settings]:
-    parser = argparse.ArgumentParser(description="Train a tiny Qwen3 target and a DFlash draft for it, from nothing.")
+    parser = argparse.ArgumentParser(description="Make a tiny Qwen3 target and a DFlash draft for it.")
     parser.add_argument("--out", type=Path, help="folder to write (default: the embedded pair)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--target-steps", type=int)
     parser.add_argument("--draft-steps", type=int)
     parser.add_argument("--answers", type=int, help="prompts whose answers the draft learns from")
-    parser.add_argument("--keep-target", action="store_true", help="use the target that stands in --out already")
-    parser.add_argument("--smoke", action="store_true", help="a quick run of all stages, into a temporary folder")
+    parser.add_argument("--keep-target", action="store_true", help="use the target that stands in --out")
+    parser.add_argument("--smoke", action="store_true", help="a quick run of all stages, in a temporary one")
     args = parser.parse_args()
     base = _SMOKE if args.smoke else Settings()
     chosen = {name: getattr(args, name) for name in ("target_steps", "draft_steps", "answers")}
@@ -85,7 +92,10 @@ def _recorded(out: Path, stage: str) -> Iterator[None]:
     minutes = round((time.perf_counter() - started) / 60, 1)
     path = out / "made.json"
     made = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    made[stage] = {"minutes": minutes, "command": shlex.join(["python", "scripts/train_tiny_pair.py", *sys.argv[1:]])}
+    made[stage] = {
+        "minutes": minutes,
+        "command": shlex.join(["python", "scripts/train_tiny_pair.py", *sys.argv[1:]]),
+    }
     path.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
     print(f"{stage}: {minutes} min", flush=True)
 
@@ -100,14 +110,22 @@ def _make_target(folder: Path, examples: list[Example], settings: Settings, seed
     rows += target.library_rows(tokenizer, library)[: settings.library_rows]
     config = target.target_config(tokenizer)
     target.train_target(
-        config, rows, folder, steps=settings.target_steps, batch_tokens=settings.batch_tokens, peak=settings.peak, seed=seed
+        config,
+        rows,
+        folder,
+        steps=settings.target_steps,
+        batch_tokens=settings.batch_tokens,
+        peak=settings.peak,
+        seed=seed,
     )
 
 
 def _sizes_bytes(out: Path) -> dict[str, int]:
-    sizes = {name: sum(file.stat().st_size for file in (out / name).iterdir()) for name in ("target", "draft")}
-    if sum(sizes.values()) > _SIZE_LIMIT_BYTES:
-        sys.exit(f"The pair takes {sum(sizes.values()):,} bytes, more than the allowed {_SIZE_LIMIT_BYTES:,}.")
+    folders = ("target", "draft")
+    sizes = {name: sum(file.stat().st_size for file in (out / name).iterdir()) for name in folders}
+    total = sum(sizes.values())
+    if total > _SIZE_LIMIT_BYTES:
+        sys.exit(f"The pair takes {total:,} bytes, more than the allowed {_SIZE_LIMIT_BYTES:,}.")
     return sizes
 
 
@@ -115,12 +133,13 @@ def main() -> None:
     """Run every stage; leaves target/, draft/, heldout.jsonl and README.md in --out."""
     args, settings = _arguments()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    transformers.utils.logging.disable_progress_bar()
     args.out.mkdir(parents=True, exist_ok=True)
     heldout = corpus.make_heldout(args.seed, settings.heldout_per_kind)
     examples = corpus.make_training(args.seed, settings.examples, heldout)
     shared = corpus.shared_answers([example.answer for example in examples], heldout)
     if shared:
-        sys.exit(f"Held-out answers stand in the training data, {len(shared)} of them, the first: {shared[0]!r}.")
+        sys.exit(f"{len(shared)} held-out answers stand in the training data, the first: {shared[0]!r}.")
     corpus.write_heldout(args.out / "heldout.jsonl", heldout)
     if not args.keep_target:
         with _recorded(args.out, "target"):
@@ -136,14 +155,21 @@ def main() -> None:
         sys.exit("The target ended none of its answers: train it for more steps (--target-steps).")
     with _recorded(args.out, "draft"):
         draft = train_draft(
-            model, answers, mask_token_id,
-            steps=settings.draft_steps, batch=settings.draft_batch, peak=settings.peak, seed=args.seed,
-        )  # fmt: skip
+            model,
+            answers,
+            mask_token_id,
+            steps=settings.draft_steps,
+            batch=settings.draft_batch,
+            peak=settings.peak,
+            seed=args.seed,
+        )
         save_draft(draft, model.config, mask_token_id, args.out / "draft")
     with _recorded(args.out, "evaluation"):
-        outcomes = evaluate(model, load_draft(args.out / "draft", model.config), tokenizer, heldout, mask_token_id)
+        served = load_draft(args.out / "draft", model.config)
+        outcomes = evaluate(model, served, tokenizer, heldout, mask_token_id)
 
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    versions += f", Python {platform.python_version()}"
     stages = json.loads((args.out / "made.json").read_text(encoding="utf-8"))
     making = Making(versions, args.seed, stages, ended_share, len(answers), _sizes_bytes(args.out))
     print(write_card(args.out / "README.md", outcomes, making))

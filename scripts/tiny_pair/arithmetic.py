@@ -28,17 +28,29 @@ def _boxes(rng: random.Random) -> tuple[str, str]:
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     size, count, loose = rng.randint(2, 12), rng.randint(2, 9), rng.randint(2, 30)
     box, boxes = rng.choice((("box", "boxes"), ("bag", "bags"), ("jar", "jars"), ("crate", "crates")))
-    ask = f"[Each {box} holds|One {box} has] {size} {thing}. {name} has {count} {boxes} and {loose} loose {thing}. "
+    ask = f"[Each {box} holds|One {box} has] {size} {thing}. "
+    ask += f"{name} has {count} {boxes} and {loose} loose {thing}. "
     ask += f"How many {thing} does {name} have[ in all| in total|]?"
     full = size * count
-    steps = [(f"The {boxes} hold", f"{count} * {size}", full), (f"With the {loose} loose {thing}", f"{full} + {loose}", full + loose)]
+    steps = [
+        (f"The {boxes} hold", f"{count} * {size}", full),
+        (f"With the {loose} loose {thing}", f"{full} + {loose}", full + loose),
+    ]
     return ask, _worked(steps, f" {thing}")
 
 
 def _shopping(rng: random.Random) -> tuple[str, str]:
     name = rng.choice(NAMES)
     (one, ones), (two, twos) = rng.sample(
-        [("pen", "pens"), ("cup", "cups"), ("hat", "hats"), ("map", "maps"), ("lamp", "lamps"), ("ball", "balls")], 2
+        [
+            ("pen", "pens"),
+            ("cup", "cups"),
+            ("hat", "hats"),
+            ("map", "maps"),
+            ("lamp", "lamps"),
+            ("ball", "balls"),
+        ],
+        2,
     )
     a, b, m, n = rng.randint(2, 12), rng.randint(2, 12), rng.randint(2, 6), rng.randint(2, 6)
     ask = f"A {one} costs {a} coins and a {two} costs {b} coins. "
@@ -58,7 +70,10 @@ def _change(rng: random.Random) -> tuple[str, str]:
     ask = f"{name} buys {count} {thing} at {price} coins each and pays with {paid} coins. "
     ask += "[How much change is there|How many coins come back]?"
     cost = price * count
-    steps = [(f"The {thing} cost", f"{count} * {price}", cost), ("The change is", f"{paid} - {cost}", paid - cost)]
+    steps = [
+        (f"The {thing} cost", f"{count} * {price}", cost),
+        ("The change is", f"{paid} - {cost}", paid - cost),
+    ]
     return ask, _worked(steps, " coins")
 
 
@@ -102,8 +117,8 @@ def _bus(rng: random.Random) -> tuple[str, str]:
     c = rng.randint(2, min(a + b - 2, 25))
     d = rng.randint(2, 15)
     ride = rng.choice(("bus", "train", "boat", "tram"))
-    ask = f"A {ride} has {a} people. At the first stop {b} get on. At the next stop {c} get off and {d} get on. "
-    ask += f"How many people are on the {ride} [now|in the end]?"
+    ask = f"A {ride} has {a} people. At the first stop {b} get on. "
+    ask += f"At the next stop {c} get off and {d} get on. How many people are on the {ride} [now|in the end]?"
     steps = [
         ("After the first stop", f"{a} + {b}", a + b),
         (f"When {c} get off", f"{a + b} - {c}", a + b - c),

@@ -49,7 +49,8 @@ def _positions(lens: list[int]) -> str:
     rows = ["| k | reached | accepted of reached | accepted of all |", "|---|---|---|---|"]
     for k in range(1, BLOCK_SIZE):
         reached, accepted = sum(n >= k - 1 for n in lens), sum(n >= k for n in lens)
-        rows.append(f"| {k} | {reached} | {accepted / max(1, reached):.1%} | {accepted / max(1, len(lens)):.1%} |")
+        of_reached, of_all = accepted / max(1, reached), accepted / max(1, len(lens))
+        rows.append(f"| {k} | {reached} | {of_reached:.1%} | {of_all:.1%} |")
     return "\n".join(rows)
 
 
@@ -59,12 +60,14 @@ def _measures(outcomes: list[Outcome]) -> str:
     lens = _accept_lens(outcomes)
     counts = Counter(lens)
     histogram = " | ".join(str(counts[n]) for n in range(BLOCK_SIZE))
+    least_gap = min(outcome.least_gap for outcome in outcomes)
     same = sum(outcome.same_ids for outcome in outcomes)
-    return f"""| kind | tau | blocks | 0 < accept_len < 7 | accept_len < 7 | right | ended | tokens an answer |
+    return f"""| kind | tau | blocks | 0 < accept_len < 7 | accept_len < 7 | right | ended | mean tokens |
 |---|---|---|---|---|---|---|---|
 {chr(10).join(table)}
 
-"right": arithmetic ends in the reference's number; code stands in a closed fence and parses; chat ends by itself.
+"right": arithmetic ends in the reference's number; code stands in a closed fence and parses;
+chat ends by itself.
 "ended": `<|im_end|>` within 200 tokens. The last block of an answer is cut at `<|im_end|>`.
 
 accept_len | {" | ".join(str(n) for n in range(BLOCK_SIZE))}
@@ -75,25 +78,31 @@ Acceptance by position k in the block (k = 0 is the anchor):
 
 {_positions(lens)}
 
-Greedy DFlash ids equal plain greedy ids on {same} of {len(outcomes)} held-out prompts. The smallest gap between the two
-best logits along the plain greedy paths is {min(outcome.least_gap for outcome in outcomes):.2e}."""
+Greedy DFlash ids equal plain greedy ids on {same} of {len(outcomes)} held-out prompts. The smallest gap
+between the two best logits along the plain greedy paths is {least_gap:.2e}."""
 
 
 def write_card(path: Path, outcomes: list[Outcome], making: Making) -> str:
     """Write the card and return its table of measures."""
     measures = _measures(outcomes)
     sizes = ", ".join(f"{name} {size:,} bytes" for name, size in making.sizes_bytes.items())
-    stages = "\n".join(f"  * {name}: {made['minutes']} min, `{made['command']}`" for name, made in making.stages.items())
+    stages = "\n".join(
+        f"  * {name}: {made['minutes']} min, `{made['command']}`" for name, made in making.stages.items()
+    )
+    per_kind = len(outcomes) // len(KINDS)
     path.write_text(
         f"""# tiny-pair
 
 A tiny Qwen3 target (`target/`) and a plain DFlash draft for it (`draft/`), made from nothing by
-`scripts/train_tiny_pair.py`, so that a server, its tests and its benchmarks run on any machine. The pair knows small
-sums, short Python functions and a little talk about both; it is no use for anything else.
+`scripts/train_tiny_pair.py`, so that a server, its tests and its benchmarks run on any machine. The pair
+knows small sums, short Python functions and a little talk about both; it is no use for anything else.
 
-* target: 6 layers, hidden 256, 4 heads over 2 kv heads, tied embeddings, byte-level BPE of 1792 entries, bfloat16.
-* draft: 2 layers, block_size 8, taps on target layers 1, 3 and 4, no embedding and no head of its own, bfloat16.
-* `heldout.jsonl`: 40 prompts of each kind with reference answers; none shares its answer with the training data.
+* target: 6 layers, hidden 256, 4 heads over 2 kv heads, tied embeddings, byte-level BPE of 1792 entries,
+  bfloat16.
+* draft: 2 layers, block_size 8, taps on target layers 1, 3 and 4, no embedding and no head of its own,
+  bfloat16.
+* `heldout.jsonl`: {per_kind} prompts of each kind with reference answers; none shares its answer with the
+  training data.
 
 ## Measured
 
@@ -107,11 +116,12 @@ Greedy, float32 from the bfloat16 weights, a plain torch loop over the held-out 
 * stages, with the time each took and the command that ran it:
 {stages}
 * size: {sizes}, {sum(making.sizes_bytes.values()):,} in all
-* The draft was trained on {making.answer_count:,} answers of the target's own; {making.ended_share:.1%} of the answers it
-  gave to training prompts ended by themselves.
+* The draft was trained on {making.answer_count:,} answers of the target's own; {making.ended_share:.1%} of
+  the answers it gave to training prompts ended by themselves.
 
-The data is made by the script from templates, plus sources of the Python standard library as plain text. A run with the
-same seed, versions and machine sees the same data in the same order; weights may differ in the last bits between machines.
+The data is made by the script from templates, plus sources of the Python standard library as plain text.
+A run with the same seed and versions sees the same data in the same order; weights may differ in the last
+bits between machines.
 """,
         encoding="utf-8",
     )

@@ -18,13 +18,17 @@ KINDS: dict[str, Callable[[random.Random], Example]] = {
 }
 _SHARES = (0.42, 0.3, 0.28)
 _LIBRARY = (
-    "abc argparse ast base64 bisect calendar cmd code codecs collections configparser contextlib copy csv dataclasses datetime "
-    "difflib dis enum fileinput fnmatch fractions functools getopt gettext glob graphlib gzip hashlib heapq hmac imaplib "
-    "inspect json keyword linecache locale logging mailbox mimetypes numbers operator optparse pathlib pickle platform plistlib "
-    "pprint profile queue quopri random re reprlib sched secrets selectors shelve shlex shutil signal smtplib socket "
-    "socketserver statistics string stringprep struct subprocess symtable tarfile tempfile textwrap threading timeit token "
-    "tokenize trace traceback types typing urllib.parse uuid warnings wave weakref zipfile"
-).split()
+    "abc", "argparse", "ast", "base64", "bisect", "calendar", "cmd", "code", "codecs", "collections",
+    "configparser", "contextlib", "copy", "csv", "dataclasses", "datetime", "difflib", "dis", "enum",
+    "fileinput", "fnmatch", "fractions", "functools", "getopt", "gettext", "glob", "graphlib", "gzip",
+    "hashlib", "heapq", "hmac", "imaplib", "inspect", "json", "keyword", "linecache", "locale", "logging",
+    "mailbox", "mimetypes", "numbers", "operator", "optparse", "pathlib", "pickle", "platform",
+    "plistlib", "pprint", "profile", "queue", "quopri", "random", "re", "reprlib", "sched", "secrets",
+    "selectors", "shelve", "shlex", "shutil", "signal", "smtplib", "socket", "socketserver", "statistics",
+    "string", "stringprep", "struct", "subprocess", "symtable", "tarfile", "tempfile", "textwrap",
+    "threading", "timeit", "token", "tokenize", "trace", "traceback", "types", "typing", "urllib.parse",
+    "uuid", "warnings", "wave", "weakref", "zipfile",
+)  # fmt: skip
 
 
 def make_heldout(seed: int, per_kind: int) -> list[Example]:

@@ -8,7 +8,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 BLOCK_SIZE, DRAFT_LAYERS = 8, 2
 TARGET_LAYER_IDS = (1, 3, 4)
@@ -32,7 +37,11 @@ class _Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor,
     ) -> torch.Tensor:
         rows = torch.cat((context, x), dim=1)  # [N, T+Q, H]
         q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)  # [N, heads, Q, D]
@@ -55,7 +64,11 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor,
     ) -> torch.Tensor:
         # The context features are shared by all layers and skip input_layernorm (DFlash, KV injection).
         x = x + self.self_attn(self.input_layernorm(x), context, rope, mask)
@@ -79,7 +92,11 @@ class DFlashDraft(nn.Module):
         self.rotary = Qwen3RotaryEmbedding(config)
 
     def forward(
-        self, x: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
+        self,
+        x: torch.Tensor,
+        taps: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
     ) -> torch.Tensor:
         context = self.hidden_norm(self.fc(taps))  # [N, T, H]: the context features
         rope = self.rotary(x, positions)

@@ -33,7 +33,7 @@ class Blocks:
 def make_blocks(batch: list[Answer], mask_token_id: int, draw: torch.Generator) -> Blocks:
     """Blocks at random anchors; anchor and next token both lie in the answer.
 
-    A block sees the context strictly below its anchor and itself in both directions, nothing of another block.
+    A block sees the context strictly below its anchor and itself in both directions, but no other block.
     """
     lengths = torch.tensor([len(answer.ids) for answer in batch])  # [N] int64
     starts = torch.tensor([answer.prompt_len for answer in batch])
@@ -77,7 +77,14 @@ def _batches(answers: list[Answer], size: int, rng: random.Random) -> Iterator[l
 
 
 def train_draft(
-    target: Qwen3ForCausalLM, answers: list[Answer], mask_token_id: int, *, steps: int, batch: int, peak: float, seed: int
+    target: Qwen3ForCausalLM,
+    answers: list[Answer],
+    mask_token_id: int,
+    *,
+    steps: int,
+    batch: int,
+    peak: float,
+    seed: int,
 ) -> DFlashDraft:
     """A draft trained for `steps` batches of `batch` answers; the target's embedding stays frozen."""
     torch.manual_seed(seed)

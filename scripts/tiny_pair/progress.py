@@ -23,5 +23,8 @@ class Progress:
         left = (now - self.started) / self.step * (self.steps - self.step) / 60
         speed = self.tokens / (now - self.marked)
         loss = self.loss / self.count
-        print(f"{self.name} {self.step}/{self.steps} loss {loss:.4f} {speed:.0f} tok/s {left:.1f} min left", flush=True)
+        print(
+            f"{self.name} {self.step}/{self.steps} loss {loss:.4f} {speed:.0f} tok/s {left:.1f} min left",
+            flush=True,
+        )
         self.marked, self.loss, self.tokens, self.count = now, 0.0, 0, 0

@@ -1,5 +1,6 @@
 """The draft's training data: the target's own greedy answers and its tapped hidden states."""
 
+import copy
 import random
 from collections import defaultdict
 from dataclasses import dataclass
@@ -48,12 +49,18 @@ def _same_length_batches(rows: list[list[int]]) -> list[torch.Tensor]:
     groups: dict[int, list[list[int]]] = defaultdict(list)
     for row in rows:
         groups[len(row)].append(row)
-    full = [group[i : i + _BATCH] for _, group in sorted(groups.items()) for i in range(0, len(group), _BATCH)]
-    return [torch.tensor(batch) for batch in full]
+    batches: list[torch.Tensor] = []  # each [N, T] int64
+    for _, group in sorted(groups.items()):
+        batches += [torch.tensor(group[i : i + _BATCH]) for i in range(0, len(group), _BATCH)]
+    return batches
 
 
 def regenerate(
-    target: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], closed: set[str], seed: int
+    target: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[str],
+    closed: set[str],
+    seed: int,
 ) -> tuple[list[Answer], float]:
     """Answers of the target to `prompts`, shuffled, and the share of them that ended by themselves.
 
@@ -62,14 +69,14 @@ def regenerate(
     end = target.config.eos_token_id
     batches = _same_length_batches([prompt_ids(tokenizer, prompt) for prompt in prompts])
     progress = Progress("regenerate", len(batches))
-    fast = torch.autocast("cpu", dtype=torch.bfloat16)
+    writer = copy.deepcopy(target).bfloat16()
     answers: list[Answer] = []
     ended = 0
     for batch in batches:
         prompt_len = batch.shape[1]
-        with fast:
-            grown = _greedy(target, batch, end)
-        with torch.no_grad(), fast:
+        grown = _greedy(writer, batch, end)
+        # The residual stream stays float32 here, as it is where the pair is served.
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = target.model(input_ids=grown, use_cache=False, output_hidden_states=True).hidden_states
         taps = tap(hidden).to(torch.bfloat16)
         for row, row_taps in zip(grown, taps, strict=True):

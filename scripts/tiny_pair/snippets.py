@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 from .wording import Example, vary
 
-_VERBS = "get find make pick take build collect compute choose handle".split()
-_NOUNS = "values items numbers words result total part list data score marks ages prices lengths".split()
-_LISTS = "values items numbers data marks prices xs".split()
-_STRINGS = "text word line name s".split()
-_CLASSES = "Counter Meter Score Tank Wallet Clock Stock Basket".split()
+_VERBS = ["get", "find", "make", "pick", "take", "build", "collect", "compute", "choose", "handle"]
+_NOUNS = (
+    "values", "items", "numbers", "words", "result", "total", "part", "list", "data", "score", "marks",
+    "ages", "prices", "lengths",
+)  # fmt: skip
+_LISTS = ["values", "items", "numbers", "data", "marks", "prices", "xs"]
+_STRINGS = ["text", "word", "line", "name", "s"]
+_CLASSES = ["Counter", "Meter", "Score", "Tank", "Wallet", "Clock", "Stock", "Basket"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,10 @@ class Snippet:
 
 def _name(rng: random.Random) -> str:
     return f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}"
+
+
+def _lines(*lines: str) -> str:
+    return "\n".join(lines)
 
 
 def _condition(rng: random.Random, var: str) -> tuple[str, str]:
@@ -58,7 +65,14 @@ def _keep(rng: random.Random, name: str) -> Snippet:
     if rng.random() < 0.5:
         code = f"def {name}({xs}):\n    return [x for x in {xs} if {test}]"
         return Snippet(f"keeps the elements of {xs} that are {said}", code, "It uses a list comprehension.")
-    code = f"def {name}({xs}):\n    result = []\n    for x in {xs}:\n        if {test}:\n            result.append(x)\n    return result"
+    code = _lines(
+        f"def {name}({xs}):",
+        "    result = []",
+        f"    for x in {xs}:",
+        f"        if {test}:",
+        "            result.append(x)",
+        "    return result",
+    )
     return Snippet(f"uses a loop to keep the elements of {xs} that are {said}", code, "It uses a plain loop.")
 
 
@@ -68,15 +82,30 @@ def _each(rng: random.Random, name: str) -> Snippet:
     if rng.random() < 0.5:
         code = f"def {name}({xs}):\n    return [{expr} for x in {xs}]"
         return Snippet(f"returns every element of {xs} {said}", code, "It uses a list comprehension.")
-    code = f"def {name}({xs}):\n    result = []\n    for x in {xs}:\n        result.append({expr})\n    return result"
+    code = _lines(
+        f"def {name}({xs}):",
+        "    result = []",
+        f"    for x in {xs}:",
+        f"        result.append({expr})",
+        "    return result",
+    )
     return Snippet(f"uses a loop to return every element of {xs} {said}", code, "It uses a plain loop.")
 
 
 def _total(rng: random.Random, name: str) -> Snippet:
     xs = rng.choice(_LISTS)
     said, test = _condition(rng, "x")
-    goal, start, step = rng.choice((("sums", 0, "total += x"), ("counts", 0, "total += 1"), ("multiplies", 1, "total *= x")))
-    code = f"def {name}({xs}):\n    total = {start}\n    for x in {xs}:\n        if {test}:\n            {step}\n    return total"
+    goal, start, step = rng.choice(
+        (("sums", 0, "total += x"), ("counts", 0, "total += 1"), ("multiplies", 1, "total *= x"))
+    )
+    code = _lines(
+        f"def {name}({xs}):",
+        f"    total = {start}",
+        f"    for x in {xs}:",
+        f"        if {test}:",
+        f"            {step}",
+        "    return total",
+    )
     return Snippet(f"{goal} the elements of {xs} that are {said}", code, "It walks over the list once.")
 
 
@@ -92,7 +121,7 @@ def _string(rng: random.Random, name: str) -> Snippet:
             (f"repeats {s} {n} times", f"{s} * {n}"),
             (f'counts the letter "{ch}" in {s}', f'{s}.count("{ch}")'),
             (f'checks if {s} starts with "{ch}"', f'{s}.startswith("{ch}")'),
-            (f'checks if {s} is longer than {n} letters', f"len({s}) > {n}"),
+            (f"checks if {s} is longer than {n} letters", f"len({s}) > {n}"),
             (f'removes the letter "{ch}" from {s}', f'{s}.replace("{ch}", "")'),
         )
     )
@@ -120,7 +149,14 @@ def _clamp(rng: random.Random, name: str) -> Snippet:
     low = rng.randint(0, 20)
     high = low + rng.randint(2, 60)
     x = rng.choice(("x", "value", "n"))
-    code = f"def {name}({x}):\n    if {x} < {low}:\n        return {low}\n    if {x} > {high}:\n        return {high}\n    return {x}"
+    code = _lines(
+        f"def {name}({x}):",
+        f"    if {x} < {low}:",
+        f"        return {low}",
+        f"    if {x} > {high}:",
+        f"        return {high}",
+        f"    return {x}",
+    )
     return Snippet(f"keeps {x} between {low} and {high}", code, "It returns the nearest bound.")
 
 
@@ -129,23 +165,40 @@ def _range_loop(rng: random.Random, name: str) -> Snippet:
     said, start, change = rng.choice(
         (("sum", 0, "total += i"), ("product", 1, "total *= i"), ("sum of the squares", 0, "total += i * i"))
     )
-    code = f"def {name}({n}):\n    total = {start}\n    for i in range({step}, {n} + 1):\n        {change}\n    return total"
+    code = _lines(
+        f"def {name}({n}):",
+        f"    total = {start}",
+        f"    for i in range({step}, {n} + 1):",
+        f"        {change}",
+        "    return total",
+    )
     return Snippet(f"returns the {said} of the numbers from {step} to {n}", code, "It uses range.")
 
 
 def _guarded(rng: random.Random, name: str) -> Snippet:
     xs, default = rng.choice(_LISTS), rng.randint(0, 60)
-    said, expr = rng.choice((("largest", f"max({xs})"), ("smallest", f"min({xs})"), ("first", f"{xs}[0]"), ("last", f"{xs}[-1]")))
+    said, expr = rng.choice(
+        (("largest", f"max({xs})"), ("smallest", f"min({xs})"), ("first", f"{xs}[0]"), ("last", f"{xs}[-1]"))
+    )
     code = f"def {name}({xs}):\n    if not {xs}:\n        return {default}\n    return {expr}"
-    return Snippet(f"returns the {said} element of {xs}, or {default} for an empty list", code, "It checks for an empty list first.")
+    return Snippet(
+        f"returns the {said} element of {xs}, or {default} for an empty list",
+        code,
+        "It checks for an empty list first.",
+    )
 
 
 def _class(rng: random.Random, name: str) -> Snippet:
     title, field, method = rng.choice(_CLASSES), rng.choice(_NOUNS), rng.choice(_VERBS)
     start, step = rng.randint(0, 20), rng.randint(2, 30)
-    code = (
-        f"class {title}:\n    def __init__(self):\n        self.{field} = {start}\n\n"
-        f"    def {method}(self):\n        self.{field} += {step}\n        return self.{field}"
+    code = _lines(
+        f"class {title}:",
+        "    def __init__(self):",
+        f"        self.{field} = {start}",
+        "",
+        f"    def {method}(self):",
+        f"        self.{field} += {step}",
+        f"        return self.{field}",
     )
     does = f"has a class {title} whose {field} starts at {start} and whose {method} method adds {step}"
     return Snippet(does, code, "Each call changes the object.")
@@ -167,7 +220,8 @@ def code_example(rng: random.Random) -> Example:
     if family is _class:
         ask = f"[Write|Please write|Give me] Python code that {snippet.does}."
     else:
-        ask = f"[Write|Please write|Give me|Can you write] a [Python function|function] {name} that {snippet.does}."
+        opening = "[Write|Please write|Give me|Can you write] a [Python function|function]"
+        ask = f"{opening} {name} that {snippet.does}."
     brief = "Only code." if rng.random() < 0.3 else ""
     answer = f"```python\n{snippet.code}\n```"
     if not brief:

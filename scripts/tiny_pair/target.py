@@ -52,7 +52,9 @@ def answer_rows(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> 
 
 def library_rows(tokenizer: PreTrainedTokenizerFast, sources: list[str]) -> list[tuple[list[int], int]]:
     """Rows of `_LIBRARY_ROW` ids that are learned from their second token on."""
-    ids = [token for source in sources for token in tokenizer.encode(source, add_special_tokens=False)]
+    ids: list[int] = []
+    for source in sources:
+        ids += tokenizer.encode(source, add_special_tokens=False, verbose=False)
     return [(ids[i : i + _LIBRARY_ROW], 1) for i in range(0, len(ids) - _LIBRARY_ROW, _LIBRARY_ROW)]
 
 
@@ -125,6 +127,7 @@ def train_target(
 def save_target(model: Qwen3ForCausalLM, folder: Path) -> None:
     """Write bfloat16 weights, config.json and generation_config.json beside the tokenizer."""
     copy.deepcopy(model).bfloat16().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # written readable by its owner only
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["rope_theta"] = ROPE_THETA  # readers older than rope_parameters look here

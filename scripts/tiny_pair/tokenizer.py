@@ -16,8 +16,16 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 # Qwen's word pattern: one digit a piece, so that numbers are read digit by digit.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
 )
 
 
@@ -37,7 +45,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    added = [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    tokenizer.add_special_tokens(added)
     assert tokenizer.get_vocab_size() == vocab_size, (tokenizer.get_vocab_size(), vocab_size)
     return tokenizer
 
@@ -62,7 +71,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The saved tokenizer, after a check that text of every sort survives the round trip."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    for text in ("12 + 30 = 42.\n", "def f(x):\n    return x\n", " Grüße, 世界 🙂\t\r\n  end ", "'tis\u00a0\x00"):
+    for text in (
+        "12 + 30 = 42.\n",
+        "def f(x):\n    return x\n",
+        " Grüße, 世界 🙂\t\r\n  end ",
+        "'tis\u00a0\x00",
+    ):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids) == text, (text, ids)
     return tokenizer

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
 NAMES = (
-    "Ada Ben Cleo Dan Eva Finn Gus Hana Ivan June Kofi Lena Milo Nora Omar Pia Quinn Rosa Sam Tara Uma Vera Wim Yara Zoe"
-).split()
-THINGS = "apples pears books coins cards shells stamps marbles pencils cookies stickers beads tickets eggs".split()
+    "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivan", "June", "Kofi", "Lena", "Milo",
+    "Nora", "Omar", "Pia", "Quinn", "Rosa", "Sam", "Tara", "Uma", "Vera", "Wim", "Yara", "Zoe",
+)  # fmt: skip
+THINGS = (
+    "apples", "pears", "books", "coins", "cards", "shells", "stamps", "marbles", "pencils", "cookies",
+    "stickers", "beads", "tickets", "eggs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

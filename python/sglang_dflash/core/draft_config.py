@@ -53,13 +53,13 @@ class DraftConfig:
             raise ValueError(f"dflash_config is {dflash!r}; it must be an object.")
         _refuse_special_heads(config, dflash)
         num_layers = _positive(config, "num_hidden_layers")
-        mask_token_id = dflash.get("mask_token_id", config.get("mask_token_id"))
-        mask_token = dflash.get("mask_token", config.get("mask_token"))
+        # Older checkpoints keep at top level what newer ones keep in dflash_config.
+        merged = {**config, **{key: value for key, value in dflash.items() if value is not None}}
+        mask_token_id, mask_token = merged.get("mask_token_id"), merged.get("mask_token")
         if mask_token_id is None and mask_token is None:
             raise ValueError("The draft's config names no mask: dflash_config.mask_token_id must be a token id.")
         if mask_token_id is not None and (type(mask_token_id) is not int or mask_token_id < 0):
             raise ValueError(f"dflash_config.mask_token_id is {mask_token_id!r}; it must be a token id.")
-        merged = {**config, **dflash}
         _check_layers(merged, num_layers)
         return cls(
             block_size=_positive(merged, "block_size"),
@@ -111,8 +111,9 @@ def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) 
             f"{USE_BUILTIN}."
         )
     for key, head in SPECIAL_HEADS.items():
-        if dflash.get(key, config.get(key)):
-            raise ValueError(f"The draft has {head} (dflash_config.{key}), which we do not serve: {USE_BUILTIN}.")
+        value = dflash.get(key) or config.get(key)
+        if value:
+            raise ValueError(f"The draft has {head} ({key}={value!r}), which we do not serve: {USE_BUILTIN}.")
     lilicorr = sorted(key for key in dflash if key.startswith("lilicorr"))
     if lilicorr:
         raise ValueError(f"The draft has LiLiCorr's reranker ({lilicorr[0]}), which we do not serve: {USE_BUILTIN}.")
@@ -124,8 +125,12 @@ def _check_layers(config: Mapping[str, Any], num_layers: int) -> None:
     layer_types = config.get("layer_types")
     if layer_types is None:
         return
-    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-    if unknown or len(layer_types) != num_layers:
+    known = ("full_attention", "sliding_attention")
+    if (
+        not isinstance(layer_types, list)
+        or len(layer_types) != num_layers
+        or any(layer_type not in known for layer_type in layer_types)
+    ):
         raise ValueError(
             f"The draft's layer_types is {layer_types}; it must hold {num_layers} entries, each "
             "'full_attention' or 'sliding_attention'."

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from transformers import AutoTokenizer, PretrainedConfig
 
 from sglang_dflash import __version__
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 UNSERVED: dict[str, Any] = {
     "use_ray": False,
     "enable_lora": None,
+    "lora_paths": None,
+    "enable_strict_thinking": False,
     "enable_dp_attention": False,
     "enable_hierarchical_cache": False,
     "enable_mixed_chunk": False,
@@ -50,11 +53,13 @@ def check(server_args: Any, previous: Any) -> None:
     try:
         _refuse_unserved(cfg)
         draft = read_draft_config(cfg)
-        block_size = _block_size(cfg, draft)
+        target = model_config_of(server_args)
+        _check_target(target, draft)
+        block_size = _block_size(cfg, draft, target.context_len)
+        declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
+        previous(server_args)
     except ValueError as error:
         raise SystemExit(f"DFLASH cannot start: {error}") from None
-    declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
-    previous(server_args)
     cfg = resolving_view(server_args)
     logger.info(
         "sglang-dflash %s serves DFLASH: block size %d (trained with %d), attention %s, draft attention %s; "
@@ -69,53 +74,59 @@ def check(server_args: Any, previous: Any) -> None:
 
 
 def read_draft_config(cfg: Any) -> DraftConfig:
-    """The draft's config, checked against the target's, its mask token id resolved.
+    """The draft's config, its mask token id resolved.
 
     Args:
         cfg: server arguments, or the host's view of them.
 
     Raises:
-        ValueError: one sentence on what is wrong with draft, target or their fit.
+        ValueError: one sentence on what is wrong with the draft.
     """
     path = cfg.speculative_draft_model_path
     if path is None:
         raise ValueError("--speculative-draft-model-path is missing: give the DFlash draft's folder or hub name.")
-    draft = DraftConfig.from_dict(_config_dict(path, cfg.speculative_draft_model_revision, "draft"))
-    target = _config_dict(cfg.model_path, cfg.revision, "target")
-    target = {**target, **json.loads(cfg.json_model_override_args)}
-    text = target.get("text_config") or target
+    draft = DraftConfig.from_dict(_config_dict(path, cfg.speculative_draft_model_revision))
     if draft.mask_token_id is None:
         vocabulary = AutoTokenizer.from_pretrained(cfg.tokenizer_path or cfg.model_path).get_vocab()
         if draft.mask_token not in vocabulary:
             raise ValueError(f"dflash_config.mask_token {draft.mask_token!r} is not in the target's tokenizer.")
         draft = replace(draft, mask_token_id=vocabulary[draft.mask_token])
-    draft.check_target(text["num_hidden_layers"], text["hidden_size"], text["vocab_size"])
     if (Path(path) / "mask_embedding.pt").exists():
         raise ValueError(f"the draft brings a trained mask embedding (mask_embedding.pt): {USE_BUILTIN}.")
     return draft
 
 
-def _config_dict(path: str, revision: str | None, role: str) -> dict[str, Any]:
+def _config_dict(path: str, revision: str | None) -> dict[str, Any]:
     try:
         config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
     except (OSError, ValueError) as error:
-        raise ValueError(f"the {role}'s config.json at {path!r} cannot be read: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the draft's config.json at {path!r} cannot be read: {reason}") from None
     if not config:
-        raise ValueError(f"there is no config.json for the {role} at {path!r}.")
+        raise ValueError(f"there is no config.json of a draft at {path!r} (--speculative-draft-model-path).")
     return config
 
 
-def _block_size(cfg: Any, draft: DraftConfig) -> int:
+def _check_target(target: Any, draft: DraftConfig) -> None:
+    """target: the host's `ModelConfig`."""
+    if mambaish_config(target) is not None:
+        raise ValueError(
+            f"the target {target.hf_config.architectures} keeps recurrent state (mamba or linear attention), "
+            f"which this worker does not roll back: {USE_BUILTIN}."
+        )
+    draft.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
+
+
+def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:
     asked = cfg.speculative_num_draft_tokens or cfg.speculative_dflash_block_size or draft.block_size
     if not 2 <= asked <= draft.block_size:
         raise ValueError(
             f"--speculative-num-draft-tokens is {asked}; this draft fills 2 to {draft.block_size} rows, "
             "the size it was trained with."
         )
-    context = cfg.context_length
-    if context is not None and asked >= context:
+    if asked >= context_len:
         raise ValueError(
-            f"--speculative-num-draft-tokens is {asked} and --context-length {context}: "
+            f"--speculative-num-draft-tokens is {asked} and the context {context_len} tokens (--context-length): "
             "a block must be shorter than the context."
         )
     return asked

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2, _get_overlap_plan_stream
+from sglang.srt.utils.common import is_pin_memory_available
 
 
 class DraftInput(DFlashDraftInputV2):
@@ -64,15 +65,22 @@ class DraftInput(DFlashDraftInputV2):
                 batch.req_to_token_pool,
                 reqs=batch.reqs,
                 req_pool_indices=batch.req_pool_indices,
-                cur_kv_lens=allocated_cpu.to(batch.device, non_blocking=True),
+                cur_kv_lens=upload(allocated_cpu, batch.device),
                 cur_kv_lens_cpu=allocated_cpu,
-                nxt_kv_lens=reserved_cpu.to(batch.device, non_blocking=True),
+                nxt_kv_lens=upload(reserved_cpu, batch.device),
                 nxt_kv_lens_cpu=reserved_cpu,
                 num_needed_tokens=int((reserved_cpu - allocated_cpu).sum()),
                 batch=batch,
             )
         if caller_stream is not None:
             caller_stream.wait_stream(plan_stream)  # the forward must not see half-written rows
+
+
+def upload(tensor_cpu: torch.Tensor, device: Any) -> torch.Tensor:
+    """The tensor on `device`; through pinned memory where there is any, so that the copy does not wait."""
+    if is_pin_memory_available(device):
+        tensor_cpu = tensor_cpu.pin_memory()
+    return tensor_cpu.to(device, non_blocking=True)
 
 
 def reserve_lens(committed: torch.Tensor, allocated: torch.Tensor, reserve: int, page_size: int) -> torch.Tensor:

@@ -35,6 +35,9 @@ def refuse_unsupported(req: Any) -> str | None:
     req.sampling_params.normalize(None)
     req.custom_logit_processor = None
     req.return_hidden_states = False
+    req.return_sampling_mask = False
+    req.input_embeds = None
+    req.positional_embed_overrides = None
     return f"DFLASH speculative decoding does not serve this request: {complaint}."
 
 
@@ -44,7 +47,7 @@ def _complaint(req: Any) -> str | None:
         return f"temperature={params.temperature} samples, and only temperature=0 (greedy) is served"
     for name, neutral in NEUTRAL.items():
         value = getattr(params, name)
-        if value != neutral and value:
+        if value and value != neutral:
             return f"{name}={value!r} is not served; leave it at {neutral!r}"
     if req.return_logprob:
         return "logprobs are not served; leave logprobs, return_logprob and prompt logprobs out"
@@ -54,6 +57,6 @@ def _complaint(req: Any) -> str | None:
         return "custom_logit_processor is not served; leave it out"
     if req.return_sampling_mask:
         return "return_sampling_mask=True is not served; leave it out"
-    if req.input_embeds is not None:
-        return "input_embeds is not served; send text or input_ids"
+    if req.input_embeds is not None or req.positional_embed_overrides is not None:
+        return "input_embeds and embedding overrides are not served; send text or input_ids"
     return None

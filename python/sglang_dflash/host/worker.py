@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,15 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
 from sglang_dflash.host.arguments import read_draft_config
-from sglang_dflash.host.draft_input import DraftInput
+from sglang_dflash.host.draft_input import DraftInput, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 
+logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None] | None
 
 
@@ -92,8 +95,9 @@ class DFlashWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         # In this very call: once prefill returns, another request may hit these tokens in the radix tree.
-        positions = ops.extend_positions(batch.prefix_lens, batch.extend_lens).to(self.device, non_blocking=True)
+        positions = upload(ops.extend_positions(batch.prefix_lens, batch.extend_lens), self.device)
         self._draft.write_context(result.logits_output.hidden_states, positions, kv_plan)
+        logger.debug("draft KV of %d prompt tokens written", len(positions))
         result.logits_output.hidden_states = None
         result.next_draft_input = DraftInput.create(result.next_token_ids, batch.seq_lens)
         return result
@@ -103,9 +107,11 @@ class DFlashWorker(BaseSpecWorker):
             batch.seq_lens.record_stream(torch.cuda.current_stream())  # made on the schedule stream
         block = self._lay_out_block(batch)
         kv_plan = self._plan_kv(block, batch)
-        draft_ids = self._draft.propose(block, batch, kv_plan)
+        with spec_stage_span("draft"):
+            draft_ids = self._draft.propose(block, batch, kv_plan)
         plan = plan_chain(block, draft_ids, self.block_size)
-        target = self._verify(plan, batch, kv_plan)
+        with spec_stage_span("verify"):
+            target = self._verify(plan, batch, kv_plan)
         logits = target.logits_output.next_token_logits.view(*plan.ids.shape, -1)  # [B, W, V]
         accepted = ops.accept_greedy(logits, plan.ids)
         prefix_lens = block.prefix_lens + accepted.commit_lens

@@ -22,7 +22,7 @@ class PagedRows:
     """Where a batch's query rows stand and where their KV lies; made once per forward, shared by all layers.
 
     Fields:
-        slots: [B, S] int64; KV slots of positions 0.. of each request, padded with slot 0 beyond its length.
+        slots: [B, S] int64; KV slots of positions 0.. of each request, padded beyond its length with its first.
         prefix_lens: per request, the tokens before its first row.
         row_lens: per request, its query rows. Rows of the requests follow each other in the query tensor.
     """
@@ -41,9 +41,13 @@ class PagedRows:
         row_lens: list[int],
     ) -> PagedRows:
         """Reads the slots of every request from its row in `req_to_token` ([R, C] int32)."""
-        longest = max(map(sum, zip(prefix_lens, row_lens, strict=True)), default=0)
+        kv_lens = torch.tensor([prefix + rows for prefix, rows in zip(prefix_lens, row_lens, strict=True)])
+        longest = int(kv_lens.max()) if prefix_lens else 0
         slots = req_to_token[req_pool_indices.long(), :longest].long()
-        return cls(slots, prefix_lens, row_lens)
+        # Behind its length a row still holds what an earlier request left there: slots of somebody else by now,
+        # whose NaN would pass a mask that only weighs them with zero.
+        beyond = torch.arange(longest) >= kv_lens[:, None]
+        return cls(torch.where(beyond, slots[:, :1], slots), prefix_lens, row_lens)
 
     @property
     def kv_lens(self) -> list[int]:

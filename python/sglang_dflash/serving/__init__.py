@@ -1,0 +1,17 @@
+"""Start, wait for, query and stop an SGLang server as a process: for quickstart, tests and benchmarks."""
+
+from sglang_dflash.serving.client import Answer, Client
+from sglang_dflash.serving.server import Server, ServerError
+from sglang_dflash.serving.tiny_pair import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, HeldOutPrompt, held_out_prompts
+
+__all__ = [
+    "TINY_DRAFT",
+    "TINY_ENVIRONMENT",
+    "TINY_TARGET",
+    "Answer",
+    "Client",
+    "HeldOutPrompt",
+    "Server",
+    "ServerError",
+    "held_out_prompts",
+]

@@ -1,0 +1,140 @@
+"""One SGLang server as a child process: started on a free port, waited for, stopped by pid."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from sglang_dflash.serving.client import Client
+
+STOP_SECONDS = 20.0
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or died. The message is one sentence and names the log."""
+
+
+class Server:
+    """`python -m sglang.launch_server` with the given arguments, on 127.0.0.1.
+
+    Use it as a context manager; leaving it stops the server and every process it started.
+    """
+
+    def __init__(self, arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        """
+        Args:
+            arguments: of `sglang.launch_server`, without host and port.
+            log: where the server's output goes; made anew.
+            environment: variables to set on top of this process's own.
+        """
+        self.arguments = list(arguments)
+        self.log = log
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._environment = {**os.environ, **(environment or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def command(self) -> list[str]:
+        address = ["--host", "127.0.0.1", "--port", str(self.port)]
+        return [sys.executable, "-m", "sglang.launch_server", *self.arguments, *address]
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    def start(self, timeout_s: float = 240.0, on_wait: Callable[[float], None] = lambda seconds: None) -> Self:
+        """Starts the server and waits until it answers.
+
+        Args:
+            timeout_s: after which a server that does not answer is stopped.
+            on_wait: called about twice a second with the seconds waited.
+
+        Raises:
+            ServerError: it ended, or did not answer in time.
+        """
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as output:
+            # A session of its own: stopping its group reaches the scheduler and the detokenizer too.
+            self._process = subprocess.Popen(
+                self.command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
+        begin = time.monotonic()
+        try:
+            while not self._answers():
+                waited = time.monotonic() - begin
+                if self._process.poll() is not None:
+                    raise ServerError(f"The server ended before it answered: {self.last_words()} (log: {self.log})")
+                if waited > timeout_s:
+                    raise ServerError(f"The server did not answer within {timeout_s:.0f} s (log: {self.log})")
+                on_wait(waited)
+                time.sleep(0.5)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health_generate", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def client(self) -> Client:
+        return Client(self.url)
+
+    def last_words(self) -> str:
+        """The last line the server wrote: for a refused start, the sentence that says why."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "it wrote nothing")
+
+    def stop(self) -> None:
+        """Asks the server to end, which ends its children; kills the whole group where it does not."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        while _group_alive(self._process):
+            if time.monotonic() > deadline:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            time.sleep(0.05)
+        self._process = None
+
+    def __enter__(self) -> Self:
+        return self if self._process is not None else self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _group_alive(process: subprocess.Popen[bytes]) -> bool:
+    process.poll()  # reap the leader, or it stays in its group as a zombie
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

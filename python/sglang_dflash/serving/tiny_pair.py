@@ -1,0 +1,31 @@
+"""Where the embedded pair lies, and the prompts held out of its training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1] / "assets" / "tiny-pair"
+TINY_TARGET = _ROOT / "target"
+TINY_DRAFT = _ROOT / "draft"
+TINY_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+"""One compute thread: on matrices this small, waiting for a second one costs more than it brings, and on shared
+cores up to a hundred times more."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutPrompt:
+    """A question no answer of which is in the training data. `kind`: arithmetic, code or chat."""
+
+    id: str
+    kind: str
+    prompt: str
+    reference: str
+
+
+def held_out_prompts(kind: str | None = None) -> list[HeldOutPrompt]:
+    """All held-out prompts, or those of one kind, in a fixed order."""
+    lines = (_ROOT / "heldout.jsonl").read_text().splitlines()
+    prompts = [HeldOutPrompt(**json.loads(line)) for line in lines]
+    return [prompt for prompt in prompts if kind in (None, prompt.kind)]

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Style and types: ruff check, ruff format, mypy on core and ops. `--fix` mends what it can.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" dev
+cd "$ROOT"
+if [ "${1:-}" = "--fix" ]; then
+    "$PYTHON" -m ruff check --fix .
+    "$PYTHON" -m ruff format .
+fi
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m mypy
+bash -n scripts/*.sh .ci/run

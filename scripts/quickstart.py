@@ -1,0 +1,158 @@
+"""Serves the embedded pair with DFLASH, streams answers to a few prompts, then compares with speculation off."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from openai import OpenAI
+from rich.console import Console
+from rich.table import Table
+
+from sglang_dflash.serving import (
+    TINY_DRAFT,
+    TINY_ENVIRONMENT,
+    TINY_TARGET,
+    HeldOutPrompt,
+    Server,
+    ServerError,
+    held_out_prompts,
+)
+
+PER_KIND = 2
+MAX_TOKENS = 200
+BASE = [
+    *["--device", "cpu", "--dtype", "float32", "--model-path", str(TINY_TARGET), "--served-model-name", "tiny"],
+    *["--max-total-tokens", "16384", "--log-level", "warning"],
+]
+DFLASH = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(TINY_DRAFT)]
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One streamed answer. `steps`: verify steps, 0 where speculation is off."""
+
+    text: str
+    tokens: int
+    seconds: float
+    steps: int
+
+    @property
+    def tok_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def mean_commit_len(self) -> float:
+        return (self.tokens - 1) / self.steps  # prefill made the first token
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keep", action="store_true", help="leave a DFLASH server up and print a curl line")
+    keep = parser.parse_args().keep
+    prompts = [p for kind in ("code", "arithmetic", "chat") for p in held_out_prompts(kind)[:PER_KIND]]
+    logs = Path(tempfile.mkdtemp(prefix="sglang-dflash-quickstart-"))
+    try:
+        console.rule("DFLASH")
+        on = run_arm([*BASE, *DFLASH], logs / "dflash.log", prompts, show=True)
+        console.rule("speculation off")
+        off = run_arm(BASE, logs / "off.log", prompts, show=False)
+        summarise(prompts, on, off)
+        if keep:
+            leave_running(logs / "kept.log")
+    except ServerError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; no server was left running")
+
+
+def start(arguments: list[str], log: Path) -> Server:
+    server = Server(arguments, log, TINY_ENVIRONMENT)
+    console.print(f"[dim]$ {' '.join(['python', *server.command[1:]])}[/dim]", soft_wrap=True)
+    with console.status("starting the server ...") as status:
+        begin = time.monotonic()
+        server.start(on_wait=lambda waited: status.update(f"starting the server ... {waited:.0f} s (log: {log})"))
+    console.print(f"ready after {time.monotonic() - begin:.0f} s at {server.url}\n")
+    return server
+
+
+def run_arm(arguments: list[str], log: Path, prompts: list[HeldOutPrompt], show: bool) -> list[Result]:
+    with start(arguments, log) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        stream_answer(client, prompts[-1].prompt, show=False)  # warm-up
+        results = []
+        for number, prompt in enumerate(prompts, 1):
+            if show:
+                console.print(f"[bold cyan]{prompt.kind}: {prompt.prompt}[/bold cyan]", markup=True)
+            else:
+                console.print(f"[dim]{number}/{len(prompts)} {prompt.kind} ...[/dim]")
+            result = stream_answer(client, prompt.prompt, show)
+            results.append(result)
+            if show:
+                console.print(
+                    f"[green]{result.tokens} tokens, {result.tok_s:.0f} tok/s, "
+                    f"mean commit_len {result.mean_commit_len:.2f}[/green]\n"
+                )
+    return results
+
+
+def stream_answer(client: OpenAI, prompt: str, show: bool) -> Result:
+    """One greedy chat completion, its text printed as it comes."""
+    pieces: list[str] = []
+    tokens = steps = 0
+    begin = time.monotonic()
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=MAX_TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"return_spec_tokens_details": True},
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            piece = choice.delta.content or ""
+            pieces.append(piece)
+            if show:
+                console.print(piece, end="", markup=False)
+        if chunk.usage is not None:
+            tokens = chunk.usage.completion_tokens
+        details = (getattr(chunk, "sglext", None) or {}).get("spec_tokens_details") or {}
+        steps = details.get("spec_verify_ct", steps)
+    seconds = time.monotonic() - begin
+    if show:
+        console.print()
+    return Result("".join(pieces), tokens, seconds, steps)
+
+
+def summarise(prompts: list[HeldOutPrompt], on: list[Result], off: list[Result]) -> None:
+    table = Table("prompt", "tokens", "tok/s off", "tok/s DFLASH", "ratio", "mean commit_len", "same text")
+    for prompt, a, b in zip(prompts, on, off, strict=True):
+        row = [f"{b.tok_s:.0f}", f"{a.tok_s:.0f}", f"{a.tok_s / b.tok_s:.2f}", f"{a.mean_commit_len:.2f}"]
+        table.add_row(prompt.id, str(a.tokens), *row, "yes" if a.text == b.text else "NO")
+    console.print(table)
+    same = sum(a.text == b.text for a, b in zip(on, off, strict=True))
+    rate_on = sum(r.tokens for r in on) / sum(r.seconds for r in on)
+    rate_off = sum(r.tokens for r in off) / sum(r.seconds for r in off)
+    steps = sum(r.steps for r in on)
+    console.print(
+        f"{same} of {len(on)} texts identical; mean commit_len {sum(r.tokens - 1 for r in on) / steps:.2f}; "
+        f"{rate_on:.0f} tok/s with DFLASH, {rate_off:.0f} off: {rate_on / rate_off:.2f} times as fast."
+    )
+
+
+def leave_running(log: Path) -> None:
+    server = start([*BASE, *DFLASH], log)
+    body = '{"model": "tiny", "temperature": 0, "messages": [{"role": "user", "content": "Hello!"}]}'
+    print(f"The server stays up (stop it with: kill {server.pid}). Ask it:")
+    print(f"curl -s {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Draft checkpoints that are read, and every one that is refused, with the sentence the user gets."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from sglang_dflash.core.draft_config import SPECIAL_HEADS, DraftConfig, build_target_layer_ids
+
+# As published: z-lab/Qwen3-8B-DFlash-b16.
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "block_size": 16,
+    "bos_token_id": 151643,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def _config(dflash: dict[str, Any] | None = None, without: tuple[str, ...] = (), **top: Any) -> dict[str, Any]:
+    """The published config with changes; `without` drops keys from both levels first."""
+    config = copy.deepcopy(PUBLISHED)
+    for key in without:
+        config.pop(key, None)
+        config["dflash_config"].pop(key, None)
+    config.update(top)
+    config["dflash_config"].update(dflash or {})
+    return config
+
+
+def _refusal(config: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as refused:
+        DraftConfig.from_dict(config)
+    sentence = str(refused.value)
+    assert sentence.endswith(".") and "\n" not in sentence, sentence
+    return sentence
+
+
+def test_published_config_is_read():
+    """Fails where a field is taken from the wrong key."""
+    assert DraftConfig.from_dict(PUBLISHED) == DraftConfig(
+        block_size=16,
+        mask_token_id=151669,
+        mask_token=None,
+        target_layer_ids=(1, 9, 17, 25, 33),
+        hidden_size=4096,
+        num_layers=5,
+    )
+
+
+def test_reading_leaves_the_config_alone():
+    """Fails where a later reader of the same dictionary would see other values."""
+    config = _config()
+    DraftConfig.from_dict(config)
+    assert config == PUBLISHED
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        _config(block_size=8),
+        _config(dflash={"block_size": 8}, without=("block_size",)),
+        _config(dflash={"block_size": 8}, block_size=16),
+    ],
+    ids=["top", "nested", "nested-wins"],
+)
+def test_block_size_at_either_level(config):
+    """Fails where one of the two published places is not read, or the outer one hides the inner."""
+    assert DraftConfig.from_dict(config).block_size == 8
+
+
+@pytest.mark.parametrize("value", [None, 0, -4, 16.0, "16", True])
+def test_block_size_must_be_a_positive_integer(value):
+    """Fails where such a block size is accepted or the sentence leaves out key, value or rule."""
+    sentence = _refusal(_config(block_size=value))
+    assert f"block_size={value!r}" in sentence
+    assert "positive integer" in sentence
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers"])
+@pytest.mark.parametrize("value", [None, 0, 2.5])
+def test_sizes_must_be_positive_integers(key, value):
+    """Fails where a missing or senseless size gets through."""
+    sentence = _refusal(_config(**{key: value}))
+    assert f"{key}={value!r}" in sentence
+    assert "positive integer" in sentence
+
+
+@pytest.mark.parametrize("key", SPECIAL_HEADS)
+@pytest.mark.parametrize("nested", [True, False])
+def test_special_heads_are_refused(key, nested):
+    """Fails where a draft that needs more than the plain head is served without it."""
+    sentence = _refusal(_config(dflash={key: 64}) if nested else _config(**{key: 64}))
+    assert key in sentence
+    assert SPECIAL_HEADS[key] in sentence
+    assert "SGLANG_DFLASH_WORKER=builtin" in sentence
+
+
+@pytest.mark.parametrize("key", SPECIAL_HEADS)
+@pytest.mark.parametrize("value", [None, False, 0])
+def test_special_heads_switched_off_are_plain(key, value):
+    """Fails where a draft that names a special head only to switch it off is refused."""
+    assert DraftConfig.from_dict(_config(dflash={key: value})) == DraftConfig.from_dict(PUBLISHED)
+
+
+def test_lilicorr_is_refused():
+    """Fails where LiLiCorr's reranker, known by its prefix alone, is overlooked."""
+    sentence = _refusal(_config(dflash={"lilicorr_rank": 32}))
+    assert "lilicorr_rank" in sentence
+    assert "SGLANG_DFLASH_WORKER=builtin" in sentence
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["DFlash2DraftModel"], ["DFlashDraftModel", "Qwen3ForCausalLM"]])
+def test_other_architectures_are_refused(architectures):
+    """Fails where a checkpoint of another class is loaded as a plain draft."""
+    sentence = _refusal(_config(architectures=architectures))
+    assert f"architectures are {architectures or []}" in sentence
+    assert "['DFlashDraftModel']" in sentence
+    assert "SGLANG_DFLASH_WORKER=builtin" in sentence
+
+
+def test_missing_mask_is_refused():
+    """Fails where a draft without a mask gets some token as its mask."""
+    sentence = _refusal(_config(without=("mask_token_id",)))
+    assert "no mask" in sentence
+    assert "dflash_config.mask_token_id" in sentence
+
+
+@pytest.mark.parametrize("value", [-1, True, "151669", 3.0])
+def test_mask_token_id_must_be_a_token_id(value):
+    """Fails where a value that is no token id (a boolean passes for an int in Python) becomes the mask."""
+    sentence = _refusal(_config(dflash={"mask_token_id": value}))
+    assert f"dflash_config.mask_token_id is {value!r}" in sentence
+    assert "token id" in sentence
+
+
+def test_mask_may_be_named_by_text_or_at_top_level():
+    """Fails where a mask that is named in one of the other two ways is overlooked."""
+    named = DraftConfig.from_dict(_config(dflash={"mask_token": "<|MASK|>"}, without=("mask_token_id",)))
+    assert (named.mask_token_id, named.mask_token) == (None, "<|MASK|>")
+    assert DraftConfig.from_dict(_config(without=("mask_token_id",), mask_token_id=7)).mask_token_id == 7
+
+
+def test_mask_token_id_zero_is_a_mask():
+    """Fails where id 0 counts as no mask."""
+    assert DraftConfig.from_dict(_config(dflash={"mask_token_id": 0})).mask_token_id == 0
+
+
+@pytest.mark.parametrize("value", [[], "1,9,17", 17, [1, "9"], [1, True], [1, 2.0], {"1": 9}])
+def test_target_layer_ids_must_be_layer_numbers(value):
+    """Fails where taps that are not a list of integers get through."""
+    sentence = _refusal(_config(dflash={"target_layer_ids": value}))
+    assert f"dflash_config.target_layer_ids is {value!r}" in sentence
+    assert "list of layer numbers" in sentence
+
+
+def test_taps_without_layer_ids_follow_the_formula():
+    """Fails where a checkpoint that names no taps gets others than it was trained with."""
+    config = _config(without=("target_layer_ids",), num_target_layers=64)
+    assert DraftConfig.from_dict(config).target_layer_ids == (1, 16, 31, 46, 61)
+
+
+def test_taps_need_the_number_of_target_layers():
+    """Fails where the formula runs without its input."""
+    sentence = _refusal(_config(without=("target_layer_ids", "num_target_layers")))
+    assert "num_target_layers=None" in sentence
+
+
+@pytest.mark.parametrize(
+    "layer_types",
+    [["full_attention"] * 4, ["full_attention"] * 4 + ["chunked_attention"], "full_attention", []],
+    ids=["too-few", "unknown", "text", "empty"],
+)
+def test_layer_types_must_describe_every_layer(layer_types):
+    """Fails where layers of an unknown kind, or too few, are served as full attention."""
+    sentence = _refusal(_config(layer_types=layer_types))
+    assert f"layer_types is {layer_types}" in sentence
+    assert "5 entries" in sentence
+    assert "'full_attention' or 'sliding_attention'" in sentence
+
+
+@pytest.mark.parametrize("layer_types", [5, [["full_attention"]] * 5], ids=["number", "nested"])
+def test_layer_types_of_another_type_are_refused_in_a_sentence(layer_types):
+    """Fails where a malformed value ends in a TypeError, which the caller does not turn into a sentence."""
+    assert "layer_types" in _refusal(_config(layer_types=layer_types))
+
+
+def test_absent_layer_types_mean_full_attention():
+    """Fails where older checkpoints, which have no such key, are refused."""
+    assert DraftConfig.from_dict(_config(without=("layer_types",))).num_layers == 5
+
+
+@pytest.mark.parametrize("window", [None, 0, -1, "2048"])
+def test_sliding_layers_need_a_window(window):
+    """Fails where a sliding layer would run with full attention for want of its window."""
+    sentence = _refusal(_config(layer_types=["sliding_attention"] * 4 + ["full_attention"], sliding_window=window))
+    assert f"sliding_window={window!r}" in sentence
+    assert "positive integer" in sentence
+
+
+def test_sliding_layers_with_a_window_are_read():
+    """Fails where the Qwen3.6 layout is refused."""
+    config = _config(layer_types=["sliding_attention"] * 4 + ["full_attention"], sliding_window=2048)
+    assert DraftConfig.from_dict(config) == DraftConfig.from_dict(PUBLISHED)
+
+
+def test_quantised_drafts_are_refused():
+    """Fails where packed weights would be read as plain ones."""
+    sentence = _refusal(_config(quantization_config={"quant_method": "fp8"}))
+    assert "quantization_config" in sentence
+    assert "SGLANG_DFLASH_WORKER=builtin" in sentence
+
+
+@pytest.mark.parametrize("value", [["mask_token_id", 1], "mask", 5])
+def test_dflash_config_must_be_an_object(value):
+    """Fails where a malformed section ends in another error than the sentence."""
+    config = copy.deepcopy(PUBLISHED)
+    config["dflash_config"] = value
+    sentence = _refusal(config)
+    assert f"dflash_config is {value!r}" in sentence
+    assert "object" in sentence
+
+
+@pytest.mark.parametrize(
+    ("num_target_layers", "num_taps", "expected"),
+    [
+        (36, 5, (1, 9, 17, 25, 33)),
+        (64, 5, (1, 16, 31, 46, 61)),
+        (28, 5, (1, 7, 13, 19, 25)),
+        (36, 1, (18,)),
+        (37, 1, (18,)),
+        (36, 2, (1, 33)),
+        (6, 2, (1, 3)),
+        # 1 + 1 * 3 / 2 = 2.5 and 1 + 1 * 5 / 2 = 3.5: Python rounds half to even.
+        (7, 3, (1, 2, 4)),
+        (9, 3, (1, 4, 6)),
+    ],
+)
+def test_taps_formula(num_target_layers, num_taps, expected):
+    """Fails where a tap differs from the published formula by one, which costs acceptance and nothing else shows."""
+    assert build_target_layer_ids(num_target_layers, num_taps) == expected
+
+
+QWEN3_8B = {"num_layers": 36, "hidden_size": 4096, "vocab_size": 151936}
+
+
+def _target_refusal(config: dict[str, Any], **target: int) -> str:
+    with pytest.raises(ValueError) as refused:
+        DraftConfig.from_dict(config).check_target(**{**QWEN3_8B, **target})
+    return str(refused.value)
+
+
+def test_the_published_target_fits():
+    """Fails where the draft is refused for its own target, or a tap of the last layer or the last token id is."""
+    DraftConfig.from_dict(PUBLISHED).check_target(**QWEN3_8B)
+    DraftConfig.from_dict(PUBLISHED).check_target(num_layers=34, hidden_size=4096, vocab_size=151670)
+
+
+def test_another_hidden_size_is_refused():
+    """Fails where a draft runs on embeddings of another width."""
+    sentence = _target_refusal(PUBLISHED, hidden_size=5120)
+    assert "hidden_size is 4096" in sentence and "5120" in sentence
+    assert "equal" in sentence
+
+
+@pytest.mark.parametrize(("layers", "outside"), [([1, 33], [33]), ([-1, 9], [-1]), ([33, 40], [33, 40])])
+def test_taps_outside_the_target_are_refused(layers, outside):
+    """Fails where a tap beyond the target's layers (one too far, or negative) is accepted."""
+    sentence = _target_refusal(_config(dflash={"target_layer_ids": layers}), num_layers=33)
+    assert f"target_layer_ids has {outside}" in sentence
+    assert "0 to 32" in sentence
+
+
+def test_a_mask_outside_the_vocabulary_is_refused():
+    """Fails where the mask's embedding would be read beyond the table."""
+    sentence = _target_refusal(PUBLISHED, vocab_size=151669)
+    assert "mask_token_id is 151669" in sentence
+    assert "151669 token ids" in sentence
+
+
+def test_a_mask_without_an_id_is_refused():
+    """Fails where a mask known only by its text reaches the target unresolved."""
+    sentence = _target_refusal(_config(dflash={"mask_token": "<|MASK|>"}, without=("mask_token_id",)))
+    assert "mask_token_id is None" in sentence

@@ -1,0 +1,153 @@
+"""The arms that the end-to-end tests compare, and the policy by which their tokens count as equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Answer, Client, HeldOutPrompt
+
+BLOCK_SIZE = 8
+MAX_NEW_TOKENS = 160
+TIE_GAP = 1e-5  # top-2 logit gap below which float32 may order two tokens either way
+TOKENS_PER_TIE = 10_000
+
+PLAIN = ["--device", "cpu", "--model-path", str(TINY_TARGET), "--dtype", "float32"]
+POOL = ["--max-total-tokens", "16384", "--max-running-requests", "16"]
+SPECULATE = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(TINY_DRAFT)]
+
+# Eight requests of up to 256 tokens do not fit 900 slots: the host must retract.
+TINY_CONTEXT = 256
+TINY_POOL = [
+    *["--context-length", str(TINY_CONTEXT), "--max-total-tokens", "900", "--max-running-requests", "8"],
+    *["--schedule-conservativeness", "0.05"],  # admit all eight, or the host would not let the pool run out
+]
+
+# Openings of source text: the target was trained on such text without an end, so it seldom ends them. Asked with
+# `ignore_eos` instead, the host would plan for the full length and never retract.
+OPENINGS = [
+    f"{head}\n\n\n{body}"
+    for head in ("import os\nimport sys", "import re", "from collections import deque")
+    for body in (
+        "class Parser:\n    def __init__(self",
+        "def main(args):\n    for ",
+        "def read(path, ",
+        "class Node:\n",
+    )
+]
+
+ON_ARMS: dict[str, list[str]] = {
+    "default": [*POOL, "--log-level", "debug"],
+    "page16": [*POOL, "--page-size", "16"],
+    "chunk64": [*POOL, "--chunked-prefill-size", "64"],
+    "no-overlap": [*POOL, "--disable-overlap-schedule"],
+    "combined": [
+        *[*POOL, "--page-size", "16", "--chunked-prefill-size", "64", "--disable-overlap-schedule"],
+        *["--speculative-num-draft-tokens", "4"],
+    ],
+    "tiny-pool": TINY_POOL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OffAnswer:
+    """What a request gets alone with speculation off.
+
+    Fields:
+        gaps: per token, the distance between the two best logits.
+    """
+
+    ids: list[int]
+    finish_reason: str
+    gaps: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What the off arms answered.
+
+    Fields:
+        prompts, answers: held-out prompts as ids, at the model's own context length.
+        long_prompts, long_answers: source text, which runs on until the context of the tiny-pool arm ends.
+        conversation: ids of each turn's whole prompt, and its answer.
+    """
+
+    prompts: list[list[int]]
+    answers: list[OffAnswer]
+    long_prompts: list[list[int]]
+    long_answers: list[OffAnswer]
+    conversation: list[tuple[list[int], OffAnswer]]
+
+
+def on_arms(*names: str) -> pytest.MarkDecorator:
+    """Runs a test against each named arm; arms are up one at a time."""
+    return pytest.mark.parametrize("server", names, indirect=True)
+
+
+def ask_off(client: Client, prompt: list[int], **sampling: object) -> OffAnswer:
+    """One request to an arm without speculation, with the top-2 gap of every token."""
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0.0, **sampling},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+    }
+    response = client.post("/generate", body).raise_for_status().json()
+    meta = response["meta_info"]
+    gaps = [best[0] - second[0] for best, second in meta["output_top_logprobs"]]
+    assert len(gaps) == len(response["output_ids"])
+    return OffAnswer(response["output_ids"], meta["finish_reason"]["type"], gaps)
+
+
+def assert_equal_tokens(on: Sequence[Answer], off: Sequence[OffAnswer], prompts: Sequence[object]) -> None:
+    """Fails where a request got other tokens or another end than alone with speculation off.
+
+    A difference is excused where the off arm's two best logits lie within TIE_GAP, at most once per
+    TOKENS_PER_TIE tokens.
+    """
+    ties = 0
+    for answer, expected, prompt in zip(on, off, prompts, strict=True):
+        if answer.ids == expected.ids:
+            assert answer.finish_reason == expected.finish_reason, prompt
+            continue
+        index = next(
+            (i for i, (a, b) in enumerate(zip(answer.ids, expected.ids, strict=False)) if a != b),
+            min(len(answer.ids), len(expected.ids)),
+        )
+        assert index < min(len(answer.ids), len(expected.ids)), f"one answer is a prefix of the other: {prompt}"
+        gap = expected.gaps[index]
+        assert gap < TIE_GAP, f"token {index} differs with a logit gap of {gap:.2e}: {prompt}"
+        ties += 1
+    tokens = sum(len(answer.ids) for answer in on)
+    allowed = -(-tokens // TOKENS_PER_TIE)
+    assert ties <= allowed, f"{ties} ties in {tokens} tokens, {allowed} allowed"
+
+
+def to_the_limit(prompt: list[int]) -> dict[str, Any]:
+    """Sampling parameters that let an answer to `prompt` run to the end of the tiny context."""
+    return {"max_new_tokens": TINY_CONTEXT - len(prompt)}
+
+
+def tau(answers: Sequence[Answer]) -> float:
+    """Mean commit_len over all verify steps."""
+    steps = sum(answer.steps for answer in answers)
+    accepted = sum(n * count for answer in answers for n, count in enumerate(answer.accept_histogram))
+    return 1 + accepted / steps
+
+
+def steps_by_accept_len(answers: Sequence[Answer]) -> list[int]:
+    """Verify steps by accept_len, 0 first."""
+    counts = [0] * BLOCK_SIZE
+    for answer in answers:
+        for accept_len, count in enumerate(answer.accept_histogram):
+            counts[accept_len] += count
+    return counts
+
+
+def pick(prompts: Sequence[HeldOutPrompt], per_kind: int) -> list[HeldOutPrompt]:
+    """The first `per_kind` prompts of every kind."""
+    kinds = sorted({prompt.kind for prompt in prompts})
+    return [p for kind in kinds for p in [q for q in prompts if q.kind == kind][:per_kind]]

@@ -1,0 +1,87 @@
+"""Servers for the end-to-end tests: the off arms are asked once, then one on arm is up at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from arms import (
+    MAX_NEW_TOKENS,
+    ON_ARMS,
+    OPENINGS,
+    PLAIN,
+    POOL,
+    SPECULATE,
+    TINY_POOL,
+    Baseline,
+    OffAnswer,
+    ask_off,
+    pick,
+    to_the_limit,
+)
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Server, held_out_prompts
+
+PER_KIND = 24
+TURNS = 5
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(TINY_TARGET)
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture(scope="session")
+def baseline(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+    logs = tmp_path_factory.mktemp("off")
+    prompts = [chat_ids(tokenizer, [{"role": "user", "content": p.prompt}]) for p in pick(held_out_prompts(), PER_KIND)]
+    with Server([*PLAIN, *POOL], logs / "off.log", TINY_ENVIRONMENT) as server:
+        client = server.client()
+        answers = [ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS) for ids in prompts]
+        conversation = _converse(client, tokenizer)
+    long_prompts = [tokenizer(text)["input_ids"] for text in OPENINGS]
+    # Page size 16 here, so that speculation off is shown at both page sizes.
+    with Server([*PLAIN, *TINY_POOL, "--page-size", "16"], logs / "off-tiny.log", TINY_ENVIRONMENT) as server:
+        client = server.client()
+        long_answers = [ask_off(client, ids, **to_the_limit(ids)) for ids in long_prompts]
+        for ids, answer in list(zip(prompts, answers, strict=True))[:6]:
+            again = ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS)
+            assert again.ids == answer.ids[: len(again.ids)], "page size 16 changed an answer with speculation off"
+    return Baseline(prompts, answers, long_prompts, long_answers, conversation)
+
+
+def _converse(client: Client, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], OffAnswer]]:
+    questions = [prompt.prompt for prompt in held_out_prompts("arithmetic")[:TURNS]]
+    messages: list[dict[str, str]] = []
+    turns = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        ids = chat_ids(tokenizer, messages)
+        answer = ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS)
+        turns.append((ids, answer))
+        messages.append({"role": "assistant", "content": tokenizer.decode(answer.ids, skip_special_tokens=True)})
+    return turns
+
+
+@pytest.fixture(scope="session")
+def server(
+    request: pytest.FixtureRequest, baseline: Baseline, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """The on arm named by the test's `arm` mark; arms follow each other, one up at a time."""
+    arguments = [*PLAIN, *SPECULATE, *ON_ARMS[request.param]]
+    with Server(arguments, tmp_path_factory.mktemp(request.param) / "server.log", TINY_ENVIRONMENT) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Client:
+    """The arm's client, its radix cache empty."""
+    client = server.client()
+    client.flush_cache()
+    return client

@@ -1,0 +1,26 @@
+"""Resolves many wrong server arguments in one process, as the launcher does, and prints what each ends with."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from sglang.srt.plugins import load_plugins
+
+
+def outcome(arguments: list[str]) -> str:
+    from sglang.srt.server_args import prepare_server_args
+
+    try:
+        prepare_server_args(arguments).resolve_once()
+    except SystemExit as refusal:
+        return str(refusal)
+    except Exception as error:
+        return f"not refused by us: {error!r}"
+    return "accepted"
+
+
+if __name__ == "__main__":
+    load_plugins()
+    cases = json.loads(sys.stdin.read())
+    print(json.dumps({name: outcome(arguments) for name, arguments in cases.items()}))

@@ -1,0 +1,56 @@
+"""Speculation on answers token for token what speculation off answers to the request alone, and it speculates."""
+
+from __future__ import annotations
+
+import pytest
+from arms import BLOCK_SIZE, MAX_NEW_TOKENS, Baseline, assert_equal_tokens, on_arms, steps_by_accept_len, tau
+
+from sglang_dflash.serving import Client
+
+pytestmark = pytest.mark.server
+MIN_TAU = 2.5
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+@on_arms("default", "page16", "chunk64", "no-overlap")
+def test_tokens_equal_speculation_off(client: Client, baseline: Baseline, concurrency: int) -> None:
+    """Fails where one token of any held-out prompt differs, or where the draft is inert."""
+    answers = client.generate_all(baseline.prompts, concurrency, max_new_tokens=MAX_NEW_TOKENS)
+    assert_equal_tokens(answers, baseline.answers, baseline.prompts)
+    assert tau(answers) >= MIN_TAU
+    by_accept_len = steps_by_accept_len(answers)
+    assert all(by_accept_len), f"some accept_len never occurred: {by_accept_len}"
+    assert sum(by_accept_len[1:-1]) >= 0.3 * sum(by_accept_len), by_accept_len
+
+
+@on_arms("combined")
+def test_tokens_equal_with_a_shorter_block(client: Client, baseline: Baseline) -> None:
+    """Fails where half of the trained block, small pages, small chunks and no overlap do not go together."""
+    answers = client.generate_all(baseline.prompts, 8, max_new_tokens=MAX_NEW_TOKENS)
+    assert_equal_tokens(answers, baseline.answers, baseline.prompts)
+    by_accept_len = steps_by_accept_len(answers)
+    assert all(by_accept_len[: BLOCK_SIZE // 2]) and not any(by_accept_len[BLOCK_SIZE // 2 :]), by_accept_len
+
+
+@on_arms("default")
+def test_ends_inside_a_block(client: Client, baseline: Baseline) -> None:
+    """Fails where max_new_tokens or a stop token cuts a committed block in the wrong place."""
+    for limit in range(1, 2 * BLOCK_SIZE + 2):
+        prompt, expected = baseline.prompts[limit], baseline.answers[limit]
+        cut = client.generate(prompt, max_new_tokens=limit)
+        assert cut.ids == expected.ids[:limit]
+        assert cut.meta["completion_tokens"] == len(cut.ids)
+        position = min(limit, len(expected.ids) - 2)
+        stop_id = expected.ids[position]
+        stopped = client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=[stop_id])
+        assert stopped.ids == expected.ids[: expected.ids.index(stop_id) + 1]
+        assert stopped.finish_reason == "stop"
+
+
+@on_arms("default")
+def test_stop_string_inside_a_block(client: Client, baseline: Baseline) -> None:
+    """Fails where text after a stop string is returned."""
+    full = client.generate(baseline.prompts[0], max_new_tokens=MAX_NEW_TOKENS).text
+    stop = full[len(full) // 2 : len(full) // 2 + 3]
+    stopped = client.generate(baseline.prompts[0], max_new_tokens=MAX_NEW_TOKENS, stop=[stop])
+    assert stopped.text == full[: full.index(stop)]

@@ -1,0 +1,73 @@
+"""A request that the worker would not honour gets a 400 with a sentence, and costs no other request anything."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from arms import MAX_NEW_TOKENS, Baseline, assert_equal_tokens, on_arms
+
+from sglang_dflash.serving import Client
+
+pytestmark = pytest.mark.server
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"temperature": 0.7}, {}, "temperature=0.7"),
+    ({"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}, {}, "temperature=1.0"),
+    ({"frequency_penalty": 0.5}, {}, "frequency_penalty=0.5"),
+    ({"presence_penalty": -0.5}, {}, "presence_penalty=-0.5"),
+    ({"repetition_penalty": 1.1}, {}, "repetition_penalty=1.1"),
+    ({"min_new_tokens": 5}, {}, "min_new_tokens=5"),
+    ({"regex": "[0-9]+"}, {}, "regex="),
+    ({"json_schema": '{"type": "object"}'}, {}, "json_schema="),
+    ({"ebnf": 'root ::= "yes"'}, {}, "ebnf="),
+    ({"logit_bias": {"5": 10.0}}, {}, "logit_bias="),
+    ({}, {"return_logprob": True}, "logprobs"),
+    ({}, {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}, "logprobs"),
+]
+
+
+def body(prompt: list[int], sampling: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    params = {"temperature": 0.0, "max_new_tokens": MAX_NEW_TOKENS, **sampling}
+    return {"input_ids": prompt, "sampling_params": params, **extra}
+
+
+@pytest.mark.parametrize(("sampling", "extra", "named"), REFUSED, ids=[named for *_, named in REFUSED])
+@on_arms("default")
+def test_unserved_parameter_is_a_400(
+    client: Client, baseline: Baseline, sampling: dict[str, Any], extra: dict[str, Any], named: str
+) -> None:
+    """Fails where the parameter is ignored, or the sentence does not name it and its value."""
+    response = client.post("/generate", body(baseline.prompts[0], sampling, extra))
+    assert response.status_code == 400, response.text
+    message = json.dumps(response.json())
+    assert named in message and "does not serve" in message
+
+
+@on_arms("default")
+def test_openai_endpoint_refuses_too(client: Client) -> None:
+    """Fails where the chat endpoint answers, or a stream ends without the error event."""
+    chat = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 8}
+    refused = client.post("/v1/chat/completions", {**chat, "presence_penalty": 1.0})
+    assert refused.status_code == 400 and "presence_penalty=1.0" in refused.json()["message"]
+    streamed = client.post("/v1/chat/completions", {**chat, "temperature": 0.5, "stream": True})
+    assert "temperature=0.5" in streamed.text and '"error"' in streamed.text
+    grammar = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+    assert client.post("/v1/chat/completions", {**chat, "response_format": grammar}).status_code == 400
+    assert client.post("/v1/chat/completions", chat).status_code == 200
+
+
+@on_arms("default")
+def test_refusals_do_not_touch_other_requests(client: Client, baseline: Baseline) -> None:
+    """Fails where a refused request, sharing a batch with others, changes one of their tokens."""
+    prompts, expected = baseline.prompts[::2], baseline.answers[::2]
+    with ThreadPoolExecutor(4) as pool:
+        refusals = [
+            pool.submit(client.post, "/generate", body(baseline.prompts[i], *REFUSED[i % len(REFUSED)][:2]))
+            for i in range(40)
+        ]
+        answers = client.generate_all(prompts, 6, max_new_tokens=MAX_NEW_TOKENS)
+    assert all(refusal.result().status_code == 400 for refusal in refusals)
+    assert_equal_tokens(answers, expected, prompts)

@@ -1,0 +1,139 @@
+"""What cannot work ends in one sentence before the server is up; the built-in worker stays one switch away."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from arms import PLAIN, POOL, SPECULATE
+
+from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Server, ServerError, held_out_prompts
+
+pytestmark = pytest.mark.server
+HERE = Path(__file__).parent
+
+
+def damaged_draft(folder: Path, change: Callable[[dict[str, Any]], Any]) -> str:
+    shutil.copytree(TINY_DRAFT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def speculate(draft: str, *more: str) -> list[str]:
+    return [*PLAIN, "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft, *more]
+
+
+def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
+    """Fails where a wrong checkpoint or flag is accepted, or its sentence lacks value, allowed values or key."""
+    good = str(TINY_DRAFT)
+
+    def draft(name: str, change: Callable[[dict[str, Any]], Any]) -> list[str]:
+        return speculate(damaged_draft(tmp_path / name, change))
+
+    cases: dict[str, tuple[list[str], list[str]]] = {
+        "fine": (speculate(good), ["accepted"]),
+        "hidden size": (draft("h", lambda c: c.update(hidden_size=512)), ["hidden_size", "512", "256"]),
+        "no mask": (draft("m", lambda c: c["dflash_config"].pop("mask_token_id")), ["mask_token_id"]),
+        "mask outside": (draft("o", lambda c: c["dflash_config"].update(mask_token_id=10**6)), ["1000000"]),
+        "taps": (draft("t", lambda c: c["dflash_config"].update(target_layer_ids=[1, 99])), ["99", "0 to 5"]),
+        "domino": (draft("d", lambda c: c["dflash_config"].update(projector_type="domino")), ["builtin"]),
+        "dflash2": (draft("2", lambda c: c.update(architectures=["DFlash2DraftModel"])), ["builtin"]),
+        "selector": (draft("s", lambda c: c["dflash_config"].update(selector_rank=256)), ["selector", "builtin"]),
+        "block in context": (speculate(good, "--context-length", "8"), ["8", "--context-length"]),
+        "block": (speculate(good, "--speculative-num-draft-tokens", "16"), ["16", "2 to 8"]),
+        "no draft path": ([*PLAIN, "--speculative-algorithm", "DFLASH"], ["--speculative-draft-model-path"]),
+        "no such draft": (speculate("/nowhere"), ["/nowhere", "draft"]),
+        "lower case": ([*PLAIN, "--speculative-algorithm", "dflash"], ["--speculative-draft-model-path"]),
+        "tensor parallel": (speculate(good, "--tp-size", "2"), ["--tp-size 2"]),
+        "ray": (speculate(good, "--use-ray"), ["--use-ray"]),
+        "mixed chunk": (speculate(good, "--enable-mixed-chunk"), ["--enable-mixed-chunk"]),
+        "lossy": (speculate(good, "--speculative-accept-threshold-single", "0.5"), ["0.5", "only 1.0"]),
+        "draft window": (speculate(good, "--speculative-draft-window-size", "64"), ["window-size 64"]),
+        "device": (["--model-path", str(TINY_TARGET)], ["--device cpu"]),
+        "device cuda": (["--model-path", str(TINY_TARGET), "--device", "cuda"], ["'cuda'", "--device cpu"]),
+    }
+    run = subprocess.run(
+        [sys.executable, HERE / "refused_starts.py"],
+        input=json.dumps({name: arguments for name, (arguments, _) in cases.items()}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    outcomes = json.loads(run.stdout.splitlines()[-1])
+    for name, (_, words) in cases.items():
+        sentence = outcomes[name]
+        assert "\n" not in sentence, (name, sentence)
+        assert all(word in sentence for word in words), (name, sentence)
+
+
+def refusal(arguments: list[str], tmp_path: Path, **environment: str) -> str:
+    """The sentence with which the launcher itself ends."""
+    server = Server(arguments, tmp_path / "server.log", environment)
+    with pytest.raises(ServerError) as error:
+        server.start(timeout_s=120)
+    assert "Traceback" not in server.log.read_text()
+    return str(error.value)
+
+
+def test_launcher_refuses_without_device_cpu(tmp_path: Path) -> None:
+    """Fails where a machine without an accelerator serves from the CPU unasked."""
+    assert "--device cpu" in refusal(["--model-path", str(TINY_TARGET)], tmp_path)
+
+
+SITECUSTOMIZE = {
+    "wrong version": (
+        "import importlib.metadata as m; real = m.version\n"
+        "m.version = lambda name: '0.5.22' if name == 'sglang' else real(name)\n",
+        ["0.5.23", "0.5.22"],
+    ),
+    "hook target gone": (
+        "import sglang.srt.speculative.spec_info as s\ndel s.SpeculativeAlgorithm.create_worker\n",
+        ["create_worker"],
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", SITECUSTOMIZE)
+def test_damaged_host_is_no_silent_fall_back(tmp_path: Path, damage: str) -> None:
+    """Fails where the built-in worker would serve because our plugin did not fit the host."""
+    code, words = SITECUSTOMIZE[damage]
+    (tmp_path / "damaged_launch.py").write_text(
+        f"{code}\nimport runpy, sys\nsys.argv[0] = 'launch_server'\n"
+        "runpy.run_module('sglang.launch_server', run_name='__main__')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, tmp_path / "damaged_launch.py", *PLAIN, *SPECULATE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ},
+    )
+    assert run.returncode != 0
+    last = run.stderr.strip().splitlines()[-1]
+    assert all(word in last for word in words), run.stderr[-2000:]
+
+
+def test_builtin_worker_is_one_switch_away(tmp_path: Path) -> None:
+    """Fails where SGLANG_DFLASH_WORKER=builtin does not give SGLang's own worker, serving."""
+    environment = {"SGLANG_DFLASH_WORKER": "builtin"}
+    with Server([*PLAIN, *POOL, *SPECULATE], tmp_path / "server.log", environment).start() as server:
+        answer = server.client().generate(held_out_prompts()[0].prompt, max_new_tokens=20)
+        assert len(answer.ids) > 0
+        log = server.log.read_text()
+    assert "Initialized DFLASH draft runner" in log, "that line is the built-in worker's"
+    assert "sglang-dflash 0" not in log
+
+
+def test_unknown_worker_is_refused(tmp_path: Path) -> None:
+    """Fails where a misspelt switch serves with either worker."""
+    assert "'bultin'" in refusal([*PLAIN, *SPECULATE], tmp_path, SGLANG_DFLASH_WORKER="bultin")

@@ -1,0 +1,83 @@
+"""The slots reserved before a decode, against the host's own arithmetic, request by request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
+
+from sglang_dflash.host.draft_input import DraftInput, reserve_lens
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("reserve", [4, 16, 32])
+def test_reserve_is_the_hosts(page_size, reserve):
+    """Fails where one request gets another reservation than the host computes: slots would leak or be missing."""
+    generator = torch.Generator().manual_seed(page_size + reserve)
+    committed = torch.randint(0, 300, (500,), generator=generator)
+    # Also requests that own more already (a shorter block than expected was committed) and ones that own less.
+    owned = committed + torch.randint(-40, 120, (500,), generator=generator)
+    allocated = (owned.clamp(min=0) + page_size - 1) // page_size * page_size
+    reqs = [
+        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=c, kv_allocated_len=a))
+        for c, a in zip(committed.tolist(), allocated.tolist(), strict=True)
+    ]
+    current, following, needed = page_aligned_decode_alloc_lens(reqs, reserve=reserve, page_size=page_size)
+    ours = reserve_lens(committed, allocated, reserve, page_size)
+    assert ours.dtype == torch.int64
+    assert ours.tolist() == following
+    assert int((ours - allocated).sum()) == needed
+    assert allocated.tolist() == current
+    assert bool((ours > allocated).any()) and bool((ours == allocated).any()), "the cases are one-sided"
+
+
+@pytest.mark.parametrize(
+    ("committed", "allocated", "page_size", "expected"),
+    [
+        (0, 0, 1, 8),
+        (10, 10, 1, 18),
+        (10, 30, 1, 30),
+        (8, 16, 16, 16),
+        (9, 16, 16, 32),
+        (24, 32, 16, 32),
+        (25, 32, 16, 48),
+    ],
+)
+def test_reserve_by_hand(committed, allocated, page_size, expected):
+    """Fails where a boundary is off by one: a reserve of 8 behind the committed tokens, in whole pages."""
+    assert reserve_lens(torch.tensor([committed]), torch.tensor([allocated]), 8, page_size).tolist() == [expected]
+
+
+def test_reserve_of_no_request():
+    """Fails where an empty batch raises."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert reserve_lens(nothing, nothing, 8, 16).tolist() == []
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+def test_state_relays_the_bonus_and_the_prefix(batch):
+    """Fails where the next step starts from another token or length, or in a dtype that the host's relay casts."""
+    bonus_ids, prefix_lens = torch.arange(batch) + 7, torch.arange(batch).int() + 40
+    state = DraftInput.create(bonus_ids, prefix_lens)
+    assert state.bonus_tokens.dtype == state.new_seq_lens.dtype == torch.int64
+    assert state.bonus_tokens.tolist() == [7 + b for b in range(batch)]
+    assert state.new_seq_lens.tolist() == [40 + b for b in range(batch)]
+    for name in ("topk_p", "topk_index", "hidden_states"):
+        assert getattr(state, name).shape == (batch, 0)
+
+
+def test_filtering_keeps_the_bonus_with_its_request():
+    """Fails where the host's filter, which runs when a request ends, leaves a request with another one's bonus."""
+    state = DraftInput.create(torch.tensor([5, 6, 7]), torch.tensor([10, 20, 30]))
+    state.filter_batch(torch.tensor([2, 0]))
+    assert state.bonus_tokens.tolist() == [7, 5]
+    assert isinstance(state, DraftInput), "the next step would run the host's own preparation"
+
+
+def test_merging_appends_the_other_batch():
+    """Fails where a request that joins after its prefill loses its bonus."""
+    state = DraftInput.create(torch.tensor([5, 6]), torch.tensor([10, 20]))
+    state.merge_batch(DraftInput.create(torch.tensor([8]), torch.tensor([3])))
+    assert state.bonus_tokens.tolist() == [5, 6, 8]
