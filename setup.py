@@ -20,9 +20,9 @@ setup(
     packages=find_packages("python"),
     include_package_data=True,
     package_data={"sglang_dflash": ["assets/**/*"]},
-    install_requires=["sglang==0.5.23"],
+    install_requires=["sglang==0.5.23", "httpx", "openai", "rich"],
     extras_require={
-        "dev": ["mypy==2.4.1", "pytest==9.2.0", "pytest-timeout==2.4.0", "ruff==0.17.5"],
+        "dev": ["mypy==2.4.1", "psutil", "pytest==9.2.0", "pytest-timeout==2.4.0", "ruff==0.17.5"],
     },
     entry_points={
         "sglang.srt.plugins": ["sglang_dflash = sglang_dflash.plugin:activate"],

@@ -8,6 +8,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
+import psutil
 import pytest
 from arms import MAX_NEW_TOKENS, Baseline, assert_equal_tokens, on_arms, tau, to_the_limit
 
@@ -16,12 +18,19 @@ from sglang_dflash.serving import Answer, Client, Server
 pytestmark = pytest.mark.server
 
 
-def used_tokens(client: Client) -> int:
-    """KV slots in use, the radix cache flushed first."""
-    client.flush_cache()
-    time.sleep(1.5)  # the scheduler publishes its load once a second
-    loads = client.get("/v1/loads")["loads"]
-    return sum(load["num_used_tokens"] for load in loads)
+def assert_pool_empties(client: Client) -> None:
+    """Fails where a KV slot stays in use although no request is left and the radix cache is flushed."""
+    deadline = time.monotonic() + 20.0
+    while True:
+        try:
+            client.flush_cache()  # refused while a request still runs
+        except httpx.HTTPStatusError:
+            assert time.monotonic() < deadline, "the server does not become idle"
+        used = sum(load["num_used_tokens"] for load in client.get("/v1/loads")["loads"])
+        if used == 0:
+            return
+        assert time.monotonic() < deadline, f"{used} slots are still in use"
+        time.sleep(0.5)  # the scheduler publishes its load about once a second
 
 
 @on_arms("default")
@@ -46,7 +55,7 @@ def test_conversation_hits_in_both_models(client: Client, server: Server, baseli
 @on_arms("default")
 def test_aborted_requests_free_their_slots(client: Client, baseline: Baseline) -> None:
     """Fails where an abort disturbs another request's tokens or keeps KV slots."""
-    before = used_tokens(client)
+    assert_pool_empties(client)
     rng = random.Random(7)
     doomed = [f"doomed-{i}" for i in range(20)]
 
@@ -71,13 +80,13 @@ def test_aborted_requests_free_their_slots(client: Client, baseline: Baseline) -
     for thread in threads:
         thread.join()
     assert_equal_tokens(survivors, baseline.answers[::3], baseline.prompts[::3])
-    assert used_tokens(client) == before
+    assert_pool_empties(client)
 
 
 @on_arms("tiny-pool")
 def test_context_limit_and_retraction(client: Client, baseline: Baseline) -> None:
     """Fails where a row overruns at the end of the context, or a retracted request comes back wrong."""
-    before = used_tokens(client)
+    assert_pool_empties(client)
 
     def run_on(prompt: list[int]) -> Answer:
         return client.generate(prompt, **to_the_limit(prompt))
@@ -89,4 +98,20 @@ def test_context_limit_and_retraction(client: Client, baseline: Baseline) -> Non
     assert_equal_tokens(crowd, baseline.long_answers, baseline.long_prompts)
     assert sum(answer.meta["num_retractions"] for answer in crowd) > 0, "nothing was retracted"
     assert sum(answer.finish_reason == "length" for answer in crowd) >= len(crowd) // 2, "few ran to the limit"
-    assert used_tokens(client) == before
+    assert_pool_empties(client)
+
+
+@on_arms("default")
+def test_idle_server_sleeps(client: Client, server: Server) -> None:
+    """Fails where an idle server spins a core: it would take a whole second of CPU time per second."""
+    client.generate("warm", max_new_tokens=4)
+    time.sleep(1.0)
+
+    def cpu_seconds() -> float:
+        leader = psutil.Process(server.pid)
+        times = [process.cpu_times() for process in (leader, *leader.children(recursive=True))]
+        return sum(t.user + t.system for t in times)
+
+    before = cpu_seconds()
+    time.sleep(3.0)
+    assert cpu_seconds() - before < 1.0

@@ -1,0 +1,53 @@
+"""When our CPU platform serves, and when it stays out of the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_dflash.host import hooks
+from sglang_dflash.host.cpu.detect import cpu_platform_active
+from sglang_dflash.host.version import builtin_worker_requested
+from sglang_dflash.plugin import activate_platform
+
+
+@pytest.fixture(autouse=True)
+def fresh_detection():
+    cpu_platform_active.cache_clear()
+    yield
+    cpu_platform_active.cache_clear()
+
+
+def test_active_without_an_accelerator(monkeypatch):
+    """Fails where a machine without an accelerator gets no platform."""
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    assert activate_platform() == "sglang_dflash.host.cpu.platform.CpuPlatform"
+
+
+def test_inactive_beside_an_accelerator(monkeypatch):
+    """Fails where our CPU platform would take a GPU machine over."""
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    assert activate_platform() is None
+
+
+def test_inactive_where_the_hosts_cpu_engine_is_asked_for(monkeypatch):
+    """Fails where SGLANG_USE_CPU_ENGINE=1 does not give SGLang's own AMX engine."""
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    assert activate_platform() is None
+
+
+def test_builtin_switch_keeps_our_worker_out(monkeypatch):
+    """Fails where the switch leaves our worker or our refusals hooked in."""
+    monkeypatch.setenv("SGLANG_DFLASH_WORKER", "builtin")
+    assert builtin_worker_requested()
+    assert not {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST} & set(hooks.registered_hooks())
+
+
+def test_a_hook_that_did_not_take_is_missing(monkeypatch):
+    """Fails where a target that SGLang could not patch passes for hooked."""
+    monkeypatch.setattr(HookRegistry, "_patched", set(hooks.registered_hooks()) - {hooks.CREATE_WORKER})
+    assert hooks.missing_hooks() == [hooks.CREATE_WORKER]
