@@ -10,4 +10,6 @@ fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-bash -n scripts/*.sh .ci/run
+for script in scripts/*.sh .ci/run; do
+    bash -n "$script"
+done

@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from openai import OpenAI
+import httpx
+from openai import APIError, OpenAI
 from rich.console import Console
 from rich.table import Table
 
@@ -35,12 +36,13 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One streamed answer. `steps`: verify steps, 0 where speculation is off."""
+    """One streamed answer. `steps`, `accepted`: verify steps and accepted drafts, 0 where speculation is off."""
 
     text: str
     tokens: int
     seconds: float
     steps: int
+    accepted: int
 
     @property
     def tok_s(self) -> float:
@@ -48,7 +50,7 @@ class Result:
 
     @property
     def mean_commit_len(self) -> float:
-        return (self.tokens - 1) / self.steps  # prefill made the first token
+        return mean_commit_len([self])
 
 
 def main() -> None:
@@ -67,8 +69,15 @@ def main() -> None:
             leave_running(logs / "kept.log")
     except ServerError as error:
         sys.exit(f"error: {error}")
+    except (APIError, httpx.HTTPError) as error:
+        sys.exit(f"error: the server failed a request: {error} (logs: {logs})")
     except KeyboardInterrupt:
         sys.exit("stopped; no server was left running")
+
+
+def mean_commit_len(results: list[Result]) -> float:
+    """Accepted drafts plus the target's own token, per verify step."""
+    return 1 + sum(r.accepted for r in results) / max(1, sum(r.steps for r in results))
 
 
 def start(arguments: list[str], log: Path) -> Server:
@@ -88,7 +97,7 @@ def run_arm(arguments: list[str], log: Path, prompts: list[HeldOutPrompt], show:
         results = []
         for number, prompt in enumerate(prompts, 1):
             if show:
-                console.print(f"[bold cyan]{prompt.kind}: {prompt.prompt}[/bold cyan]", markup=True)
+                console.print(f"{prompt.kind}: {prompt.prompt}", style="bold cyan", markup=False)
             else:
                 console.print(f"[dim]{number}/{len(prompts)} {prompt.kind} ...[/dim]")
             result = stream_answer(client, prompt.prompt, show)
@@ -104,7 +113,7 @@ def run_arm(arguments: list[str], log: Path, prompts: list[HeldOutPrompt], show:
 def stream_answer(client: OpenAI, prompt: str, show: bool) -> Result:
     """One greedy chat completion, its text printed as it comes."""
     pieces: list[str] = []
-    tokens = steps = 0
+    tokens = steps = accepted = 0
     begin = time.monotonic()
     stream = client.chat.completions.create(
         model="tiny",
@@ -120,15 +129,16 @@ def stream_answer(client: OpenAI, prompt: str, show: bool) -> Result:
             piece = choice.delta.content or ""
             pieces.append(piece)
             if show:
-                console.print(piece, end="", markup=False)
+                console.out(piece, end="")
         if chunk.usage is not None:
             tokens = chunk.usage.completion_tokens
         details = (getattr(chunk, "sglext", None) or {}).get("spec_tokens_details") or {}
         steps = details.get("spec_verify_ct", steps)
+        accepted = details.get("spec_num_correct_drafts", accepted)
     seconds = time.monotonic() - begin
     if show:
         console.print()
-    return Result("".join(pieces), tokens, seconds, steps)
+    return Result("".join(pieces), tokens, seconds, steps, accepted)
 
 
 def summarise(prompts: list[HeldOutPrompt], on: list[Result], off: list[Result]) -> None:
@@ -140,9 +150,8 @@ def summarise(prompts: list[HeldOutPrompt], on: list[Result], off: list[Result])
     same = sum(a.text == b.text for a, b in zip(on, off, strict=True))
     rate_on = sum(r.tokens for r in on) / sum(r.seconds for r in on)
     rate_off = sum(r.tokens for r in off) / sum(r.seconds for r in off)
-    steps = sum(r.steps for r in on)
     console.print(
-        f"{same} of {len(on)} texts identical; mean commit_len {sum(r.tokens - 1 for r in on) / steps:.2f}; "
+        f"{same} of {len(on)} texts identical; mean commit_len {mean_commit_len(on):.2f}; "
         f"{rate_on:.0f} tok/s with DFLASH, {rate_off:.0f} off: {rate_on / rate_off:.2f} times as fast."
     )
 

@@ -10,12 +10,14 @@ fail() {
     exit 1
 }
 
+right_python() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+}
+
 find_python() {
     local candidate
     for candidate in "${SGLANG_DFLASH_PYTHON:-}" python3.12 python3.11 python3 python; do
-        [ -n "$candidate" ] || continue
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
-            2>/dev/null; then
+        if [ -n "$candidate" ] && right_python "$candidate"; then
             echo "$candidate"
             return
         fi
@@ -23,7 +25,7 @@ find_python() {
     fail "no Python 3.11 or 3.12 with the venv module was found; install one, or name it in SGLANG_DFLASH_PYTHON."
 }
 
-install() {
+install_package() {
     "$PYTHON" -m pip install "setuptools>=77" wheel &&
         "$PYTHON" -m pip install --no-build-isolation -e "$ROOT${1:+[$1]}" &&
         "$PYTHON" -c 'import sglang, sglang_dflash'
@@ -34,22 +36,25 @@ make_venv() {
     # What was installed, and from where: the requirements stand in setup.py, the package is linked to this folder.
     stamp="$(cat "$ROOT/setup.py" <(echo "$ROOT") | sha256sum | cut -c1-16)${extras:+-$extras}"
     PYTHON="$VENV/bin/python"
-    if [ -e "$VENV/sglang-dflash-$stamp" ] || [ -z "$extras" -a -e "$VENV/sglang-dflash-$stamp-dev" ]; then
+    if [ -e "$VENV/sglang-dflash-$stamp" ] || { [ -z "$extras" ] && [ -e "$VENV/sglang-dflash-$stamp-dev" ]; }; then
         return
     fi
     command -v cc >/dev/null || command -v gcc >/dev/null || fail "no C compiler (cc or gcc) was found; install one."
-    if [ ! -x "$PYTHON" ]; then
-        place="$(dirname "$VENV")"
-        mkdir -p "$place" || fail "cannot make $place."
+    place="$(dirname "$VENV")"
+    mkdir -p "$place" || fail "cannot make $place."
+    if ! "$PYTHON" -c 'from importlib.metadata import version; version("sglang")' 2>/dev/null; then
         free_kb="$(df -Pk "$place" | awk 'NR == 2 { print $4 }')"
         [ "$free_kb" -ge $((NEEDED_GB * 1024 * 1024)) ] ||
             fail "$place has $((free_kb / 1024 / 1024)) GB free; the environment needs $NEEDED_GB GB (SGLANG_DFLASH_VENV puts it elsewhere)."
+    fi
+    if ! right_python "$PYTHON"; then
+        [ ! -e "$VENV" ] || fail "$VENV is there, but not with Python 3.11 or 3.12; remove it."
         python="$(find_python)" || exit 1
         echo "Making the environment $VENV ..."
         "$python" -m venv "$VENV" || fail "$python could not make $VENV."
     fi
     echo "Installing sglang-dflash and SGLang into $VENV (11 GB, about 6 minutes the first time) ..."
-    if ! install "$extras" 2>&1 | tee "$VENV/pip.log" |
+    if ! install_package "$extras" 2>&1 | tee "$VENV/pip.log" |
         awk '/^(Collecting|  Downloading|Installing|Successfully)/ { printf "\r\033[K  %.100s", $0; fflush() } END { print "" }'; then
         fail "the installation failed; see $VENV/pip.log."
     fi

@@ -11,9 +11,10 @@ def activate() -> None:
     """
     try:
         from sglang_dflash.host import hooks
+
+        hooks.install()
     except Exception as error:
         raise SystemExit(f"sglang-dflash could not be loaded into SGLang: {error!r}.") from error
-    hooks.install()
 
 
 def activate_platform() -> str | None:

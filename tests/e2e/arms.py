@@ -42,13 +42,14 @@ OPENINGS = [
 ON_ARMS: dict[str, list[str]] = {
     "default": [*POOL, "--log-level", "debug"],
     "page16": [*POOL, "--page-size", "16"],
-    "chunk64": [*POOL, "--chunked-prefill-size", "64"],
+    "chunk64": [*POOL, "--chunked-prefill-size", "64", "--log-level", "debug"],
     "no-overlap": [*POOL, "--disable-overlap-schedule"],
     "combined": [
         *[*POOL, "--page-size", "16", "--chunked-prefill-size", "64", "--disable-overlap-schedule"],
         *["--speculative-num-draft-tokens", "4"],
     ],
     "tiny-pool": TINY_POOL,
+    "tiny-pool-page16": [*TINY_POOL, "--page-size", "16", "--disable-overlap-schedule"],
 }
 
 

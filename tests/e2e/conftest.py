@@ -73,7 +73,7 @@ def _converse(client: Client, tokenizer: PreTrainedTokenizerBase) -> list[tuple[
 def server(
     request: pytest.FixtureRequest, baseline: Baseline, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """The on arm named by the test's `arm` mark; arms follow each other, one up at a time."""
+    """The on arm that `on_arms` names; arms follow each other, one up at a time."""
     arguments = [*PLAIN, *SPECULATE, *ON_ARMS[request.param]]
     with Server(arguments, tmp_path_factory.mktemp(request.param) / "server.log", TINY_ENVIRONMENT) as running:
         yield running

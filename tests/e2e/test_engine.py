@@ -49,8 +49,9 @@ def test_engine_serves_bfloat16_on_the_cpu(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     answers = json.loads(run.stdout.splitlines()[-1])
     for arm in ("on", "on, page size 16"):
-        accepted = sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers[arm])
-        assert accepted > 0, arm
+        metas = [answer["meta_info"] for answer in answers[arm]]
+        accepted, steps = (sum(meta[key] for meta in metas) for key in ("spec_num_correct_drafts", "spec_verify_ct"))
+        assert 1 + accepted / steps > 2.0, arm
         # bfloat16 rounds by the batch's shape: ties decide otherwise now and then, never at the first tokens.
         for on, off in zip(answers[arm], answers["off"], strict=True):
             assert on["output_ids"][:3] == off["output_ids"][:3], arm

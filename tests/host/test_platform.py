@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dflash.host import hooks
 from sglang_dflash.host.cpu.detect import cpu_platform_active
@@ -47,7 +47,26 @@ def test_builtin_switch_keeps_our_worker_out(monkeypatch):
     assert not {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST} & set(hooks.registered_hooks())
 
 
-def test_a_hook_that_did_not_take_is_missing(monkeypatch):
+@pytest.fixture
+def registered(monkeypatch):
+    """SGLang's hook registry as after a good start."""
+    ours = hooks.registered_hooks()
+    entries = {target: [(kind, function, None)] for target, (function, kind) in ours.items()}
+    monkeypatch.setattr(HookRegistry, "_hooks", entries)
+    monkeypatch.setattr(HookRegistry, "_patched", set(ours))
+    return entries
+
+
+def test_a_hook_that_did_not_take_is_missing(registered, monkeypatch):
     """Fails where a target that SGLang could not patch passes for hooked."""
-    monkeypatch.setattr(HookRegistry, "_patched", set(hooks.registered_hooks()) - {hooks.CREATE_WORKER})
+    assert hooks.missing_hooks() == []
+    monkeypatch.setattr(HookRegistry, "_patched", set(registered) - {hooks.CREATE_WORKER})
     assert hooks.missing_hooks() == [hooks.CREATE_WORKER]
+    with pytest.raises(SystemExit, match="create_worker"):
+        hooks.require_hooks()
+
+
+def test_a_hook_replaced_by_another_plugin_is_missing(registered):
+    """Fails where another plugin's later replacement of our request check goes unnoticed."""
+    registered[hooks.VALIDATE_REQUEST].append((HookType.REPLACE, lambda req, overlap: None, None))
+    assert hooks.missing_hooks() == [hooks.VALIDATE_REQUEST]

@@ -17,6 +17,7 @@ SPECIAL_HEADS = {
     "enable_confidence_head": "DSpark's confidence head",
     "attention_sink_bias": "attention sinks",
     "attention_value_scale": "scaled values",
+    "use_gemma_norm": "Gemma's norms",
 }
 USE_BUILTIN = "start with SGLANG_DFLASH_WORKER=builtin, which may serve it"
 

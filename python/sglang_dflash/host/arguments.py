@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.environ import envs
 from transformers import AutoTokenizer, PretrainedConfig
+from transformers.utils import cached_file
 
 from sglang_dflash import __version__
 from sglang_dflash.core.draft_config import USE_BUILTIN, DraftConfig
+from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,11 @@ UNSERVED: dict[str, Any] = {
     "enable_lora": None,
     "lora_paths": None,
     "enable_strict_thinking": False,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "enable_unified_cache_external_linker": False,
+    "speculative_use_rejection_sampling": False,
+    "speculative_token_map": None,
     "enable_dp_attention": False,
     "enable_hierarchical_cache": False,
     "enable_mixed_chunk": False,
@@ -87,13 +94,28 @@ def read_draft_config(cfg: Any) -> DraftConfig:
         raise ValueError("--speculative-draft-model-path is missing: give the DFlash draft's folder or hub name.")
     draft = DraftConfig.from_dict(_config_dict(path, cfg.speculative_draft_model_revision))
     if draft.mask_token_id is None:
-        vocabulary = AutoTokenizer.from_pretrained(cfg.tokenizer_path or cfg.model_path).get_vocab()
-        if draft.mask_token not in vocabulary:
-            raise ValueError(f"dflash_config.mask_token {draft.mask_token!r} is not in the target's tokenizer.")
-        draft = replace(draft, mask_token_id=vocabulary[draft.mask_token])
-    if (Path(path) / "mask_embedding.pt").exists():
-        raise ValueError(f"the draft brings a trained mask embedding (mask_embedding.pt): {USE_BUILTIN}.")
+        draft = replace(draft, mask_token_id=_mask_token_id(cfg, draft.mask_token))
+    side_car = cached_file(
+        path,
+        "mask_embedding.pt",
+        revision=cfg.speculative_draft_model_revision,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    if side_car is not None:
+        raise ValueError(f"the draft brings a trained mask embedding ({side_car}): {USE_BUILTIN}.")
     return draft
+
+
+def _mask_token_id(cfg: Any, mask_token: str | None) -> int:
+    path = cfg.tokenizer_path or cfg.model_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code, revision=cfg.revision)
+    except OSError as error:
+        raise ValueError(f"the tokenizer at {path!r} cannot be read: {str(error).splitlines()[0]}") from None
+    vocabulary = tokenizer.get_vocab()
+    if mask_token not in vocabulary:
+        raise ValueError(f"dflash_config.mask_token {mask_token!r} is not in the target's tokenizer.")
+    return vocabulary[mask_token]
 
 
 def _config_dict(path: str, revision: str | None) -> dict[str, Any]:
@@ -118,7 +140,8 @@ def _check_target(target: Any, draft: DraftConfig) -> None:
 
 
 def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:
-    asked = cfg.speculative_num_draft_tokens or cfg.speculative_dflash_block_size or draft.block_size
+    flags = (cfg.speculative_num_draft_tokens, cfg.speculative_dflash_block_size)
+    asked = next((value for value in flags if value is not None), draft.block_size)
     if not 2 <= asked <= draft.block_size:
         raise ValueError(
             f"--speculative-num-draft-tokens is {asked}; this draft fills 2 to {draft.block_size} rows, "
@@ -145,6 +168,15 @@ def _refuse_unserved(cfg: Any) -> None:
             f"--speculative-draft-model-quantization is {cfg.speculative_draft_model_quantization} (the target's "
             "--quantization is its default); only unquantised drafts are served: pass 'unquant'."
         )
+    if cpu_platform_in_use():
+        backends = {cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend} - {None}
+        if backends != {ATTENTION_BACKEND}:
+            raise ValueError(
+                f"--attention-backend is {', '.join(sorted(backends))}; on the CPU only {ATTENTION_BACKEND}, "
+                "the default, verifies blocks."
+            )
+    if envs.SGLANG_SIMULATE_ACC_LEN.get() > 0:
+        raise ValueError("SGLANG_SIMULATE_ACC_LEN is set, and simulated acceptance is not served yet; unset it.")
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
         if getattr(cfg, name) != 1.0:
             flag = "--" + name.replace("_", "-")

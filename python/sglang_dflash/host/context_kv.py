@@ -9,6 +9,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_dflash import ops
 
+ROWS = 2048  # per product: bounds the temporaries of a long prefill
+
 
 class ContextKVWriter:
     """Holds the draft layers' key and value projections stacked, so that all layers take one product."""
@@ -26,7 +28,7 @@ class ContextKVWriter:
         self.refresh()
 
     def refresh(self) -> None:
-        """Stacks the projections again: after the draft's weights changed."""
+        """Stacks the projections: at first, and again after the draft's weights changed."""
         attentions = [layer.self_attn for layer in self._model.layers]
         first = attentions[0]
         shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
@@ -45,9 +47,13 @@ class ContextKVWriter:
             positions: [N] int64, absolute.
             slots: [N] int64, in the draft pool's ids.
         """
-        features = self._model.project_target_hidden(hidden[: len(slots)])
+        for begin in range(0, len(slots), ROWS):
+            rows = slice(begin, begin + ROWS)
+            self._write_rows(pool, hidden[: len(slots)][rows], positions[rows], slots[rows])
+
+    def _write_rows(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         k, v = ops.context_kv(
-            features,
+            self._model.project_target_hidden(hidden),
             self._kv_weight,
             self._kv_bias,
             self._k_norm_weight,

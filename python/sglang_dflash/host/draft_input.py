@@ -76,6 +76,15 @@ class DraftInput(DFlashDraftInputV2):
             caller_stream.wait_stream(plan_stream)  # the forward must not see half-written rows
 
 
+def known_kv_lens(batch: Any, extra: int) -> torch.Tensor:
+    """[B] int64 on the CPU: how far a step that adds `extra` rows to the prefixes may read, at most.
+
+    Where no attention backend asks for lengths on the CPU, the host keeps none under overlap, and what was reserved
+    is the bound.
+    """
+    return batch.spec_info.nxt_kv_lens_cpu if batch.seq_lens_cpu is None else batch.seq_lens_cpu + extra
+
+
 def upload(tensor_cpu: torch.Tensor, device: Any) -> torch.Tensor:
     """The tensor on `device`; through pinned memory where there is any, so that the copy does not wait."""
     if is_pin_memory_available(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
+from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.draft_worker_common import (
@@ -21,9 +23,14 @@ from sglang.srt.speculative.draft_worker_common import (
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_pp_context
+from sglang.srt.utils import get_available_gpu_memory
 
 from sglang_dflash.core.block import Block
 from sglang_dflash.host.context_kv import ContextKVWriter
+from sglang_dflash.host.draft_input import known_kv_lens
+
+logger = logging.getLogger(__name__)
+MIN_GRAPH_MEMORY_GB = 1.0
 
 
 class DraftHead:
@@ -101,12 +108,21 @@ class DraftRunner:
     def init_graphs(self) -> None:
         """Captures the draft forward with the head in it where the host captures decode graphs."""
         graphs = get_exec().graph.cuda_graph_config
-        capture = self.runner.device != "cpu" and graphs.decode.backend != Backend.DISABLED
+        capture = graphs.decode.backend != Backend.DISABLED
+        if capture and current_platform.is_out_of_tree():
+            capture = current_platform.capabilities.graph_capture
+        if capture and get_available_gpu_memory(self.runner.device, self.runner.gpu_id) < MIN_GRAPH_MEMORY_GB:
+            logger.warning("The draft runs without CUDA graphs: less than %.0f GB are free.", MIN_GRAPH_MEMORY_GB)
+            capture = False
         if capture:
             self._head.reserve(max(graphs.decode.bs))
             self.runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(self._head))
         with draft_pp_context():
             self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
+
+    def refresh_weights(self) -> None:
+        """Takes up weights of the draft that the host has changed."""
+        self._context_kv.refresh()
 
     def propose(self, block: Block, batch: Any, kv_plan: Any) -> torch.Tensor:
         """One draft forward over the block.
@@ -131,10 +147,7 @@ class DraftRunner:
         embeds = self._embed(block.ids)
         if self._embed_scale != 1.0:
             embeds = embeds * self._embed_scale
-        if batch.seq_lens_cpu is not None:
-            kv_lens_cpu = batch.seq_lens_cpu + self.block_size
-        else:
-            kv_lens_cpu = batch.spec_info.nxt_kv_lens_cpu  # the host does not know better: the reservation bounds it
+        kv_lens_cpu = known_kv_lens(batch, self.block_size)
         num_rows = block.ids.numel()
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_dflash.host.cpu.detect import cpu_platform_in_use
 from sglang_dflash.host.version import builtin_worker_requested, require_supported_sglang
 
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -49,35 +50,43 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
     return hooks
 
 
-def cpu_platform_in_use() -> bool:
-    """True where SGLang's active platform is ours (not merely installed: `SGLANG_PLATFORM` may name another)."""
-    from sglang.srt.platforms import current_platform
-
-    return type(current_platform).__module__ == "sglang_dflash.host.cpu.platform"
-
-
 def missing_hooks() -> list[str]:
-    """Targets that SGLang failed to patch: its registry only logs such failures."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    """Targets that SGLang failed to patch, or where another plugin's replacement came after ours.
 
-    return sorted(set(registered_hooks()) - HookRegistry._patched)
+    SGLang's registry only logs the former and lets the last replacement win.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    missing = []
+    for target, (function, kind) in registered_hooks().items():
+        replacements = [hook for other, hook, _ in HookRegistry._hooks[target] if other == HookType.REPLACE]
+        overridden = kind == HookType.REPLACE and replacements[-1:] != [function]
+        if target not in HookRegistry._patched or overridden:
+            missing.append(target)
+    return sorted(missing)
 
 
-def _check_arguments(server_args: Any, previous: Any) -> None:
-    """Runs in the main process, before any child exists and any weight is read."""
-    from sglang_dflash.host import arguments
-
+def require_hooks() -> None:
+    """Raises SystemExit where one of our hooks is not in place in this process."""
     missing = missing_hooks()
     if missing:
         raise SystemExit(
             f"sglang-dflash could not hook into SGLang at {', '.join(missing)}: "
             "the installation is damaged or another plugin interferes; see the log above."
         )
+
+
+def _check_arguments(server_args: Any, previous: Any) -> None:
+    """Runs in the main process, before any child exists and any weight is read."""
+    from sglang_dflash.host import arguments
+
+    require_hooks()
     arguments.check(server_args, previous)
 
 
 def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if algorithm.is_dflash():
+        require_hooks()  # the scheduler is a process of its own
         from sglang_dflash.host.worker import DFlashWorker
 
         return DFlashWorker
@@ -104,6 +113,6 @@ def _row_headroom(original: Any) -> int:
 def _keep_draft_dtype(original: Any, runner: Any, forward_batch: Any, pp_proxy_tensors: Any) -> dict[str, Any]:
     """The host casts input embeddings to bfloat16 whatever the model's dtype is (model_runner.py:1772)."""
     kwargs = original(runner, forward_batch, pp_proxy_tensors)
-    if runner.is_draft_worker and forward_batch.input_embeds is not None:
+    if runner.is_draft_worker and runner.spec_algorithm.is_dflash() and forward_batch.input_embeds is not None:
         kwargs["input_embeds"] = forward_batch.input_embeds
     return kwargs

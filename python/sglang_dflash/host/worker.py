@@ -18,7 +18,7 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
 from sglang_dflash.host.arguments import read_draft_config
-from sglang_dflash.host.draft_input import DraftInput, upload
+from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,10 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         self._draft.init_graphs()
+
+    def clear_cache_pool(self) -> None:
+        """Called on every flush; by default the host flushes after it changed weights."""
+        self._draft.refresh_weights()
 
     # A step.
 
@@ -145,11 +149,10 @@ class DFlashWorker(BaseSpecWorker):
 
     def _plan_kv(self, block: Block, batch: Any) -> Any:
         """The host's plan of this step's KV ids, shared by draft, verify and commit."""
-        lens_cpu = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
         return self._target.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=block.prefix_lens,
-            seq_lens_cpu=lens_cpu,
+            seq_lens_cpu=known_kv_lens(batch, 0),
             write_virtual=block.slots.flatten(),
             read_extent=block.block_size,
         )
@@ -163,10 +166,10 @@ class DFlashWorker(BaseSpecWorker):
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=kv_plan,
         )
+        assert plan.width == self.block_size, "the KV plan's write ids are those of whole blocks"
         batch.out_cache_loc = plan.slots.flatten()
-        lens_cpu, lens_sum, draft_input = batch.seq_lens_cpu, batch.seq_lens_sum, batch.spec_info
-        # Host bounds on what the verify reads: the prefix and the rows, or all that is reserved.
-        batch.seq_lens_cpu = draft_input.nxt_kv_lens_cpu if lens_cpu is None else lens_cpu + plan.width
+        lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
+        batch.seq_lens_cpu = known_kv_lens(batch, plan.width)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker)
         batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum

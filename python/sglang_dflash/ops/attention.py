@@ -25,11 +25,13 @@ class PagedRows:
         slots: [B, S] int64; KV slots of positions 0.. of each request, padded beyond its length with its first.
         prefix_lens: per request, the tokens before its first row.
         row_lens: per request, its query rows. Rows of the requests follow each other in the query tensor.
+        batched: whether all requests go through one SDPA call.
     """
 
     slots: torch.Tensor
     prefix_lens: list[int]
     row_lens: list[int]
+    batched: bool
     _masks: dict[tuple[bool, int | None, int], torch.Tensor | None] = field(default_factory=dict)
 
     @classmethod
@@ -47,17 +49,14 @@ class PagedRows:
         # Behind its length a row still holds what an earlier request left there: slots of somebody else by now,
         # whose NaN would pass a mask that only weighs them with zero.
         beyond = torch.arange(longest) >= kv_lens[:, None]
-        return cls(torch.where(beyond, slots[:, :1], slots), prefix_lens, row_lens)
+        slots = torch.where(beyond, slots[:, :1], slots)
+        uniform = len(set(row_lens)) == 1 and row_lens[0] <= EXTEND_ROWS
+        batched = uniform and slots.numel() <= MAX_PADDING * int(kv_lens.sum())
+        return cls(slots, prefix_lens, row_lens, batched)
 
     @property
     def kv_lens(self) -> list[int]:
         return [prefix + rows for prefix, rows in zip(self.prefix_lens, self.row_lens, strict=True)]
-
-    @property
-    def batched(self) -> bool:
-        """Whether all requests go through one SDPA call."""
-        uniform = len(set(self.row_lens)) == 1 and self.row_lens[0] <= EXTEND_ROWS
-        return uniform and self.slots.numel() <= MAX_PADDING * sum(self.kv_lens)
 
     def batch_mask(self, causal: bool, window_left: int | None, groups: int) -> torch.Tensor | None:
         """[B, 1, groups * W, S] bool for the batched call; None where every row sees every key."""

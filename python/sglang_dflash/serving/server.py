@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -112,7 +113,8 @@ class Server:
         deadline = time.monotonic() + STOP_SECONDS
         while _group_alive(self._process):
             if time.monotonic() > deadline:
-                os.killpg(self._process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
             time.sleep(0.05)
         self._process = None
 

@@ -30,7 +30,7 @@ class CpuAttentionBackend(AttentionBackend):
             )
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self._rows = ops.PagedRows(torch.empty(0, 0, dtype=torch.int64), [], [])
+        self._rows = ops.PagedRows(torch.empty(0, 0, dtype=torch.int64), [], [], batched=False)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         prefix_lens, row_lens = _row_layout(forward_batch)

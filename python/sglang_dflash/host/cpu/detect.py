@@ -1,9 +1,11 @@
-"""Whether this process serves on our CPU platform. Imports torch, never sglang."""
+"""Whether our CPU platform may serve here, and whether it does."""
 
 from __future__ import annotations
 
 import os
 from functools import cache
+
+ATTENTION_BACKEND = "dflash_cpu"
 
 
 @cache
@@ -17,3 +19,10 @@ def cpu_platform_active() -> bool:
     import torch
 
     return torch.accelerator.current_accelerator(check_available=True) is None
+
+
+def cpu_platform_in_use() -> bool:
+    """True where SGLang's active platform is ours (not merely installed: `SGLANG_PLATFORM` may name another)."""
+    from sglang.srt.platforms import current_platform
+
+    return type(current_platform).__module__ == "sglang_dflash.host.cpu.platform"

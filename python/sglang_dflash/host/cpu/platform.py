@@ -11,8 +11,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_dflash import ops
-
-ATTENTION_BACKEND = "dflash_cpu"
+from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):

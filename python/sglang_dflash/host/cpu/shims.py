@@ -17,7 +17,7 @@ from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dflash.host.cpu.platform import ATTENTION_BACKEND
+from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 from sglang_dflash.host.version import builtin_worker_requested
 
 HOOKS: dict[str, tuple[Any, HookType]] = {}
