@@ -23,7 +23,7 @@ from sglang.srt.speculative.draft_worker_common import (
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_pp_context
-from sglang.srt.utils import get_available_gpu_memory
+from sglang.srt.utils.common import get_available_gpu_memory
 
 from sglang_dflash.core.block import Block
 from sglang_dflash.host.context_kv import ContextKVWriter
