@@ -42,8 +42,8 @@ class Settings:
     library_rows: int = 5_000
     target_steps: int = 2_000
     batch_tokens: int = 4_096
-    answers: int = 14_000
-    draft_steps: int = 2_000
+    answers: int = 7_000
+    draft_steps: int = 450
     draft_batch: int = 48
     peak: float = 2e-3
     heldout_per_kind: int = 40

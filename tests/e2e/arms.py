@@ -148,6 +148,13 @@ def steps_by_accept_len(answers: Sequence[Answer]) -> list[int]:
     return counts
 
 
+def assert_same_steps(answer: Answer, commit_lens: Sequence[int]) -> None:
+    """Fails where the request took other verify steps than a reference with these commit_lens."""
+    counts = [commit_lens.count(accept_len + 1) for accept_len in range(BLOCK_SIZE)]
+    padded = [*answer.accept_histogram, *[0] * (BLOCK_SIZE - len(answer.accept_histogram))]
+    assert (answer.steps, padded) == (len(commit_lens), counts)
+
+
 def pick(prompts: Sequence[HeldOutPrompt], per_kind: int) -> list[HeldOutPrompt]:
     """The first `per_kind` prompts of every kind."""
     kinds = sorted({prompt.kind for prompt in prompts})

@@ -19,9 +19,10 @@ from arms import (
     pick,
     to_the_limit,
 )
+from oracle import Oracle
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Server, held_out_prompts
+from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, Client, Server, held_out_prompts
 
 PER_KIND = 24
 TURNS = 5
@@ -77,6 +78,11 @@ def server(
     arguments = [*PLAIN, *SPECULATE, *ON_ARMS[request.param]]
     with Server(arguments, tmp_path_factory.mktemp(request.param) / "server.log", TINY_ENVIRONMENT) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    return Oracle(TINY_TARGET, TINY_DRAFT)
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ class Oracle:
 
     def __init__(self, target: Path, draft: Path) -> None:
         self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        end_ids = self.target.generation_config.eos_token_id
+        self.end_ids = set(end_ids if isinstance(end_ids, list) else [end_ids])
         self.weights = {name: weight.float() for name, weight in load_file(draft / "model.safetensors").items()}
         config = json.loads((draft / "config.json").read_text())
         self.block_size = config["block_size"]
@@ -42,11 +44,12 @@ class Oracle:
         self.frequencies = theta ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
 
     @torch.inference_mode()
-    def generate(self, prompt: list[int], max_new_tokens: int, end_ids: set[int]) -> OracleAnswer:
+    def generate(self, prompt: list[int], max_new_tokens: int) -> OracleAnswer:
         """Draft a block, verify it, commit the accepted drafts and the target's next token; repeat."""
         logits, features = self._run_target(prompt)
         committed = [*prompt, int(logits[-1].argmax())]
-        commit_lens = []
+        commit_lens: list[int] = []
+        end_ids = self.end_ids
         while not self._ended(committed[len(prompt) :], max_new_tokens, end_ids):
             start = len(committed) - 1  # position of the bonus: its own features do not exist yet
             drafts = self._draft(committed[-1], features[:start])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from arms import MAX_NEW_TOKENS
+from transformers import PreTrainedTokenizerBase
 
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, held_out_prompts
 
@@ -29,7 +30,7 @@ if __name__ == "__main__":
 """
 
 
-def test_engine_serves_bfloat16_on_the_cpu(tmp_path: Path) -> None:
+def test_engine_serves_bfloat16_on_the_cpu(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Fails where the engine does not start without environment variables, or bfloat16 drafts are never accepted."""
     program = tmp_path / "engine.py"
     program.write_text(PROGRAM)
@@ -39,7 +40,12 @@ def test_engine_serves_bfloat16_on_the_cpu(tmp_path: Path) -> None:
         "on": {"model_path": str(TINY_TARGET), **pair},
         "on, page size 16": {"model_path": str(TINY_TARGET), "page_size": 16, **pair},
     }
-    prompts = [prompt.prompt for prompt in held_out_prompts()[::20]]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt.prompt}], add_generation_prompt=True, tokenize=False
+        )
+        for prompt in held_out_prompts()[::20]
+    ]
     run = subprocess.run(
         [sys.executable, program, *map(json.dumps, (arms, prompts, SAMPLING))],
         capture_output=True,

@@ -38,7 +38,7 @@ class Answer:
             ids=response.get("output_ids", []),
             text=response["text"],
             finish_reason=meta["finish_reason"]["type"],
-            cached_tokens=meta["cached_tokens"],
+            cached_tokens=meta.get("cached_tokens", 0),
             steps=meta.get("spec_verify_ct", 0),
             accept_histogram=meta.get("spec_correct_drafts_histogram", []),
             meta=meta,
