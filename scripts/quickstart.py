@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 from openai import APIError, OpenAI
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from sglang_dflash.serving import (
     TINY_DRAFT,
@@ -142,7 +142,8 @@ def stream_answer(client: OpenAI, prompt: str, show: bool) -> Result:
 
 
 def summarise(prompts: list[HeldOutPrompt], on: list[Result], off: list[Result]) -> None:
-    table = Table("prompt", "tokens", "tok/s off", "tok/s DFLASH", "ratio", "mean commit_len", "same text")
+    names = ("tokens", "tok/s off", "tok/s DFLASH", "ratio", "mean commit_len", "same text")
+    table = Table(Column("prompt", no_wrap=True), *names)
     for prompt, a, b in zip(prompts, on, off, strict=True):
         row = [f"{b.tok_s:.0f}", f"{a.tok_s:.0f}", f"{a.tok_s / b.tok_s:.2f}", f"{a.mean_commit_len:.2f}"]
         table.add_row(prompt.id, str(a.tokens), *row, "yes" if a.text == b.text else "NO")

@@ -47,16 +47,21 @@ UNSERVED: dict[str, Any] = {
 }
 
 
+def asks_for_dflash(server_args: Any) -> bool:
+    """Whether the user chose `--speculative-algorithm DFLASH`, ours or the built-in one."""
+    return (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH"
+
+
 def check(server_args: Any, previous: Any) -> None:
     """Wraps the host's own speculative checks; asked for another algorithm, it is out of the way.
 
     Raises:
         SystemExit: one sentence that names the value that came, what is allowed, and the flag.
     """
-    cfg = resolving_view(server_args)
-    if (cfg.speculative_algorithm or "").upper() != "DFLASH" or builtin_worker_requested():
+    if not asks_for_dflash(server_args) or builtin_worker_requested():
         previous(server_args)
         return
+    cfg = resolving_view(server_args)
     try:
         _refuse_unserved(cfg)
         draft = read_draft_config(cfg)

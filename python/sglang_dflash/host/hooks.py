@@ -80,7 +80,8 @@ def _check_arguments(server_args: Any, previous: Any) -> None:
     """Runs in the main process, before any child exists and any weight is read."""
     from sglang_dflash.host import arguments
 
-    require_hooks()
+    if arguments.asks_for_dflash(server_args) or cpu_platform_in_use():
+        require_hooks()
     arguments.check(server_args, previous)
 
 
