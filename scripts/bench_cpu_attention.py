@@ -44,8 +44,10 @@ def measure(kind: str, rows: int, context: int, batch: int, repeats: int) -> dic
     scaling = HEAD_DIM**-0.5
     prefix = context - rows
 
+    scratch = ops.KVScratch()
+
     def ours() -> torch.Tensor:
-        plan = ops.PagedRows.gather(req_to_token, requests, [prefix] * batch, [rows] * batch)
+        plan = ops.PagedRows.gather(req_to_token, requests, [prefix] * batch, [rows] * batch, scratch)
         return ops.paged_attention(q, k_cache, v_cache, plan, scaling, causal=True)
 
     host = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)

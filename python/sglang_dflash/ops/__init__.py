@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from sglang_dflash.ops.attention import PagedRows, paged_attention
+from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention
 from sglang_dflash.ops.reference import accept_greedy, block_layout, context_kv, extend_positions, gather_slots
 
 __all__ = [
+    "KVScratch",
     "PagedRows",
     "accept_greedy",
     "block_layout",

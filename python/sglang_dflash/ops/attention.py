@@ -6,6 +6,7 @@ padding their KV to the longest would cost more than it saves.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,25 @@ import torch.nn.functional as F
 from sglang_dflash.ops.reference import visible_keys
 
 EXTEND_ROWS = 512  # rows per SDPA call in a long extend: bounds the mask and skips the keys ahead of the chunk
+FOLDED_ROWS = 32  # up to here the heads of a group are folded into the rows; above, the mask would weigh too much
+BATCHED_TOKENS = 2048  # padded KV up to which requests share one call; beyond it one by one stays in the cache
 MAX_PADDING = 1.5  # padded KV over real KV up to which requests share one call
+
+
+class KVScratch:
+    """Memory that gathered keys and values reuse: fresh pages at every call cost more than the copy itself."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def gather(self, name: str, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Rows `slots` ([N] int64) of `cache` ([S, H, D]), valid until the next call with the same name."""
+        shape = (len(slots), *cache.shape[1:])
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != cache.dtype:
+            buffer = self._buffers[name] = cache.new_empty(size + size // 2)
+        return torch.index_select(cache, 0, slots, out=buffer[:size].view(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +51,8 @@ class PagedRows:
     prefix_lens: list[int]
     row_lens: list[int]
     batched: bool
-    _masks: dict[tuple[bool, int | None, int], torch.Tensor | None] = field(default_factory=dict)
+    scratch: KVScratch = field(default_factory=KVScratch)
+    _masks: dict[tuple[int, bool, int | None, int], torch.Tensor | None] = field(default_factory=dict)
 
     @classmethod
     def gather(
@@ -41,8 +61,12 @@ class PagedRows:
         req_pool_indices: torch.Tensor,
         prefix_lens: list[int],
         row_lens: list[int],
+        scratch: KVScratch | None = None,
     ) -> PagedRows:
-        """Reads the slots of every request from its row in `req_to_token` ([R, C] int32)."""
+        """Reads the slots of every request from its row in `req_to_token` ([R, C] int32).
+
+        Forwards that run one after the other may share a `scratch`.
+        """
         kv_lens = torch.tensor([prefix + rows for prefix, rows in zip(prefix_lens, row_lens, strict=True)])
         longest = int(kv_lens.max()) if prefix_lens else 0
         slots = req_to_token[req_pool_indices.long(), :longest].long()
@@ -50,22 +74,28 @@ class PagedRows:
         # whose NaN would pass a mask that only weighs them with zero.
         beyond = torch.arange(longest) >= kv_lens[:, None]
         slots = torch.where(beyond, slots[:, :1], slots)
-        uniform = len(set(row_lens)) == 1 and row_lens[0] <= EXTEND_ROWS
-        batched = uniform and slots.numel() <= MAX_PADDING * int(kv_lens.sum())
-        return cls(slots, prefix_lens, row_lens, batched)
+        uniform = len(set(row_lens)) == 1 and row_lens[0] <= FOLDED_ROWS
+        batched = uniform and slots.numel() <= min(BATCHED_TOKENS, MAX_PADDING * int(kv_lens.sum()))
+        return cls(slots, prefix_lens, row_lens, batched, scratch or KVScratch())
 
     @property
     def kv_lens(self) -> list[int]:
         return [prefix + rows for prefix, rows in zip(self.prefix_lens, self.row_lens, strict=True)]
 
-    def batch_mask(self, causal: bool, window_left: int | None, groups: int) -> torch.Tensor | None:
-        """[B, 1, groups * W, S] bool for the batched call; None where every row sees every key."""
-        key = (causal, window_left, groups)
+    def folded_mask(self, index: int, causal: bool, window_left: int | None, groups: int) -> torch.Tensor | None:
+        """[1 or B, 1, groups * W, S] bool: what request `index` sees, or all requests (-1); None where all is seen."""
+        key = (index, causal, window_left, groups)
         if key not in self._masks:
-            self._masks[key] = self._build_batch_mask(causal, window_left, groups)
+            if index < 0:
+                mask = self._batch_mask(causal, window_left)
+            else:
+                prefix, rows = self.prefix_lens[index], self.row_lens[index]
+                one = visible_keys(rows, prefix, prefix + rows, causal and rows > 1, window_left, self.slots.device)
+                mask = None if one is None else one[None]
+            self._masks[key] = None if mask is None else mask.repeat(1, groups, 1)[:, None]
         return self._masks[key]
 
-    def _build_batch_mask(self, causal: bool, window_left: int | None, groups: int) -> torch.Tensor | None:
+    def _batch_mask(self, causal: bool, window_left: int | None) -> torch.Tensor | None:
         rows, longest = self.row_lens[0], self.slots.shape[1]
         ragged = any(length != longest for length in self.kv_lens)
         if not ragged and window_left is None and (not causal or rows == 1):
@@ -73,9 +103,7 @@ class PagedRows:
         prefixes = torch.tensor(self.prefix_lens)[:, None, None]  # [B, 1, 1]
         behind = prefixes + torch.arange(rows)[None, :, None] - torch.arange(longest)  # [B, W, S]
         visible = behind >= (0 if causal else 1 - rows + torch.arange(rows)[None, :, None])
-        if window_left is not None:
-            visible &= behind <= window_left
-        return visible.repeat(1, groups, 1)[:, None]
+        return visible if window_left is None else visible & (behind <= window_left)
 
 
 def paged_attention(
@@ -99,40 +127,53 @@ def paged_attention(
         [T, Hq, Dv] in `q`'s dtype.
     """
     if rows.batched:
-        return _batched(q, k_cache, v_cache, rows, scaling, causal, window_left)
+        return _folded(q, k_cache, v_cache, rows, -1, scaling, causal, window_left)
     out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
     start = 0
     for index, (prefix, count) in enumerate(zip(rows.prefix_lens, rows.row_lens, strict=True)):
-        slots = rows.slots[index, : prefix + count]
-        k, v = k_cache[slots].to(q.dtype), v_cache[slots].to(q.dtype)  # [S, Hkv, D]
-        out[start : start + count] = _one_request(q[start : start + count], k, v, prefix, scaling, causal, window_left)
+        own = q[start : start + count]
+        if count <= FOLDED_ROWS:
+            result = _folded(own, k_cache, v_cache, rows, index, scaling, causal, window_left)
+        else:
+            slots = rows.slots[index, : prefix + count]
+            k = rows.scratch.gather("k", k_cache, slots).to(q.dtype)  # [S, Hkv, D]
+            v = rows.scratch.gather("v", v_cache, slots).to(q.dtype)
+            result = _one_extend(own, k, v, prefix, scaling, causal, window_left)
+        out[start : start + count] = result
         start += count
     return out
 
 
-def _batched(
+def _folded(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     rows: PagedRows,
+    index: int,
     scaling: float,
     causal: bool,
     window_left: int | None,
 ) -> torch.Tensor:
-    batch, width, kv_heads = len(rows.row_lens), rows.row_lens[0], k_cache.shape[1]
-    groups = q.shape[1] // kv_heads
-    # A query group shares its KV head: folding the group into the rows spares SDPA a copy of the keys per head.
+    """One SDPA call for request `index`, or for all (-1). A query group shares its KV head: folding the group into
+    the rows spares SDPA a copy of the keys per head."""
+    slots = rows.slots if index < 0 else rows.slots[index : index + 1, : rows.kv_lens[index]]
+    batch, longest = slots.shape
+    kv_heads = k_cache.shape[1]
+    groups, width = q.shape[1] // kv_heads, len(q) // batch
     folded = q.view(batch, width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, W, D]
     folded = folded.reshape(batch, kv_heads, groups * width, -1)
-    k = k_cache[rows.slots].to(q.dtype).transpose(1, 2)  # [B, Hkv, S, D]
-    v = v_cache[rows.slots].to(q.dtype).transpose(1, 2)
-    mask = rows.batch_mask(causal, window_left, groups)
-    out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling)
+    flat = slots.reshape(-1)
+    k = rows.scratch.gather("k", k_cache, flat).view(batch, longest, kv_heads, -1)
+    v = rows.scratch.gather("v", v_cache, flat).view(batch, longest, kv_heads, -1)
+    mask = rows.folded_mask(index, causal, window_left, groups)
+    out = F.scaled_dot_product_attention(
+        folded, k.to(q.dtype).transpose(1, 2), v.to(q.dtype).transpose(1, 2), attn_mask=mask, scale=scaling
+    )
     out = out.view(batch, kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4)  # [B, W, Hkv, G, Dv]
     return out.reshape(batch * width, kv_heads * groups, -1)
 
 
-def _one_request(
+def _one_extend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -149,13 +190,15 @@ def _one_request(
         begin = prefix + first
         end = begin + len(chunk) if causal else k.shape[2]
         start = 0 if window_left is None else max(0, begin - window_left)
-        mask = visible_keys(len(chunk), begin - start, end - start, causal, window_left, q.device)
+        square = causal and window_left is None and begin == 0
+        mask = None if square else visible_keys(len(chunk), begin - start, end - start, causal, window_left, q.device)
         chunks.append(
             F.scaled_dot_product_attention(
                 chunk.transpose(0, 1)[None],
                 k[:, :, start:end],
                 v[:, :, start:end],
                 attn_mask=mask,
+                is_causal=square,
                 scale=scaling,
                 enable_gqa=grouped,
             )[0].transpose(0, 1)

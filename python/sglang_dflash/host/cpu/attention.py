@@ -30,12 +30,14 @@ class CpuAttentionBackend(AttentionBackend):
             )
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self._scratch = ops.KVScratch()
         self._rows = ops.PagedRows(torch.empty(0, 0, dtype=torch.int64), [], [], batched=False)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         prefix_lens, row_lens = _row_layout(forward_batch)
+        self._scratch = ops.KVScratch()
         self._rows = ops.PagedRows.gather(
-            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, prefix_lens, row_lens
+            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, prefix_lens, row_lens, self._scratch
         )
 
     def forward_decode(
