@@ -2,7 +2,7 @@
 # Usage: set -euo pipefail; source scripts/venv.sh [extras], e.g. "dev". The place: SGLANG_DFLASH_VENV, else .venv in this repository.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-VENV="${SGLANG_DFLASH_VENV:-$ROOT/.venv}"
+VENV="$(realpath -m "${SGLANG_DFLASH_VENV:-$ROOT/.venv}")"
 NEEDED_GB=12
 
 fail() {
