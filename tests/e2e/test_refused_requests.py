@@ -47,6 +47,14 @@ def test_unserved_parameter_is_a_400(
 
 
 @on_arms("default")
+def test_ids_outside_the_vocabulary(client: Client) -> None:
+    """Fails where a token id that does not exist is anything but a 400, or ends the server."""
+    response = client.post("/generate", body([5, 10**6], {}, {}))
+    assert response.status_code == 400 and "1000000" in response.text
+    assert client.generate("Hello", max_new_tokens=2).ids
+
+
+@on_arms("default")
 def test_openai_endpoint_refuses_too(client: Client) -> None:
     """Fails where the chat endpoint answers, or a stream ends without the error event."""
     chat = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 8}

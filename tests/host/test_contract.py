@@ -313,7 +313,8 @@ found["missing_after"] = hooks.missing_hooks()
 found["worker"] = SpeculativeAlgorithm.DFLASH.create_worker(None).__module__
 found["check"] = scheduler.validate_dflash_request.__wrapped__.__module__
 params = types.SimpleNamespace(top_k=5, temperature=0.7)
-found["refusal"] = scheduler.validate_dflash_request(types.SimpleNamespace(sampling_params=params), True)
+request = types.SimpleNamespace(sampling_params=params, origin_input_ids=[])
+found["refusal"] = scheduler.validate_dflash_request(request, True)
 try:
     SpeculativeAlgorithm.NONE.create_worker(types.SimpleNamespace())
 except AssertionError as error:

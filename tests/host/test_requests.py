@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +61,9 @@ def _request(sampling: dict[str, Any] | None = None, **fields: Any) -> SimpleNam
         "return_sampling_mask": False,
         "input_embeds": None,
         "positional_embed_overrides": None,
+        "origin_input_ids": array("q", [0, 99]),
+        "multimodal_inputs": None,
+        "vocab_size": 100,
     }
     return SimpleNamespace(sampling_params=params, **{**plain, **fields})
 
@@ -147,6 +151,16 @@ def test_a_wish_beside_the_parameters_is_refused(field, value):
     assert sentence is not None
     assert field in sentence
     assert "leave" in sentence or "send" in sentence
+
+
+@pytest.mark.parametrize("outside", [-1, 100, 10**6])
+def test_ids_outside_the_vocabulary_are_refused(outside):
+    """Fails where such an id reaches the embedding, which would end the scheduler."""
+    sentence = refuse_unsupported(_request(origin_input_ids=array("q", [5, outside, 7])))
+    assert sentence is not None
+    assert f"input_ids has {outside}" in sentence
+    assert "0 to 99" in sentence
+    assert refuse_unsupported(_request(origin_input_ids=array("q", [outside]), multimodal_inputs=object())) is None
 
 
 def test_a_refused_request_is_harmless_on_its_way_out():
