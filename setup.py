@@ -20,11 +20,21 @@ setup(
     packages=find_packages("python"),
     include_package_data=True,
     package_data={"sglang_dflash": ["assets/**/*"]},
-    install_requires=["sglang==0.5.23", "httpx", "openai", "rich"],
+    install_requires=[
+        "sglang==0.5.23",
+        "accelerate>=1.15",
+        "datasets>=4",
+        "httpx",
+        "matplotlib>=3.9",
+        "openai",
+        "rich",
+        "typer>=0.16",
+    ],
     extras_require={
         "dev": ["mypy==2.4.1", "psutil", "pytest==9.2.0", "pytest-timeout==2.4.0", "ruff==0.17.5"],
     },
     entry_points={
+        "console_scripts": ["sglang-dflash = sglang_dflash.cli.main:run"],
         "sglang.srt.plugins": ["sglang_dflash = sglang_dflash.plugin:activate"],
         "sglang.srt.platforms": ["sglang_dflash = sglang_dflash.plugin:activate_platform"],
     },

@@ -137,8 +137,8 @@ def test_scripts_do_not_import_the_host():
     assert _forbidden(ROOT / "scripts", (f"{PACKAGE}.host",)) == []
 
 
-@pytest.mark.parametrize("folder", ["core", "ops"])
-def test_tests_of_core_and_ops_run_without_sglang(folder):
+@pytest.mark.parametrize("folder", ["core", "ops", "reference", "training"])
+def test_tests_of_core_ops_and_reference_run_without_sglang(folder):
     """Fails where one of them imports sglang or the host."""
     assert _forbidden(ROOT / "tests" / folder, ("sglang", f"{PACKAGE}.host")) == []
 
@@ -151,6 +151,10 @@ def test_tests_of_core_and_ops_run_without_sglang(folder):
         (f"{PACKAGE}.serving", ("torch", "sglang")),
         (f"{PACKAGE}.core.draft_config", ("sglang",)),
         (f"{PACKAGE}.ops", ("sglang",)),
+        (f"{PACKAGE}.reference", ("sglang",)),
+        (f"{PACKAGE}.training", ("torch", "sglang")),
+        (f"{PACKAGE}.training.trainer", ("sglang",)),
+        (f"{PACKAGE}.cli.main", ("torch", "sglang")),
     ],
 )
 def test_import_stays_light(module, absent):

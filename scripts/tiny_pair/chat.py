@@ -1,138 +1,156 @@
-"""Plain talk about the sums and the code: explanations, greetings and opinions in varied wording."""
+"""Plain talk about the sums and the code, worded so that a draft cannot foresee much of it.
+
+The wording is a chain of choices, each depending on the ones before (see `wording.Teller`): a greedy target
+follows one arbitrary-looking path a question, and a draft that guesses a block at once loses it early.
+"""
 
 import random
+import re
 
+from . import phrases
 from .snippets import make_snippet
-from .wording import NAMES, THINGS, Example, vary
+from .wording import NAMES, THINGS, Example, Teller, vary
 
-_TOPICS = {
-    "a loop": (
-        "repeats a block of code",
-        "you have many things to go through",
-        "walking through every page of a book",
-    ),
-    "a list": ("keeps values in order", "you need many values in one place", "a row of boxes"),
-    "a function": (
-        "gives a name to some code",
-        "you need the same steps twice",
-        "a small machine with a button",
-    ),
-    "a class": ("keeps data and methods together", "your data needs its own actions", "a plan for a house"),
-    "a string": ("holds text", "you work with words", "beads on a thread"),
-    "a variable": ("gives a name to a value", "you want to use a value later", "a label on a jar"),
-    "a dictionary": ("finds a value by its key", "you look things up often", "a phone book"),
-    "addition": ("puts two amounts together", "you want a total", "pouring two cups into one"),
-    "subtraction": (
-        "takes one amount from another",
-        "you want to know what is left",
-        "eating cookies from a plate",
-    ),
-    "multiplication": ("adds the same number many times", "you have equal groups", "counting seats in rows"),
-    "division": ("splits an amount into equal parts", "you want to share fairly", "cutting a cake"),
-    "a condition": ("chooses between two ways", "the answer depends on a value", "a fork in the road"),
-    "a return value": (
-        "is what a function gives back",
-        "another part needs the result",
-        "the change from a shop",
-    ),
-    "a comment": ("tells the reader why", "the code alone is not clear", "a note on the fridge"),
-    "recursion": ("lets a function call itself", "a problem contains a smaller one", "a box inside a box"),
-}
-_HOBBIES = (
-    "chess", "gardening", "cooking", "painting", "running", "music", "football", "sewing", "fishing",
-    "cycling", "reading", "dancing",
-)  # fmt: skip
-_LIKES = (
-    ("loops", "list comprehensions"), ("short functions", "long functions"), ("Python", "paper"),
-    ("adding", "multiplying"), ("small numbers", "large numbers"), ("tests", "comments"),
-    ("classes", "plain functions"), ("mornings", "evenings"), ("cards", "coins"), ("puzzles", "stories"),
-)  # fmt: skip
+_START = re.compile(r"(^|[.!?] )([a-z])")
 
 
-def _explain_topic(rng: random.Random) -> tuple[str, str]:
-    topic = rng.choice(sorted(_TOPICS))
-    does, when, like = _TOPICS[topic]
-    name = rng.choice(NAMES)
+def _say(teller: Teller, patterns: list[tuple[str, ...]], **words: str) -> str:
+    """One sentence from each group of patterns, with capitals and stops."""
+    sentences = []
+    for group in patterns:
+        pattern = teller.pick(group)
+        for name, value in words.items():
+            pattern = pattern.replace("{" + name + "}", value)
+        if sentence := teller.tell(pattern):
+            sentences.append(sentence if sentence.endswith("?") else sentence + ".")
+    return _START.sub(lambda m: m.group(1) + m.group(2).upper(), " ".join(sentences))
+
+
+def _bodies(rng: random.Random, most: int) -> list[tuple[str, ...]]:
+    """Groups for 1..`most` body sentences: parts of the stock, so that no pattern comes twice."""
+    pool = list(phrases.BODIES)
+    rng.shuffle(pool)
+    count = rng.randint(1, most)
+    return [tuple(pool[i::count]) for i in range(count)]
+
+
+def _asked(rng: random.Random, ask: str) -> tuple[str, list[str]]:
+    """The question, and its two longest words as cues: the target has to read them to choose words."""
+    prompt = vary(rng, ask)
+    words = sorted(set(re.findall(r"[a-z]{4,}", prompt)), key=lambda word: (-len(word), word))
+    return prompt, words[:2]
+
+
+def _explain(rng: random.Random) -> tuple[str, str]:
+    topic, name = rng.choice(sorted(phrases.TOPICS)), rng.choice(NAMES)
     ask = rng.choice(
         (
-            f"[What is|Can you explain|Tell me about] {topic}[?| in simple words?| please?]",
-            f"My [friend|sister|brother|teacher] {name} asked me about {topic}. "
-            "[What should I say?|How do I explain it?]",
-            f"I am {name} and I do not understand {topic}. [Can you help?|Help me please.]",
+            f"[What is|Can you explain|Tell me about|Please describe|What would you say about] {topic}"
+            "[?| in simple words?| to a beginner?| in your own words?| before lunch?| once more?]",
+            f"My [friend|sister|brother|teacher|neighbor|cousin] {name} [asked|wrote|talked] to me about {topic}. "
+            "[What should I say?|How do I explain it?|What do you think?|Any ideas?]",
+            f"I am {name} and I do not [understand|follow|trust|like] {topic}. "
+            "[Can you help?|Help me please.|Where do I start?|What now?]",
+            f"[Why|When|How] do [people|we|beginners|students] use {topic}[?| at school?| at work?| at home?]",
         )
     )
-    said = [
-        f"[In short,|Simply put,|Well,|Good question:] {topic} {does}.",
-        f"[You use it|It is useful|It helps|It is handy] when {when}.",
-        f"[Think of it as|It is a bit like|Imagine|You can picture it as] {like}.",
-    ]
-    middle = said[1:]
-    rng.shuffle(middle)
-    end = "[| Try it with a small example.| Does that help?| Start small and play with it.]"
-    return ask, " ".join([said[0], *middle]) + end
+    prompt, cues = _asked(rng, ask)
+    teller = Teller(rng, [topic, *cues])
+    groups = [phrases.OPENINGS, *_bodies(rng, 3), phrases.CLOSINGS]
+    return prompt, _say(teller, groups, topic=topic, does=phrases.TOPICS[topic])
 
 
 def _what_does_it_do(rng: random.Random) -> tuple[str, str]:
     snippet = make_snippet(rng)
-    ask = "[What does this code do?|Explain this code.|Can you tell me what this does?]"
-    prompt = f"{vary(rng, ask)}\n```python\n{snippet.code}\n```"
-    answer = vary(rng, "[It is code that|This is code that|You have here something that] ")
-    answer += f"{snippet.does}."
-    tail = [
-        "",
-        f" {snippet.note}",
-        vary(rng, " [You can call it as it is.|Nothing else is needed.|Try it with your own values.]"),
-    ]
-    return prompt, answer + rng.choice(tail)
+    ask = "[What does this code do?|Explain this code.|Can you tell me what this does?|Read this for me.]"
+    teller = Teller(rng, [snippet.note])
+    answer = f"[It is code that|This is code that|You have here something that] {snippet.does}."
+    answer = f"{teller.tell(answer)} {_say(teller, [*_bodies(rng, 2), phrases.CLOSINGS])}"
+    return f"{vary(rng, ask)}\n```python\n{snippet.code}\n```", answer
 
 
 def _greeting(rng: random.Random) -> tuple[str, str]:
-    name, hobby = rng.choice(NAMES), rng.choice(_HOBBIES)
-    work = rng.choice(("sums", "Python", "small problems", "numbers", "code"))
+    name, hobby = rng.choice(NAMES), rng.choice(phrases.HOBBIES)
     ask = (
-        "[Hi|Hello|Good morning|Hey|Good evening], "
-        f"I am {name}[ and I like {hobby}|, a fan of {hobby}|. I enjoy {hobby}]."
+        "[Hi|Hello|Good morning|Hey|Good evening|Good day|Greetings], "
+        f"[I am {name}|my name is {name}|this is {name}|{name} here]"
+        f"[ and I like {hobby}|, a fan of {hobby}|. I enjoy {hobby}|, back from {hobby}]"
+        "[.| today.| as always.|. How are you?|. What is new?]"
     )
-    answer = (
-        f"[Hello|Hi|Welcome|Nice to meet you], {name}[!|.] "
-        f"[{hobby.title()} is a fine hobby|How nice that you like {hobby}|"
-        f"I hear {hobby} is fun|{hobby.title()} sounds lovely]. "
-        f"[What can I do for you?|Shall we work on some {work}?|Ask me about {work} any time.|"
-        f"How can I help you today?|Would you like to try some {work}?]"
-    )
-    return ask, answer
+    prompt, cues = _asked(rng, ask)
+    teller = Teller(rng, [name, hobby, *cues[:1]])
+    groups = [phrases.WELCOMES, phrases.ON_HOBBIES, phrases.OFFERS]
+    return prompt, _say(teller, groups, name=name, hobby=hobby)
 
 
 def _opinion(rng: random.Random) -> tuple[str, str]:
-    one, two = rng.choice(_LIKES)
-    if rng.random() < 0.5:
-        one, two = two, one
+    one, two = rng.sample(sorted(phrases.TOPICS), 2)
     name = rng.choice(NAMES)
     ask = (
         f"[Do you prefer {one} or {two}?|{name} likes {one} more than {two}. Do you agree?|"
-        f"Which is better, {one} or {two}?]"
+        f"Which is [better|easier|nicer|safer], {one} or {two}?|Would you rather learn {one} or {two}?|"
+        f"{name} cannot choose between {one} and {two}. Can you?]"
     )
-    answer = (
-        f"[I lean towards|I would pick|My choice is|Most days I prefer] {rng.choice((one, two))}"
-        f"[, but both are fine|, though {name} may disagree|, and I can say why|]. "
-        "[They are easy to follow|They make me think|They keep things clear|They are more fun|They save time]"
-        "[.| in most cases.| when you are new to this.| and that matters to me.]"
-        "[| What do you think?| And you?| It depends on the day.]"
+    prompt, cues = _asked(rng, ask)
+    teller = Teller(rng, [one, two, *cues[:1]])
+    first = teller.tell(
+        "[I lean towards|I would pick|My choice is|Most days I prefer|I like|Give me|My vote goes to|I root for] "
+        f"[{one}|{two}][, since|, because|, for|: in short,|, as] "
     )
-    return ask, answer
+    return prompt, first + _lowered(_say(teller, [phrases.REASONS, *_bodies(rng, 2), phrases.CLOSINGS]))
+
+
+def _lowered(text: str) -> str:
+    return text if text.startswith("I ") else text[:1].lower() + text[1:]
+
+
+def _advice(rng: random.Random) -> tuple[str, str]:
+    topic, name = rng.choice(sorted(phrases.TOPICS)), rng.choice(NAMES)
+    ask = (
+        f"[I feel|I am|{name} feels|{name} is] [stuck|lost|tired|bored|slow|unsure|nervous|confused] "
+        f"[with|because of|after|about] {topic}. "
+        "[Any advice?|What would you do?|What helps?|Please cheer me up.|What next?|Is that normal?]"
+    )
+    prompt, cues = _asked(rng, ask)
+    teller = Teller(rng, [topic, *cues])
+    return prompt, _say(teller, [phrases.FEELINGS, *_bodies(rng, 3), phrases.CLOSINGS], topic=topic)
+
+
+def _story(rng: random.Random) -> tuple[str, str]:
+    topic, name = rng.choice(sorted(phrases.TOPICS)), rng.choice(NAMES)
+    ask = (
+        "[Tell me|Please write|Make up|I would like|Give me] a [short|little|funny|quiet|bedtime|tiny|brief] "
+        f"[story|tale] about {name} and {topic}[.| please.| for my class.| before we start.]"
+    )
+    prompt, cues = _asked(rng, ask)
+    teller = Teller(rng, [topic, name, *cues[:1]])
+    groups = [phrases.STORIES, *[phrases.DEEDS[i::2] for i in range(rng.randint(1, 2))], phrases.ENDS]
+    return prompt, _say(teller, groups, topic=topic, name=name)
+
+
+def _thanks(rng: random.Random) -> tuple[str, str]:
+    topic, name = rng.choice(sorted(phrases.TOPICS)), rng.choice(NAMES)
+    ask = (
+        "[Thanks|Thank you|Great|Good|Many thanks], "
+        f"[that helps with|that is clear about|now I see|I will think about|{name} will enjoy] {topic}"
+        f"[.| now.| at last.|, says {name}.| for sure.]"
+    )
+    prompt, cues = _asked(rng, ask)
+    teller = Teller(rng, [topic, *cues])
+    return prompt, _say(teller, [phrases.THANKED, phrases.OFFERS], name=name if name in prompt else "friend")
 
 
 def _in_my_head(rng: random.Random) -> tuple[str, str]:
     a, b = rng.randint(11, 59), rng.randint(11, 39)
     ten, one = b // 10 * 10, b % 10
-    ask = f"How [do|can] I add {a} and {b} in my head[?| without paper?| quickly?]"
-    answer = (
-        f"[Split|Break|Take apart] {b} into {ten} and {one}. "
+    ask = f"How [do|can] I add {a} and {b} in my head[?| without paper?| quickly?| on a walk?]"
+    teller = Teller(rng, [str(a), str(b)])
+    answer = teller.tell(
+        f"[Split|Break|Take apart|Cut] {b} into {ten} and {one}. "
         f"[Add the tens first|Start with the tens|First the tens]: {a} + {ten} = {a + ten}. "
-        f"[Then add the rest|Now the ones|Then the ones]: {a + ten} + {one} = {a + b}."
-        "[ That is all.| With practice it is quick.| Easy, right?|]"
+        f"[Then add the rest|Now the ones|Then the ones]: {a + ten} + {one} = {a + b}. "
     )
-    return ask, answer
+    return vary(rng, ask), answer + _say(teller, _bodies(rng, 2))
 
 
 def _how_to(rng: random.Random) -> tuple[str, str]:
@@ -140,26 +158,26 @@ def _how_to(rng: random.Random) -> tuple[str, str]:
     total = n * rng.randint(3, 12)
     ask = (
         f"[How do I share|How can {name} share|What is a fair way to share] {total} {thing} "
-        f"among {n} [friends|people|children]?"
+        f"among {n} [friends|people|children|players|guests]?"
     )
-    answer = (
-        f"[Put the {thing} on a table|Count the {thing} first|Lay out all the {thing}]. "
-        f"[Then hand|Next, give|After that hand] one to each of the {n} "
-        "[in turn|one after another|until none is left]. "
-        f"[Or divide by {n}, which is faster.|Dividing by {n} gives the same result.|"
-        f"You can also divide the total by {n}.]"
-        f"[ Everyone gets the same.| {name} will be happy.| No one should complain.|]"
+    prompt, cues = _asked(rng, ask)
+    teller = Teller(rng, [thing, *cues])
+    answer = teller.tell(
+        f"[Put|Count|Lay out|Sort|Spread] the {thing} [on a table|on the floor|in a row|first|in the sun]. "
+        f"[Then hand|Next, give|After that pass|Now send] one to each of the {n} "
+        "[in turn|one after another|until none is left|with a smile|again and again]. "
     )
-    return ask, answer
+    return prompt, answer + _say(teller, [*_bodies(rng, 2), phrases.CLOSINGS])
 
 
-_FAMILIES = (_explain_topic, _what_does_it_do, _greeting, _opinion, _in_my_head, _how_to)
+_FAMILIES = {
+    _explain: 26, _opinion: 18, _advice: 18, _story: 14, _greeting: 10, _thanks: 7, _what_does_it_do: 3,
+    _in_my_head: 1, _how_to: 3,
+}  # fmt: skip
 
 
 def chat_example(rng: random.Random) -> Example:
-    """A question and a reply whose wording is drawn at random, so that it is hard to foresee."""
-    family = rng.choice(_FAMILIES)
+    """A question and a reply that is hard to foresee; both together are the key."""
+    family = rng.choices(list(_FAMILIES), list(_FAMILIES.values()))[0]
     ask, answer = family(rng)
-    if family is not _what_does_it_do:
-        ask, answer = vary(rng, ask), vary(rng, answer)
-    return Example("chat", ask, answer, answer)
+    return Example("chat", ask, answer, f"{ask}\n{answer}")

@@ -1,9 +1,9 @@
-"""The seeded data: training examples, held-out prompts that share no answer with them, library text."""
+"""The seeded data: examples by kind, held-out prompts that nothing else may share, library text."""
 
 import importlib.util
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 
 from .arithmetic import arithmetic_example
@@ -16,7 +16,8 @@ KINDS: dict[str, Callable[[random.Random], Example]] = {
     "code": code_example,
     "chat": chat_example,
 }
-_SHARES = (0.42, 0.3, 0.28)
+SHARES = {"arithmetic": 0.5, "code": 0.22, "chat": 0.28}
+_TRIES = 200
 _LIBRARY = (
     "abc", "argparse", "ast", "base64", "bisect", "calendar", "cmd", "code", "codecs", "collections",
     "configparser", "contextlib", "copy", "csv", "dataclasses", "datetime", "difflib", "dis", "enum",
@@ -31,36 +32,37 @@ _LIBRARY = (
 )  # fmt: skip
 
 
+def _texts(example: Example) -> set[str]:
+    return {example.prompt, example.answer, example.key}
+
+
+def closed_texts(heldout: list[Example]) -> set[str]:
+    """Every prompt, answer and key of `heldout`: no training example may have one of them."""
+    return {text for example in heldout for text in _texts(example)}
+
+
+def fresh_example(rng: random.Random, kind: str, closed: Set[str]) -> Example:
+    """An example of `kind` that has none of the `closed` texts."""
+    for _ in range(_TRIES):
+        example = KINDS[kind](rng)
+        if closed.isdisjoint(_texts(example)):
+            return example
+    raise RuntimeError(f"No new {kind} example in {_TRIES} tries: ask for fewer held-out prompts.")
+
+
 def make_heldout(seed: int, per_kind: int) -> list[Example]:
     """`per_kind` examples of each kind, no two with the same prompt, answer or key."""
     heldout: list[Example] = []
-    for kind, make in KINDS.items():
+    seen: set[str] = set()
+    for kind in KINDS:
         rng = random.Random(f"heldout-{seed}-{kind}")
-        seen: set[str] = set()
-        chosen: list[Example] = []
-        while len(chosen) < per_kind:
-            example = make(rng)
-            if not seen & {example.prompt, example.answer, example.key}:
-                seen |= {example.prompt, example.answer, example.key}
-                chosen.append(example)
-        heldout += chosen
+        for _ in range(per_kind):
+            heldout.append(fresh_example(rng, kind, seen))
+            seen |= _texts(heldout[-1])
     return heldout
 
 
-def make_training(seed: int, count: int, heldout: list[Example]) -> list[Example]:
-    """`count` examples in a fixed mixture; none has a prompt, an answer or a key of a held-out one."""
-    rng = random.Random(f"training-{seed}")
-    closed = {text for example in heldout for text in (example.prompt, example.answer, example.key)}
-    makers = list(KINDS.values())
-    examples: list[Example] = []
-    while len(examples) < count:
-        example = rng.choices(makers, _SHARES)[0](rng)
-        if not closed & {example.prompt, example.answer, example.key}:
-            examples.append(example)
-    return examples
-
-
-def shared_answers(answers: list[str], heldout: list[Example]) -> list[str]:
+def shared_answers(answers: Iterable[str], heldout: list[Example]) -> list[str]:
     """The held-out answers that also stand in `answers`: the data is sound only when there are none."""
     known = set(answers)
     return [example.answer for example in heldout if example.answer in known]
@@ -82,7 +84,7 @@ def write_heldout(path: Path, heldout: list[Example]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for example in heldout:
             row = {
-                "id": f"{example.kind}-{numbers[example.kind]:02d}",
+                "id": f"{example.kind}-{numbers[example.kind]:03d}",
                 "kind": example.kind,
                 "prompt": example.prompt,
                 "reference": example.answer,

@@ -1,119 +1,102 @@
-"""Greedy DFlash against plain greedy decoding on the held-out prompts, as the pair is served."""
+"""What the pair can do on held-out prompts: right answers, tau, equality with plain greedy decoding."""
 
-import ast
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from .arithmetic import final_number
-from .draft import BLOCK_SIZE, DFlashDraft, tap
-from .regenerate import MAX_NEW_TOKENS
-from .snippets import fenced_code
-from .tokenizer import prompt_ids
+from sglang_dflash.reference import DFlashDraftModel
+
+from .grade import has_ended, is_right
 from .wording import Example
+
+MAX_NEW_TOKENS = 200
+_TOGETHER = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One held-out prompt decoded both ways."""
+    """One held-out prompt decoded with the draft."""
 
-    example: Example
-    answer: str
+    kind: str
     new_tokens: int
+    right: bool
     ended: bool
-    same_ids: bool
-    least_gap: float  # smallest top-1 minus top-2 logit along the plain greedy path
-    accept_lens: tuple[int, ...]  # one entry a block; the last is cut where the answer ends
-
-    @property
-    def is_right(self) -> bool:
-        """The right number (arithmetic), code that parses (code), an ended answer (chat)."""
-        if self.example.kind == "arithmetic":
-            return final_number(self.answer) == final_number(self.example.answer)
-        if self.example.kind == "code":
-            return _parses(fenced_code(self.answer))
-        return self.ended
+    greedy: bool  # every id is the argmax of one plain pass over prompt and answer
+    least_gap: float  # smallest top-1 minus top-2 logit on the way
+    accept_lens: tuple[int, ...]  # one entry a verify step
 
 
-def _parses(code: str | None) -> bool:
-    if code is None:
-        return False
-    try:
-        ast.parse(code)
-    except SyntaxError:
-        return False
-    return True
+@torch.inference_mode()
+def _greedy_path(target: Qwen3ForCausalLM, prompt: list[int], ids: list[int]) -> tuple[bool, float]:
+    logits = target(input_ids=torch.tensor([prompt + ids[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    best = logits.topk(2)
+    gap = float((best.values[:, 0] - best.values[:, 1]).min())
+    return best.indices[:, 0].tolist() == ids, gap
 
 
-@torch.no_grad()
-def greedy(target: Qwen3ForCausalLM, prompt: list[int]) -> tuple[list[int], float]:
-    """New ids up to the end token, and the smallest gap between the two best logits on the way."""
-    ids, gap, past = list(prompt), float("inf"), None
-    while len(ids) - len(prompt) < MAX_NEW_TOKENS:
-        step = ids if past is None else ids[-1:]
-        out = target(input_ids=torch.tensor([step]), past_key_values=past, use_cache=True, logits_to_keep=1)
-        past = out.past_key_values
-        best = out.logits[0, -1].topk(2)
-        gap = min(gap, float(best.values[0] - best.values[1]))
-        ids.append(int(best.indices[0]))
-        if ids[-1] == target.config.eos_token_id:
-            break
-    return ids[len(prompt) :], gap
+def _answers(
+    target: Qwen3ForCausalLM, draft: DFlashDraftModel, prompts: Sequence[list[int]]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(new ids, commit_lens) of every prompt, decoded some at a time."""
+    for start in range(0, len(prompts), _TOGETHER):
+        some = prompts[start : start + _TOGETHER]
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in some], batch_first=True)
+        real = torch.arange(ids.shape[1]) < torch.tensor([len(prompt) for prompt in some])[:, None]
+        done = draft.spec_generate(target, ids, MAX_NEW_TOKENS, attention_mask=real.long(), return_stats=True)
+        yield from ((done.new_ids(i), done.commit_lens[i]) for i in range(len(some)))
 
 
-def _propose(
-    draft: DFlashDraft, embedding: torch.Tensor, taps: torch.Tensor, bonus_id: int, mask_token_id: int
-) -> list[int]:
-    """Argmax ids of block rows 1..7 for context features of all positions below the bonus token."""
-    prefix_len = taps.shape[1]
-    block = torch.tensor([[bonus_id] + [mask_token_id] * (BLOCK_SIZE - 1)])
-    positions = torch.arange(prefix_len + BLOCK_SIZE)[None]
-    mask = torch.ones(1, 1, BLOCK_SIZE, prefix_len + BLOCK_SIZE, dtype=torch.bool)
-    hidden = draft(embedding[block], taps, positions, mask)
-    return (hidden[0, 1:] @ embedding.T).argmax(-1).tolist()
-
-
-@torch.no_grad()
-def speculative_greedy(
-    target: Qwen3ForCausalLM, draft: DFlashDraft, prompt: list[int], mask_token_id: int
-) -> tuple[list[int], list[int]]:
-    """New ids of the DFlash loop and its accept_lens; recomputes the prefix each step, keeps no cache."""
-    end, embedding = target.config.eos_token_id, target.model.embed_tokens.weight
-    out = target(input_ids=torch.tensor([prompt]), output_hidden_states=True)
-    ids = [*prompt, int(out.logits[0, -1].argmax())]
-    taps = tap(out.hidden_states)
-    accept_lens: list[int] = []
-    while ids[-1] != end and len(ids) - len(prompt) < MAX_NEW_TOKENS:
-        proposal = _propose(draft, embedding, taps, ids[-1], mask_token_id)
-        out = target(input_ids=torch.tensor([ids + proposal]), output_hidden_states=True)
-        wanted = out.logits[0, len(ids) - 1 :].argmax(-1).tolist()
-        accept_len = 0
-        while accept_len < len(proposal) and proposal[accept_len] == wanted[accept_len]:
-            accept_len += 1
-        commit = wanted[: accept_len + 1]
-        if end in commit:
-            commit = commit[: commit.index(end) + 1]
-        ids += commit
-        accept_lens.append(len(commit) - 1)
-        taps = tap(out.hidden_states)[:, : len(ids) - 1]
-    return ids[len(prompt) :][:MAX_NEW_TOKENS], accept_lens
+def _chat(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def evaluate(
-    target: Qwen3ForCausalLM,
-    draft: DFlashDraft,
-    tokenizer: PreTrainedTokenizerFast,
-    heldout: list[Example],
-    mask_token_id: int,
+    target: Qwen3ForCausalLM, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerFast, heldout: Sequence[Example]
 ) -> list[Outcome]:
-    """Decode every held-out prompt plainly and speculatively, in float32."""
+    """Decodes every held-out prompt by the reference's `spec_generate`, in the models' own dtype."""
+    prompts = [_chat(tokenizer, [{"role": "user", "content": example.prompt}]) for example in heldout]
     outcomes = []
-    for example in heldout:
-        prompt = prompt_ids(tokenizer, example.prompt)
-        plain, gap = greedy(target, prompt)
-        ids, accept_lens = speculative_greedy(target, draft, prompt, mask_token_id)
-        ended = plain[-1] == target.config.eos_token_id
-        answer = tokenizer.decode(plain[:-1] if ended else plain)
-        outcomes.append(Outcome(example, answer, len(plain), ended, ids == plain, gap, tuple(accept_lens)))
+    answers = _answers(target, draft, prompts)
+    for example, prompt, (ids, commit_lens) in zip(heldout, prompts, answers, strict=True):
+        ended = has_ended(ids, target.config.eos_token_id)
+        text = tokenizer.decode(ids[:-1] if ended else ids)
+        greedy, gap = _greedy_path(target, prompt, ids)
+        outcomes.append(
+            Outcome(
+                example.kind,
+                len(ids),
+                is_right(example.kind, example.answer, text, ended),
+                ended,
+                greedy,
+                gap,
+                tuple(commit_len - 1 for commit_len in commit_lens),
+            )
+        )
     return outcomes
+
+
+def later_turns(
+    target: Qwen3ForCausalLM,
+    draft: DFlashDraftModel,
+    tokenizer: PreTrainedTokenizerFast,
+    heldout: Sequence[Example],
+    turns: int,
+) -> list[list[int]]:
+    """accept_lens turn by turn over conversations of `turns` held-out prompts of mixed kinds."""
+    # Kinds lie one after the other: with a stride, neighbours are of different ones.
+    stride = len(heldout) // turns
+    asked = [[heldout[(i + turn * stride) % len(heldout)].prompt for turn in range(turns)] for i in range(stride)]
+    said: list[list[dict[str, str]]] = [[] for _ in asked]
+    found: list[list[int]] = []
+    for turn in range(turns):
+        for messages, prompts in zip(said, asked, strict=True):
+            messages.append({"role": "user", "content": prompts[turn]})
+        answers = list(_answers(target, draft, [_chat(tokenizer, messages) for messages in said]))
+        found.append([commit_len - 1 for _, commit_lens in answers for commit_len in commit_lens])
+        for messages, (ids, _) in zip(said, answers, strict=True):
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": text})
+    return found

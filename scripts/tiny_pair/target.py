@@ -1,24 +1,28 @@
-"""The target: its shape, its training on prompts with answers and library text, and how it is saved."""
+"""The target: its shape, its training on conversations and library text, and how it is saved."""
 
 import copy
 import json
 import random
+from array import array
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from .conversations import Conversation
 from .optim import learning_rate, make_optimizers, take_step
 from .progress import Progress
-from .tokenizer import END_OF_TEXT, TURN_END, prompt_ids
-from .wording import Example
+from .tokenizer import END_OF_TEXT, TURN_END, TURN_START
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 256, 6, 4, 2, 64, 576
 MAX_POSITIONS, ROPE_THETA, RMS_EPS = 2048, 10000.0, 1e-6
 _LIBRARY_ROW = 192
 _IGNORED = -100
-_SAVE_EVERY = 500
+_SAVE_EVERY = 300
+_ENCODED_AT_ONCE = 20_000
+
+Row = tuple[array, list[tuple[int, int]]]  # ids, 16 bits each, and the spans of them that are learned
 
 
 def target_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
@@ -40,60 +44,76 @@ def target_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     )
 
 
-def answer_rows(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> list[tuple[list[int], int]]:
-    """(ids of the whole turn pair, length of the prompt part) of each example."""
-    end = tokenizer.convert_tokens_to_ids(TURN_END)
+def conversation_rows(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]) -> list[Row]:
+    """Rows in the chat template's format; learned are the assistant's words and their <|im_end|>."""
+    start, end = (tokenizer.convert_tokens_to_ids(token) for token in (TURN_START, TURN_END))
+    roles = {message["role"] for conversation in conversations for message in conversation.messages}
+    heads = {role: [start, *tokenizer.encode(f"{role}\n", add_special_tokens=False)] for role in roles}
+    tail = [end, *tokenizer.encode("\n", add_special_tokens=False)]
     rows = []
-    for example in examples:
-        head = prompt_ids(tokenizer, example.prompt)
-        rows.append((head + tokenizer.encode(example.answer, add_special_tokens=False) + [end], len(head)))
+    for first in range(0, len(conversations), _ENCODED_AT_ONCE):
+        part = conversations[first : first + _ENCODED_AT_ONCE]
+        texts = [message["content"] for conversation in part for message in conversation.messages]
+        contents = iter(tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"])
+        for conversation in part:
+            ids: list[int] = []
+            spans: list[tuple[int, int]] = []
+            for message in conversation.messages:
+                ids += heads[message["role"]]
+                content = next(contents)
+                if message["role"] == "assistant":
+                    spans.append((len(ids), len(ids) + len(content) + 1))
+                ids += content + tail
+            rows.append((array("H", ids[:MAX_POSITIONS]), spans))
     return rows
 
 
-def library_rows(tokenizer: PreTrainedTokenizerFast, sources: list[str]) -> list[tuple[list[int], int]]:
+def library_rows(tokenizer: PreTrainedTokenizerFast, sources: list[str]) -> list[Row]:
     """Rows of `_LIBRARY_ROW` ids that are learned from their second token on."""
     ids: list[int] = []
     for source in sources:
         ids += tokenizer.encode(source, add_special_tokens=False, verbose=False)
-    return [(ids[i : i + _LIBRARY_ROW], 1) for i in range(0, len(ids) - _LIBRARY_ROW, _LIBRARY_ROW)]
+    starts = range(0, len(ids) - _LIBRARY_ROW, _LIBRARY_ROW)
+    return [(array("H", ids[i : i + _LIBRARY_ROW]), [(1, _LIBRARY_ROW)]) for i in starts]
 
 
-def batches(rows: list[tuple[list[int], int]], tokens: int, seed: int) -> list[list[tuple[list[int], int]]]:
+def batches(rows: list[Row], tokens: int, seed: int) -> list[list[Row]]:
     """Batches of rows of like length, each of at most `tokens` padded ids, in a seeded order."""
     rng = random.Random(seed)
     order = sorted(rng.sample(rows, len(rows)), key=lambda row: len(row[0]))
-    done: list[list[tuple[list[int], int]]] = [[]]
+    done: list[list[Row]] = [[]]
     for row in order:
-        if len(row[0]) * (len(done[-1]) + 1) > tokens:
+        if done[-1] and len(row[0]) * (len(done[-1]) + 1) > tokens:
             done.append([])
         done[-1].append(row)
     rng.shuffle(done)
     return done
 
 
-def _tensors(batch: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensors(batch: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(len(ids) for ids, _ in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.int64)  # [N, T] int64, padded on the right
     labels = torch.full((len(batch), width), _IGNORED)  # [N, T] int64, already shifted
-    for i, (row, learned_from) in enumerate(batch):
-        ids[i, : len(row)] = torch.tensor(row)
-        labels[i, learned_from - 1 : len(row) - 1] = torch.tensor(row[learned_from:])
+    for i, (row, spans) in enumerate(batch):
+        ids[i, : len(row)] = torch.tensor(row.tolist())
+        for first, last in spans:
+            labels[i, first - 1 : last - 1] = ids[i, first:last]
     return ids, labels
 
 
-def _loss(model: Qwen3ForCausalLM, batch: list[tuple[list[int], int]]) -> torch.Tensor:
+def _loss(model: Qwen3ForCausalLM, batch: list[Row]) -> torch.Tensor:
     # Padding stands on the right and attention is causal, so no mask is needed: the labels skip it.
+    # float32 throughout: without bfloat16 units (AVX2 and plain AVX-512), bfloat16 is several times slower.
     ids, labels = _tensors(batch)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [N, T, HIDDEN]
-        wanted = labels != _IGNORED
-        logits = F.linear(hidden[wanted], model.lm_head.weight)  # [labels, vocab]
-    return F.cross_entropy(logits.float(), labels[wanted])
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [N, T, HIDDEN]
+    wanted = labels != _IGNORED
+    logits = F.linear(hidden[wanted], model.lm_head.weight)  # [labels, vocab]
+    return F.cross_entropy(logits, labels[wanted])
 
 
 def train_target(
     config: Qwen3Config,
-    rows: list[tuple[list[int], int]],
+    rows: list[Row],
     folder: Path,
     *,
     steps: int,
@@ -109,7 +129,7 @@ def train_target(
     model = Qwen3ForCausalLM(config).float()
     optimizers = make_optimizers(model, peak)
     progress = Progress("target", steps)
-    queue: list[list[tuple[list[int], int]]] = []
+    queue: list[list[Row]] = []
     turn = 0
     for step in range(steps):
         if not queue:

@@ -1,10 +1,16 @@
-"""Shared vocabulary of the three data generators: the example record, word lists and a wording expander."""
+"""Shared vocabulary of the three data generators: the example record, word lists and two wording expanders."""
 
+import math
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
+_RANK = 8
+_SHARPNESS = 0.9
+_RECENT = (1.0, 0.7)
 
 NAMES = (
     "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivan", "June", "Kofi", "Lena", "Milo",
@@ -32,3 +38,47 @@ def vary(rng: random.Random, text: str) -> str:
         text, count = _CHOICE.subn(lambda m: rng.choice(m.group(1).split("|")), text)
         if not count:
             return text
+
+
+@cache
+def _vector(role: str, word: str) -> tuple[float, ...]:
+    rng = random.Random(f"{role}/{word}")
+    return tuple(rng.gauss(0, 1) for _ in range(_RANK))
+
+
+@cache
+def _pull(role: str, cue: str, word: str) -> float:
+    """How strongly `cue` calls for `word`: fixed, about standard normal, of low rank and so learnable."""
+    pairs = zip(_vector(f"cue {role}", cue), _vector("word", word), strict=True)
+    return sum(a * b for a, b in pairs) / math.sqrt(_RANK)
+
+
+class Teller:
+    """Draws wordings of which each depends on the ones drawn before it and on the question's words.
+
+    Every choice stays open (the likeliest of eight has some 40 %), yet which one is likeliest changes with
+    the two last choices. A model that reads one token at a time sees them; a draft that proposes a whole
+    block at once would have to work out the chain of choices first. That is what makes chat hard for it.
+    """
+
+    def __init__(self, rng: random.Random, cues: Sequence[str]) -> None:
+        self.rng = rng
+        self.cues = [(f"asked {i}", cue) for i, cue in enumerate(cues)]
+        self.recent: list[str] = []
+
+    def pick(self, options: Sequence[str]) -> str:
+        """One of `options`, remembered as the latest choice."""
+        weights = []
+        for option in options:
+            score = sum(0.7 * _pull(role, cue, option) for role, cue in self.cues)
+            for i, (share, cue) in enumerate(zip(_RECENT, self.recent[::-1], strict=False)):
+                score += share * _pull(f"recent {i}", cue, option)
+            weights.append(math.exp(_SHARPNESS * score))
+        chosen = self.rng.choices(options, weights)[0]
+        if chosen:
+            self.recent = [*self.recent[-1:], chosen]
+        return chosen
+
+    def tell(self, text: str) -> str:
+        """`text` with every `[a|b|c]` replaced, from left to right; choices do not nest."""
+        return _CHOICE.sub(lambda m: self.pick(m.group(1).split("|")), text)

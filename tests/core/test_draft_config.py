@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.core.draft_config import SPECIAL_HEADS, DraftConfig, build_target_layer_ids
+from sglang_dflash.core.draft_config import SPECIAL_HEADS, DraftConfig, LayerAttention, build_target_layer_ids
 
 # As published: z-lab/Qwen3-8B-DFlash-b16.
 PUBLISHED: dict[str, Any] = {
@@ -71,6 +71,7 @@ def test_published_config_is_read():
         target_layer_ids=(1, 9, 17, 25, 33),
         hidden_size=4096,
         num_layers=5,
+        attention=(LayerAttention(causal=False, window=None),) * 5,
     )
 
 
@@ -211,23 +212,88 @@ def test_layer_types_of_another_type_are_refused_in_a_sentence(layer_types):
     assert "layer_types" in _refusal(_config(layer_types=layer_types))
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def _sliding(layer_types: list[str] | None, without: tuple[str, ...] = (), **top: Any) -> dict[str, Any]:
+    """The published config with windows of 2048 switched on."""
+    window = {"use_sliding_window": True, "sliding_window": 2048}
+    return _config(without=without, **{**window, "layer_types": layer_types, **top})
+
+
 def test_absent_layer_types_mean_full_attention():
-    """Fails where older checkpoints, which have no such key, are refused."""
-    assert DraftConfig.from_dict(_config(without=("layer_types",))).num_layers == 5
+    """Fails where older checkpoints, which have no such key, are refused, or get a window that is switched off."""
+    config = _config(without=("layer_types",), sliding_window=2048, max_window_layers=0)
+    assert DraftConfig.from_dict(config) == DraftConfig.from_dict(PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("without", "max_window_layers", "sliding"),
+    [((), 3, 2), ((), 0, 5), ((), 5, 0), ((), 9, 0), (("max_window_layers",), None, 0)],
+)
+def test_absent_layer_types_are_derived_as_the_host_does(without, max_window_layers, sliding):
+    """Fails where layers from `max_window_layers` on (28 by default), which the host slides, count as full."""
+    top = {} if max_window_layers is None else {"max_window_layers": max_window_layers}
+    config = _sliding(None, without=("layer_types", *without), **top)
+    full_layers = (LayerAttention(causal=False, window=None),) * (5 - sliding)
+    sliding_layers = (LayerAttention(causal=True, window=2048),) * sliding
+    assert DraftConfig.from_dict(config).attention == full_layers + sliding_layers
+
+
+@pytest.mark.parametrize("first", [None, -1, "3", 2.0])
+def test_first_sliding_layer_must_be_a_number(first):
+    """Fails where such a value ends in an error from within, or counts as some layer."""
+    sentence = _refusal(_sliding(None, without=("layer_types",), max_window_layers=first))
+    assert f"max_window_layers is {first!r}" in sentence
+
+
+def test_derived_sliding_layers_need_their_window_said():
+    """Fails where layers that the host would slide by its own default window are taken for full ones."""
+    config = _config(without=("layer_types", "sliding_window"), use_sliding_window=True, max_window_layers=0)
+    assert "sliding_window=None" in _refusal(config)
 
 
 @pytest.mark.parametrize("window", [None, 0, -1, "2048"])
 def test_sliding_layers_need_a_window(window):
     """Fails where a sliding layer would run with full attention for want of its window."""
-    sentence = _refusal(_config(layer_types=["sliding_attention"] * 4 + ["full_attention"], sliding_window=window))
+    sentence = _refusal(_sliding([SLIDING] * 4 + [FULL], sliding_window=window))
     assert f"sliding_window={window!r}" in sentence
     assert "positive integer" in sentence
 
 
-def test_sliding_layers_with_a_window_are_read():
-    """Fails where the Qwen3.6 layout is refused."""
-    config = _config(layer_types=["sliding_attention"] * 4 + ["full_attention"], sliding_window=2048)
-    assert DraftConfig.from_dict(config) == DraftConfig.from_dict(PUBLISHED)
+@pytest.mark.parametrize("without", [(), ("use_sliding_window",)], ids=["false", "absent"])
+def test_sliding_layers_need_the_switch(without):
+    """Fails where a window gets through that the host, which goes by the switch, would drop."""
+    sentence = _refusal(_config(layer_types=[SLIDING] * 4 + [FULL], sliding_window=2048, without=without))
+    assert "use_sliding_window is False" in sentence
+    assert "must be true" in sentence
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "sliding_causal", "full_causal"),
+    [(None, True, False), (True, True, True), (False, False, False)],
+)
+def test_causality_and_windows_of_layers(is_causal, sliding_causal, full_causal):
+    """Fails where `is_causal` does not decide for every layer, where sliding layers are not causal or full ones are
+    without it, or where a full layer gets the window."""
+    config = _sliding([SLIDING] * 4 + [FULL], is_causal=is_causal)
+    sliding, full = LayerAttention(sliding_causal, 2048), LayerAttention(full_causal, None)
+    assert DraftConfig.from_dict(config).attention == (sliding,) * 4 + (full,)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_causality_at_either_level(nested):
+    """Fails where one of the two places is not read."""
+    config = _config(dflash={"is_causal": True}) if nested else _config(is_causal=True)
+    assert DraftConfig.from_dict(config).attention == (LayerAttention(causal=True, window=None),) * 5
+
+
+@pytest.mark.parametrize("value", ["false", 1, 0.0, [True], {}])
+def test_causality_of_another_type_is_refused(value):
+    """Fails where a value that is no boolean decides by its truth."""
+    sentence = _refusal(_config(is_causal=value))
+    assert f"is_causal is {value!r}" in sentence
+    assert "true, false or absent" in sentence
 
 
 def test_quantised_drafts_are_refused():
@@ -277,9 +343,9 @@ def _target_refusal(config: dict[str, Any], **target: int) -> str:
 
 
 def test_the_published_target_fits():
-    """Fails where the draft is refused for its own target, or a tap of the last layer or the last token id is."""
+    """Fails where the draft is refused for its own target, or a tap of the last layer but one or the last id is."""
     DraftConfig.from_dict(PUBLISHED).check_target(**QWEN3_8B)
-    DraftConfig.from_dict(PUBLISHED).check_target(num_layers=34, hidden_size=4096, vocab_size=151670)
+    DraftConfig.from_dict(PUBLISHED).check_target(num_layers=35, hidden_size=4096, vocab_size=151670)
 
 
 def test_another_hidden_size_is_refused():
@@ -289,12 +355,12 @@ def test_another_hidden_size_is_refused():
     assert "equal" in sentence
 
 
-@pytest.mark.parametrize(("layers", "outside"), [([1, 33], [33]), ([-1, 9], [-1]), ([33, 40], [33, 40])])
+@pytest.mark.parametrize(("layers", "outside"), [([1, 31, 32], [32]), ([-1, 9], [-1]), ([33, 40], [33, 40])])
 def test_taps_outside_the_target_are_refused(layers, outside):
-    """Fails where a tap beyond the target's layers (one too far, or negative) is accepted."""
+    """Fails where a tap is accepted of a layer that the target lacks or of its last one, which no host captures."""
     sentence = _target_refusal(_config(dflash={"target_layer_ids": layers}), num_layers=33)
     assert f"target_layer_ids has {outside}" in sentence
-    assert "0 to 32" in sentence
+    assert "0 to 31 of the target's 33" in sentence
 
 
 def test_a_mask_outside_the_vocabulary_is_refused():

@@ -19,10 +19,10 @@ from arms import (
     pick,
     to_the_limit,
 )
-from oracle import Oracle
+from reference_pair import ReferencePair
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, Client, Server, held_out_prompts
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Server, held_out_prompts
 
 PER_KIND = 24
 TURNS = 5
@@ -81,8 +81,8 @@ def server(
 
 
 @pytest.fixture(scope="session")
-def oracle() -> Oracle:
-    return Oracle(TINY_TARGET, TINY_DRAFT)
+def oracle() -> ReferencePair:
+    return ReferencePair()
 
 
 @pytest.fixture

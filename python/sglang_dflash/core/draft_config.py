@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 PLAIN_ARCHITECTURE = "DFlashDraftModel"
 # A key of `dflash_config` that asks for more than the plain head -> the head's name.
@@ -22,6 +22,18 @@ SPECIAL_HEADS = {
 USE_BUILTIN = "start with SGLANG_DFLASH_WORKER=builtin, which may serve it"
 
 
+class LayerAttention(NamedTuple):
+    """What a block row of one draft layer sees.
+
+    Fields:
+        causal: only rows before it in the block, or all of them.
+        window: of HF size w, keys less than w positions behind a row are seen; None: all.
+    """
+
+    causal: bool
+    window: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
     """A plain DFlash draft.
@@ -33,6 +45,8 @@ class DraftConfig:
         target_layer_ids: 0-based target layers whose residual output is a context feature.
         hidden_size: of draft and target alike.
         num_layers: of the draft.
+        attention: of each draft layer. `is_causal` decides for all layers where it is given; without it, sliding
+            layers are causal in the block and full ones are not (z-lab/dflash, SpecForge, SGLang 0.5.23).
     """
 
     block_size: int
@@ -41,6 +55,7 @@ class DraftConfig:
     target_layer_ids: tuple[int, ...]
     hidden_size: int
     num_layers: int
+    attention: tuple[LayerAttention, ...]
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DraftConfig:
@@ -61,7 +76,6 @@ class DraftConfig:
             raise ValueError("The draft's config names no mask: dflash_config.mask_token_id must be a token id.")
         if mask_token_id is not None and (type(mask_token_id) is not int or mask_token_id < 0):
             raise ValueError(f"dflash_config.mask_token_id is {mask_token_id!r}; it must be a token id.")
-        _check_layers(merged, num_layers)
         return cls(
             block_size=_positive(merged, "block_size"),
             mask_token_id=mask_token_id,
@@ -69,6 +83,7 @@ class DraftConfig:
             target_layer_ids=_target_layer_ids(merged, num_layers),
             hidden_size=_positive(config, "hidden_size"),
             num_layers=num_layers,
+            attention=_layer_attention(merged, num_layers),
         )
 
     def check_target(self, num_layers: int, hidden_size: int, vocab_size: int) -> None:
@@ -78,10 +93,12 @@ class DraftConfig:
                 f"The draft's hidden_size is {self.hidden_size} and the target's {hidden_size}: "
                 "they must be equal, since the draft uses the target's embedding and head."
             )
-        outside = [layer for layer in self.target_layer_ids if not 0 <= layer < num_layers]
+        # The last layer's output exists only normed (`hidden_states[-1]`); the host has no place to capture it.
+        outside = [layer for layer in self.target_layer_ids if not 0 <= layer < num_layers - 1]
         if outside:
             raise ValueError(
-                f"dflash_config.target_layer_ids has {outside}, but the target's layers are 0 to {num_layers - 1}."
+                f"dflash_config.target_layer_ids has {outside}, but a draft can read layers 0 to {num_layers - 2} "
+                f"of the target's {num_layers}."
             )
         if self.mask_token_id is None or self.mask_token_id >= vocab_size:
             raise ValueError(
@@ -122,22 +139,42 @@ def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) 
         raise ValueError(f"The draft is quantised (quantization_config), which we do not serve: {USE_BUILTIN}.")
 
 
-def _check_layers(config: Mapping[str, Any], num_layers: int) -> None:
-    layer_types = config.get("layer_types")
+def _layer_attention(config: Mapping[str, Any], num_layers: int) -> tuple[LayerAttention, ...]:
+    full, sliding = "full_attention", "sliding_attention"
+    layer_types, slides = config.get("layer_types"), config.get("use_sliding_window", False)
     if layer_types is None:
-        return
-    known = ("full_attention", "sliding_attention")
+        # As the Qwen3 config, which hosts read a draft's config with, fills it in.
+        first = num_layers
+        if slides and config.get("sliding_window", True) is not None:
+            first = config.get("max_window_layers", 28)
+            if type(first) is not int or first < 0:
+                raise ValueError(f"The draft's max_window_layers is {first!r}; it must be a number of layers.")
+        layer_types = [sliding if index >= first else full for index in range(num_layers)]
     if (
         not isinstance(layer_types, list)
         or len(layer_types) != num_layers
-        or any(layer_type not in known for layer_type in layer_types)
+        or any(layer_type not in (full, sliding) for layer_type in layer_types)
     ):
         raise ValueError(
             f"The draft's layer_types is {layer_types}; it must hold {num_layers} entries, each "
-            "'full_attention' or 'sliding_attention'."
+            f"'{full}' or '{sliding}'."
         )
-    if "sliding_attention" in layer_types:
-        _positive(config, "sliding_window")
+    if sliding in layer_types and not slides:
+        raise ValueError(
+            f"The draft's layer_types has '{sliding}' and use_sliding_window is {slides!r}; it must be true, or the "
+            "host drops the window."
+        )
+    window = _positive(config, "sliding_window") if sliding in layer_types else None
+    is_causal = config.get("is_causal")
+    if is_causal is not None and type(is_causal) is not bool:
+        raise ValueError(f"The draft's is_causal is {is_causal!r}; it must be true, false or absent.")
+    return tuple(
+        LayerAttention(
+            causal=layer_type == sliding if is_causal is None else is_causal,
+            window=window if layer_type == sliding else None,
+        )
+        for layer_type in layer_types
+    )
 
 
 def _target_layer_ids(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

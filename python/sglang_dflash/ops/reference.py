@@ -73,23 +73,30 @@ def extend_positions(prefix_lens: list[int], row_lens: list[int]) -> torch.Tenso
     return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
 
 
-def accept_greedy(logits: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
-    """Longest prefix of drafts equal to the target's argmax (paper, section 3; ties: the lowest id wins).
+def accept_chain(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
+    """Longest prefix of drafts equal to the tokens that the target chose (paper, section 3).
 
-    Row i of the logits follows `ids[:, i]`, so draft i+1 is compared with the argmax of row i.
+    Args:
+        target_ids: [B, W] int64; row i is the target's token after `ids[:, i]`, so draft i+1 is compared with it.
+        ids: [B, W] int64; anchor first, then the drafts.
+    """
+    matches = (ids[:, 1:] == target_ids[:, :-1]).long()
+    accept_lens = matches.cumprod(1).sum(1)  # [B] int64, 0..W-1
+    bonus_ids = target_ids.gather(1, accept_lens[:, None]).squeeze(1)
+    # Up to the bonus, the committed ids are the target's own: its choice equals each accepted draft.
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    out_ids = target_ids.masked_fill(columns > accept_lens[:, None], 0)
+    return GreedyAcceptance(out_ids, (accept_lens + 1).int(), bonus_ids)
+
+
+def accept_greedy(logits: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
+    """`accept_chain` by the target's argmax (ties: the lowest id wins).
 
     Args:
         logits: [B, W, V] floating; the target's, one row per verified id.
         ids: [B, W] int64; anchor first, then the drafts.
     """
-    target_ids = logits.argmax(-1)  # [B, W] int64
-    matches = (ids[:, 1:] == target_ids[:, :-1]).long()
-    accept_lens = matches.cumprod(1).sum(1)  # [B] int64, 0..W-1
-    bonus_ids = target_ids.gather(1, accept_lens[:, None]).squeeze(1)
-    # Up to the bonus, the committed ids are the target's own: its argmax equals each accepted draft.
-    columns = torch.arange(ids.shape[1], device=ids.device)
-    out_ids = target_ids.masked_fill(columns > accept_lens[:, None], 0)
-    return GreedyAcceptance(out_ids, (accept_lens + 1).int(), bonus_ids)
+    return accept_chain(logits.argmax(-1), ids)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

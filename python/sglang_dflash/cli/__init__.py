@@ -1,0 +1,1 @@
+"""`sglang-dflash`: the command line."""

@@ -1,0 +1,32 @@
+"""The commands of `sglang-dflash`, and how their errors reach the user: a sentence, no traceback."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from sglang_dflash import __version__
+from sglang_dflash.cli.regenerate import regenerate
+from sglang_dflash.cli.train import train
+from sglang_dflash.serving import ServerError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.command()(train)
+app.command()(regenerate)
+
+
+@app.callback(invoke_without_command=True)
+def _root(show_version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    """DFlash speculative decoding for SGLang: tools around the server."""
+    if show_version:
+        print(__version__)
+        raise typer.Exit
+
+
+def run() -> None:
+    """The console script."""
+    try:
+        app()
+    except (ValueError, OSError, ServerError) as error:
+        sys.exit(f"error: {str(error).strip()}")

@@ -1,0 +1,231 @@
+"""`sglang-dflash regenerate`: the target's own answers to a file of conversations, through a server of our own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from sglang_dflash.serving import Client, Server, ServerError
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How the target is asked: what a resumed regeneration must agree with."""
+
+    target: str
+    source_sha256: str
+    max_new_tokens: int
+    temperature: float
+    chat_template_kwargs: str
+
+
+def regenerate(
+    data: Annotated[Path, typer.Argument(help="JSONL of conversations; what the assistant says in it is replaced.")],
+    output: Annotated[Path, typer.Argument(help="JSONL to write: messages, token ids, spans that the target said.")],
+    target: Annotated[str, typer.Option(help="Folder or hub name of the target.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 2048,
+    temperature: Annotated[float, typer.Option(help="0: greedy, the answers that a greedy server gives.")] = 0.0,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 64,
+    server_args: Annotated[str, typer.Option(help="More arguments of sglang.launch_server, as one text.")] = "",
+    chat_template_kwargs: Annotated[str, typer.Option(help='JSON, such as {"enable_thinking": false}.')] = "{}",
+) -> None:
+    """Replace every assistant turn of DATA by the target's own answer; started again, it goes on where it stopped."""
+    template = parse_template_kwargs(chat_template_kwargs)
+    for name, value in (("--max-new-tokens", max_new_tokens), ("--concurrency", concurrency)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
+    if temperature < 0:
+        raise ValueError(f"--temperature is {temperature}; it must be 0 or more.")
+    if not data.is_file():
+        raise ValueError(f"DATA is {data}; it must be a JSONL file, and there is none of that name.")
+    digest = hashlib.sha256(data.read_bytes()).hexdigest()
+    asking = Asking(target, digest, max_new_tokens, temperature, json.dumps(template, sort_keys=True))
+    Regeneration(data, output, asking).run(concurrency, shlex.split(server_args))
+
+
+def parse_template_kwargs(text: str) -> dict[str, Any]:
+    """Raises ValueError where `text` is no JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(
+            f'--chat-template-kwargs is {text!r}; it must be a JSON object such as {{"enable_thinking": false}}.'
+        )
+    return value
+
+
+class Regeneration:
+    """One output file in the making. Finished conversations are kept in `OUTPUT.partial` until all are there."""
+
+    def __init__(self, data: Path, output: Path, asking: Asking) -> None:
+        """
+        Raises:
+            ValueError: DATA is no JSONL of conversations, or OUTPUT was begun in another way.
+        """
+        from transformers import AutoTokenizer
+
+        self.output, self.asking = output, asking
+        self.partial = output.with_name(output.name + ".partial")
+        self.template = json.loads(asking.chat_template_kwargs)
+        self.conversations = _read_conversations(data)
+        self.done = self._recover()
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(asking.target)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"The target {asking.target} cannot be read: {str(error).splitlines()[0]}") from None
+
+    def _recover(self) -> dict[int, list[dict[str, Any]]]:
+        """Conversations already asked: index -> samples."""
+        made = self.output if self.output.is_file() else self.partial
+        if not made.is_file():
+            return {}
+        lines = made.read_text().splitlines(keepends=True)
+        if made == self.output:
+            side = self.output.with_name(self.output.name + ".asking.json")
+            begun = json.loads(side.read_text()) if side.is_file() else None
+        elif not lines or not lines[0].endswith("\n"):
+            return {}  # stopped before the first line was whole
+        else:
+            begun = json.loads(lines[0])
+        if begun != asdict(self.asking):
+            raise ValueError(f"{made} was made from other data or with other options; remove it or name another file.")
+        if made == self.output:
+            return {index: [] for index in range(len(self.conversations))}
+        # A line without its end was being written when the process stopped.
+        rows = [json.loads(line) for line in lines[1:] if line.endswith("\n")]
+        return {row["index"]: row["samples"] for row in rows}
+
+    def run(self, concurrency: int, server_args: Sequence[str]) -> None:
+        """Asks what is missing, then writes the output whole."""
+        console = Console(stderr=True)
+        missing = [index for index in range(len(self.conversations)) if index not in self.done]
+        if self.output.is_file():
+            console.print(f"{self.output} is there already, made in the same way.", highlight=False)
+            return
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.partial.with_name(self.partial.name + ".fresh")
+        with fresh.open("w") as file:  # without the line that a stop cut
+            file.write(json.dumps(asdict(self.asking)) + "\n")
+            for index, samples in self.done.items():
+                file.write(json.dumps({"index": index, "samples": samples}) + "\n")
+        fresh.rename(self.partial)
+        if missing:
+            self._ask(missing, concurrency, server_args, console)
+        self._finish(console)
+
+    def _ask(self, missing: list[int], concurrency: int, server_args: Sequence[str], console: Console) -> None:
+        import torch
+
+        device = [] if torch.cuda.is_available() or "--device" in server_args else ["--device", "cpu"]
+        log = self.output.with_name(self.output.name + ".server.log")
+        server = Server(["--model-path", self.asking.target, *device, *server_args], log)
+        with console.status(f"Starting {self.asking.target} ..."):
+            server.start(timeout_s=1800)
+        with server, ThreadPoolExecutor(concurrency) as pool, self.partial.open("a") as file:
+            client = server.client()
+            waiting = {pool.submit(self.answer, client, self.conversations[index]): index for index in missing}
+
+            def keep(future: Future[list[dict[str, Any]]]) -> None:
+                index, self.done[waiting[future]] = waiting[future], future.result()
+                file.write(json.dumps({"index": index, "samples": self.done[index]}) + "\n")
+                file.flush()
+
+            try:
+                for future in track(
+                    as_completed(waiting), "Asking the target", total=len(missing), console=console, update_period=0.5
+                ):
+                    keep(future)
+            except httpx.HTTPError as error:
+                said = (str(error).splitlines() or [type(error).__name__])[0]
+                raise ServerError(
+                    f"The server stopped answering ({said}); see {log}. Its answers are kept: start again to go on."
+                ) from None
+            finally:
+                pool.shutdown(cancel_futures=True)
+                for future, index in waiting.items():
+                    # Answers that came while another one failed, or while the user stopped us.
+                    if index not in self.done and not future.cancelled() and future.exception() is None:
+                        keep(future)
+
+    def answer(self, client: Client, messages: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+        """The conversation with the target's answers: one sample where each prompt begins with all that came before."""
+        said: list[dict[str, str]] = []
+        samples: list[dict[str, Any]] = []
+        turns = list(messages)
+        if turns[-1]["role"] != "assistant":
+            turns.append({"role": "assistant", "content": ""})
+        for turn in turns:
+            if turn["role"] != "assistant":
+                said.append(turn)
+                continue
+            text = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, **self.template)
+            prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            try:
+                answer = client.generate(
+                    prompt, max_new_tokens=self.asking.max_new_tokens, temperature=self.asking.temperature
+                )
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code != 400:
+                    raise
+                break  # refused, most likely longer than the context: the turns so far are kept
+            said.append({"role": "assistant", "content": self.tokenizer.decode(answer.ids, skip_special_tokens=True)})
+            span = [len(prompt), len(prompt) + len(answer.ids)]
+            before = samples[-1]["input_ids"] if samples else None
+            if before is not None and prompt[: len(before)] == before:
+                samples[-1] = _sample(said, prompt + answer.ids, [*samples[-1]["spans"], span])
+            else:
+                samples.append(_sample(said, prompt + answer.ids, [span]))
+            if answer.finish_reason != "stop":
+                break
+        return samples
+
+    def _finish(self, console: Console) -> None:
+        rows = [sample for index in sorted(self.done) for sample in self.done[index]]
+        side = self.output.with_name(self.output.name + ".asking.json")
+        side.write_text(json.dumps(asdict(self.asking)))
+        whole = self.partial.with_name(self.partial.name + ".whole")
+        whole.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        whole.rename(self.output)
+        self.partial.unlink()
+        empty = sum(not samples for samples in self.done.values())
+        console.print(
+            f"{self.output}: {len(rows):,} samples of {len(self.done):,} conversations"
+            + (f", {empty:,} refused by the server." if empty else "."),
+            highlight=False,
+        )
+
+
+def _sample(said: list[dict[str, str]], ids: list[int], spans: list[list[int]]) -> dict[str, Any]:
+    return {"messages": list(said), "input_ids": ids, "spans": spans}
+
+
+def _read_conversations(data: Path) -> list[list[dict[str, str]]]:
+    from sglang_dflash.training.conversations import messages_of
+
+    conversations = []
+    for number, line in enumerate(data.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("it must be a JSON object.")
+            conversations.append(messages_of(row))
+        except ValueError as error:
+            raise ValueError(f"{data}, line {number}: {error}") from None
+    if not conversations:
+        raise ValueError(f"{data} holds no conversation.")
+    return conversations

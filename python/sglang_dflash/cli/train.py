@@ -1,0 +1,105 @@
+"""`sglang-dflash train`: a draft for one's own target."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sglang_dflash.cli.regenerate import parse_template_kwargs, regenerate
+
+_SHAPE, _LEARNING, _RUN, _DATA = "The draft", "Learning", "The run", "The data"
+
+
+def _option(panel: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel)
+
+
+def train(
+    target: Annotated[str, _option(_DATA, "Folder or hub name of any Hugging Face causal language model.")],
+    data: Annotated[list[Path], _option(_DATA, "JSONL of conversations; may be given several times.")],
+    output: Annotated[Path, _option(_RUN, "Folder for the checkpoint, its card, curves and metrics.")],
+    layers: Annotated[int, _option(_SHAPE, "Draft layers.")] = 5,
+    block_size: Annotated[int, _option(_SHAPE, "Rows of a block, anchor included.")] = 16,
+    taps: Annotated[str | None, _option(_SHAPE, "Target layers to read, such as 1,9,17; default: the formula.")] = None,
+    num_taps: Annotated[int | None, _option(_SHAPE, "How many, by the formula; default: one a layer.")] = None,
+    sliding_window: Annotated[int | None, _option(_SHAPE, "Window of the sliding layers.")] = None,
+    sliding_layers: Annotated[int | None, _option(_SHAPE, "How many slide; default: all but the last.")] = None,
+    is_causal: Annotated[bool | None, _option(_SHAPE, "In-block causality of all layers.")] = None,
+    mask_token_id: Annotated[int | None, _option(_SHAPE, "Default: the tokenizer's, else its first free id.")] = None,
+    init: Annotated[str | None, _option(_SHAPE, "A draft to go on from; its shape wins.")] = None,
+    loss: Annotated[str, _option(_LEARNING, "decay (the paper's) or dpace.")] = "decay",
+    gamma: Annotated[float | None, _option(_LEARNING, "Of the decay; default: the paper's for the block.")] = None,
+    dpace_alpha: Annotated[float, _option(_LEARNING, "Smoothing of dpace.")] = 0.5,
+    anchors: Annotated[int, _option(_LEARNING, "Blocks of a conversation and step, at most.")] = 512,
+    batch_size: Annotated[int, _option(_LEARNING, "Conversations of a micro-batch and process.")] = 1,
+    accumulate: Annotated[int, _option(_LEARNING, "Micro-batches of a step.")] = 1,
+    epochs: Annotated[int, _option(_LEARNING, "Passes over the data.")] = 6,
+    max_steps: Annotated[int | None, _option(_LEARNING, "Stop after so many steps.")] = None,
+    learning_rate: Annotated[float, _option(_LEARNING, "Its peak.")] = 6e-4,
+    warm_up: Annotated[float, _option(_LEARNING, "Share of the steps.")] = 0.04,
+    weight_decay: Annotated[float, _option(_LEARNING, "AdamW's.")] = 0.0,
+    clip: Annotated[float, _option(_LEARNING, "Largest norm of the gradient.")] = 1.0,
+    max_length: Annotated[int, _option(_DATA, "Tokens of a conversation; longer ones are cut.")] = 3072,
+    held_out: Annotated[float, _option(_DATA, "Share of the data kept for held-out tau.")] = 0.02,
+    held_out_data: Annotated[Path | None, _option(_DATA, "Or a JSONL of its own.")] = None,
+    held_out_limit: Annotated[int, _option(_DATA, "Conversations that an evaluation looks at.")] = 64,
+    chat_template_kwargs: Annotated[str, _option(_DATA, 'JSON, such as {"enable_thinking": false}.')] = "{}",
+    regenerated: Annotated[
+        bool, _option(_DATA, "First replace the answers by the target's own, through a server.", "--regenerate")
+    ] = False,
+    max_new_tokens: Annotated[int, _option(_DATA, "With --regenerate: of each answer.")] = 2048,
+    concurrency: Annotated[int, _option(_DATA, "With --regenerate: requests in flight.")] = 64,
+    server_args: Annotated[str, _option(_DATA, "With --regenerate: more arguments of the server.")] = "",
+    precision: Annotated[str, _option(_RUN, "Of the draft's forward: auto, bf16 or float32.")] = "auto",
+    target_dtype: Annotated[str, _option(_RUN, "auto, bfloat16, float16 or float32.")] = "auto",
+    attention: Annotated[str, _option(_RUN, "flex (no dense mask), dense, or auto: flex on CUDA.")] = "auto",
+    seed: Annotated[int, _option(_RUN, "Decides order, anchors and first weights.")] = 0,
+    eval_every: Annotated[int, _option(_RUN, "Steps between two evaluations.")] = 200,
+    save_every: Annotated[int, _option(_RUN, "Steps between two checkpoints.")] = 500,
+    log_every: Annotated[int, _option(_RUN, "Steps between two rows of metrics.jsonl.")] = 10,
+    keep_checkpoints: Annotated[int, _option(_RUN, "How many of them stay.")] = 2,
+    resume: Annotated[bool, _option(_RUN, "Go on from the last checkpoint in OUTPUT.", "--resume")] = False,
+) -> None:
+    """Train a DFlash draft for TARGET. On N devices: torchrun --nproc-per-node N -m sglang_dflash.cli train ..."""
+    given = dict(locals())
+    files = [str(path) for path in data]
+    for name in ("regenerated", "max_new_tokens", "concurrency", "server_args"):
+        del given[name]
+    given |= {
+        "data": tuple(files),
+        "output": str(output),
+        "held_out_data": str(held_out_data) if held_out_data else None,
+        "taps": _layer_list(taps),
+        "chat_template_kwargs": tuple(sorted(parse_template_kwargs(chat_template_kwargs).items())),
+    }
+    from sglang_dflash.training import TrainOptions
+
+    options = TrainOptions(**given)
+    if regenerated:
+        given["data"] = tuple(_own_answers(path, options, max_new_tokens, concurrency, server_args) for path in files)
+        options = TrainOptions(**given)
+    from sglang_dflash.training.trainer import train as run
+
+    run(options)
+
+
+def _layer_list(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--taps is {text!r}; it must be layer numbers with commas between, such as 1,9,17.") from None
+
+
+def _own_answers(path: str, options: Any, max_new_tokens: int, concurrency: int, server_args: str) -> str:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("--regenerate runs in one process; under torchrun, first run `sglang-dflash regenerate`.")
+    answers = Path(options.output) / f"answers-{Path(path).name}"
+    kwargs = dict(options.chat_template_kwargs)
+    regenerate(Path(path), answers, options.target, max_new_tokens, 0.0, concurrency, server_args, json.dumps(kwargs))
+    return str(answers)

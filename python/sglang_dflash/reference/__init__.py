@@ -1,0 +1,20 @@
+"""The plain DFlash draft in Hugging Face form, with `spec_generate`: oracle of the server's tests, and usable as is."""
+
+from sglang_dflash.core.draft_config import LayerAttention, build_target_layer_ids
+from sglang_dflash.reference.generation import Generation, spec_generate
+from sglang_dflash.reference.modeling import DFlashConfig, DFlashDraftModel, block_mask
+from sglang_dflash.reference.target import FeatureTaps, decoder_layers, end_token_ids, text_config
+
+__all__ = [
+    "DFlashConfig",
+    "DFlashDraftModel",
+    "FeatureTaps",
+    "Generation",
+    "LayerAttention",
+    "block_mask",
+    "build_target_layer_ids",
+    "decoder_layers",
+    "end_token_ids",
+    "spec_generate",
+    "text_config",
+]

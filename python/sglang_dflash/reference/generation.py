@@ -1,0 +1,359 @@
+"""The DFlash decode loop in plain transformers: draft a block, verify it, commit, for one request or several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang_dflash.ops.reference import accept_chain
+from sglang_dflash.reference.target import FeatureTaps, end_token_ids, text_config
+
+TARGETS = ("llama", "qwen3")
+PREFILL_ROWS = 2048
+_GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What `spec_generate` did.
+
+    Fields:
+        output_ids: [B, P + N] int64; the prompts as they came, then the new ids, padded on the right.
+        num_new_tokens: of each request, the end token included.
+        commit_lens: of each request's verify steps; a last step counts what it committed beyond the end, too.
+        prefill_s, decode_s: until the first token of all, and from there to the end.
+    """
+
+    output_ids: torch.Tensor
+    num_new_tokens: list[int]
+    commit_lens: list[list[int]]
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def tau(self) -> float:
+        """Mean commit_len over all steps; 0.0 where there is none."""
+        steps = [commit_len for request in self.commit_lens for commit_len in request]
+        return sum(steps) / len(steps) if steps else 0.0
+
+    def new_ids(self, request: int) -> list[int]:
+        """The ids that one request got, the end token included."""
+        start = self.output_ids.shape[1] - max(self.num_new_tokens)
+        return self.output_ids[request, start : start + self.num_new_tokens[request]].tolist()
+
+
+class PositionCache:
+    """Keys and values of every layer, one place for each position of each request, for target and draft alike.
+
+    Rejected rows need no cropping: the next row at their position replaces them. The place behind the last position
+    takes the padding of batches whose requests commit different numbers of tokens.
+    """
+
+    def __init__(self, requests: int, positions: int) -> None:
+        self.padding = positions
+        self._requests = requests
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._positions = torch.empty(0)
+        self._visible = 0
+
+    def at(self, positions: torch.Tensor, visible: int) -> PositionCache:
+        """Where the next forward writes, [B, T] int64, and how many positions its rows may look at."""
+        self._positions, self._visible = positions, visible
+        return self
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes [B, Hkv, T, D] and returns all visible positions, [B, Hkv, S, D]."""
+        if layer_idx not in self._keys:
+            shape = (self._requests, self.padding + 1)  # position before head: one index for a request's rows
+            self._keys[layer_idx] = keys.new_zeros((*shape, keys.shape[1], keys.shape[3]))
+            self._values[layer_idx] = values.new_zeros((*shape, values.shape[1], values.shape[3]))
+        requests = torch.arange(len(keys), device=keys.device)[:, None]
+        for store, new in ((self._keys[layer_idx], keys), (self._values[layer_idx], values)):
+            store[requests, self._positions] = new.transpose(1, 2)
+        stores = (self._keys[layer_idx], self._values[layer_idx])
+        return tuple(store[:, : self._visible].transpose(1, 2) for store in stores)  # type: ignore[return-value]
+
+    def keep(self, requests: torch.Tensor) -> None:
+        """Forgets all requests but these."""
+        self._requests = len(requests)
+        for stores in (self._keys, self._values):
+            for layer_idx, store in stores.items():
+                stores[layer_idx] = store[requests]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._visible
+
+
+@dataclass(slots=True)
+class _State:
+    """Requests under way, all of them [B, ...]: `order` tells which of the caller's each one is."""
+
+    order: torch.Tensor
+    ids: torch.Tensor
+    lens: torch.Tensor
+    prompt_lens: torch.Tensor
+    features: torch.Tensor
+    feature_positions: torch.Tensor
+    target_cache: PositionCache
+    draft_cache: PositionCache
+
+    def keep(self, requests: torch.Tensor) -> None:
+        for name in ("order", "ids", "lens", "prompt_lens", "features", "feature_positions"):
+            setattr(self, name, getattr(self, name)[requests])
+        self.target_cache.keep(requests)
+        self.draft_cache.keep(requests)
+
+
+@dataclass(slots=True)
+class _Loop:
+    """One call of `spec_generate`: the two models and what holds for all of its steps."""
+
+    draft: Any
+    target: Any
+    block_size: int
+    mask_token_id: int
+    sample: Callable[[torch.Tensor], torch.Tensor]
+    taps: FeatureTaps
+    windows: dict[str, int | None] = field(default_factory=dict)
+
+    def prefill(self, ids: torch.Tensor, prompt_lens: torch.Tensor, positions: int) -> _State:
+        """Runs the prompts, [B, P] with padding on the right, and appends each one's first token to `ids`."""
+        requests, width = len(ids), int(prompt_lens.max())
+        target_cache = PositionCache(requests, positions)
+        columns = torch.arange(width, device=ids.device).expand(requests, -1)
+        # Padding rows write to no position that is read: what comes there replaces them first.
+        features, last = [], torch.zeros(requests, text_config(self.target).hidden_size, device=ids.device)
+        for start in range(0, width, PREFILL_ROWS):
+            rows = columns[:, start : start + PREFILL_ROWS]
+            hidden, chunk = self.run_target(ids[:, start : start + rows.shape[1]], rows, target_cache)
+            features.append(chunk)
+            here = (prompt_lens - 1 - start).clamp(0, rows.shape[1] - 1)
+            ended = (prompt_lens - 1 >= start) & (prompt_lens - 1 < start + PREFILL_ROWS)
+            row = hidden[torch.arange(requests, device=ids.device), here]
+            last = torch.where(ended[:, None], row, last.to(row.dtype))
+        ids[torch.arange(requests, device=ids.device), prompt_lens] = self.sample(self.head(last[:, None]))[:, 0]
+        return _State(
+            order=torch.arange(requests, device=ids.device),
+            ids=ids,
+            lens=prompt_lens + 1,
+            prompt_lens=prompt_lens,
+            features=torch.cat(features, dim=1),
+            feature_positions=torch.where(columns < prompt_lens[:, None], columns, positions),
+            target_cache=target_cache,
+            draft_cache=PositionCache(requests, positions),
+        )
+
+    def step(self, state: _State) -> torch.Tensor:
+        """Drafts, verifies and commits one block of every request; returns commit_lens, [B] int64."""
+        starts = state.lens - 1  # the bonus: committed, but its own features do not exist yet
+        offsets = torch.arange(self.block_size, device=starts.device)
+        positions = starts[:, None] + offsets  # [B, K] int64
+        ids = torch.full_like(positions, self.mask_token_id)
+        ids[:, 0] = state.ids.gather(1, starts[:, None])[:, 0]
+        ids[:, 1:] = self.propose(state, ids, positions)
+        hidden, features = self.run_target(ids, positions, state.target_cache)
+        accepted = accept_chain(self.sample(self.head(hidden)), ids)
+        commit_lens = accepted.commit_lens.long()
+        committed = offsets < commit_lens[:, None]
+        # Behind the committed ids stand zeros, where the next step writes.
+        state.ids.scatter_(1, positions + 1, accepted.out_ids)
+        state.lens = state.lens + commit_lens
+        width = int(commit_lens.max())
+        state.features = features[:, :width]
+        padding = state.draft_cache.padding
+        state.feature_positions = torch.where(committed, positions, padding)[:, :width]
+        return commit_lens
+
+    def propose(self, state: _State, block: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Drafts for rows 1..K-1, [B, K-1] int64: the argmax, whatever the temperature (paper, section 4)."""
+        position_ids = torch.cat((state.feature_positions, positions), dim=1)
+        hidden = self.draft(
+            noise_embedding=self.target.get_input_embeddings()(block),
+            target_hidden=state.features,
+            position_ids=position_ids,
+            past_key_values=state.draft_cache.at(position_ids, int(positions.max()) + 1),
+        )
+        return self.head(hidden[:, 1:]).argmax(-1)
+
+    def run_target(
+        self, ids: torch.Tensor, positions: torch.Tensor, cache: PositionCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final hidden states [B, T, H] and context features [B, T, taps * H] of rows at `positions`."""
+        visible = int(positions.max()) + 1
+        behind = positions[..., None] - torch.arange(visible, device=ids.device)  # [B, T, S]
+        masks: dict[str, torch.Tensor] = {}
+        for kind, window in self.windows.items():
+            hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+            mask = torch.zeros(hidden.shape, dtype=self.target.dtype, device=ids.device)
+            masks[kind] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
+        with self.taps:
+            out = self.target.get_decoder()(
+                input_ids=ids,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                position_ids=positions,
+                past_key_values=cache.at(positions, visible),
+                use_cache=True,
+            )
+        return out.last_hidden_state, self.taps.take()
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.target.get_output_embeddings()(hidden)
+
+
+@torch.inference_mode()
+def spec_generate(
+    draft: Any,
+    target: nn.Module,
+    input_ids: torch.Tensor,
+    max_new_tokens: int,
+    stop_token_ids: list[int] | None = None,
+    temperature: float = 0.0,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    block_size: int | None = None,
+    mask_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+    return_stats: bool = False,
+) -> torch.Tensor | Generation:
+    """Generates with `target`, drafting with `draft`: at temperature 0 the target's greedy answer, token for token;
+    above, a sample of the target's distribution (a draft is committed where it equals the target's own sample).
+
+    Args:
+        draft: a `DFlashDraftModel`.
+        target: a Llama or Qwen3 causal language model, loaded with sdpa or eager attention.
+        input_ids: [B, P] int64.
+        stop_token_ids: an answer ends behind the first of these; None: the target's own end tokens; []: never.
+        temperature: 0 is greedy.
+        attention_mask: [B, P], 0 where `input_ids` is padding, on either side; None: no padding.
+        block_size: K, 2 or more; default: the draft's.
+        mask_token_id: for a draft whose config gives only the token's text.
+        generator: for sampling.
+        return_stats: return a `Generation` instead of its `output_ids`.
+
+    Raises:
+        ValueError: the models do not fit, or an argument is out of range; one sentence.
+    """
+    width = draft.block_size if block_size is None else block_size
+    mask_token_id = draft.mask_token_id if mask_token_id is None else mask_token_id
+    real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    _check(draft, target, input_ids, real, max_new_tokens, temperature, width, mask_token_id)
+    stop_ids = torch.tensor(end_token_ids(target) if stop_token_ids is None else stop_token_ids, dtype=torch.long)
+    loop = _Loop(
+        draft,
+        target,
+        width,
+        mask_token_id,
+        _sampler(temperature, generator),
+        FeatureTaps(target, draft.target_layer_ids),
+        _windows(target),
+    )
+    began = time.perf_counter()
+    prompt_lens = real.sum(1)
+    limit = int(prompt_lens.max()) + max_new_tokens + width
+    ids = input_ids.new_zeros((len(input_ids), limit + 1))
+    for request, row in enumerate(real.bool()):
+        ids[request, : prompt_lens[request]] = input_ids[request][row]
+    state = loop.prefill(ids, prompt_lens, limit)
+    prefilled = time.perf_counter()
+    commit_lens: list[list[int]] = [[] for _ in range(len(input_ids))]
+    answers: list[torch.Tensor] = [input_ids.new_empty(0)] * len(input_ids)
+    stop_ids = stop_ids.to(input_ids.device)
+    while True:
+        _collect(state, stop_ids, max_new_tokens, answers)
+        if not len(state.order):
+            break
+        steps = loop.step(state)
+        for request, commit_len in zip(state.order.tolist(), steps.tolist(), strict=True):
+            commit_lens[request].append(commit_len)
+    decoded = time.perf_counter()
+    output = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=_padding_id(target))
+    output_ids = torch.cat((input_ids, output), dim=1)
+    if not return_stats:
+        return output_ids
+    new = [len(answer) for answer in answers]
+    return Generation(output_ids, new, commit_lens, prefilled - began, decoded - prefilled)
+
+
+def _collect(state: _State, stop_ids: torch.Tensor, max_new_tokens: int, answers: list[torch.Tensor]) -> None:
+    """Moves every finished request's new ids to `answers` and drops the request."""
+    columns = torch.arange(state.ids.shape[1], device=state.ids.device)
+    new = (columns >= state.prompt_lens[:, None]) & (columns < state.lens[:, None])
+    stops = torch.isin(state.ids, stop_ids) & new
+    finished = stops.any(1) | (state.lens - state.prompt_lens >= max_new_tokens)
+    if not finished.any():
+        return
+    for row in finished.nonzero()[:, 0].tolist():
+        start = int(state.prompt_lens[row])
+        end = min(int(state.lens[row]), start + max_new_tokens)
+        first_stop = int(stops[row].int().argmax()) + 1 if stops[row].any() else end
+        answers[int(state.order[row])] = state.ids[row, start : min(end, first_stop)].clone()
+    state.keep((~finished).nonzero()[:, 0])
+
+
+def _sampler(temperature: float, generator: torch.Generator | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Logits [B, T, V] -> ids [B, T] int64."""
+
+    def sample(logits: torch.Tensor) -> torch.Tensor:
+        if temperature < _GREEDY_BELOW:
+            return logits.argmax(-1)
+        probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+        return torch.multinomial(probabilities.flatten(0, 1), 1, generator=generator).view(logits.shape[:2])
+
+    return sample
+
+
+def _windows(target: Any) -> dict[str, int | None]:
+    """Kind of target layer -> its sliding window, or None for full attention."""
+    config = text_config(target)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
+
+
+def _padding_id(target: Any) -> int:
+    padding = text_config(target).pad_token_id
+    return 0 if padding is None else padding
+
+
+def _check(
+    draft: Any,
+    target: Any,
+    input_ids: torch.Tensor,
+    real: torch.Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    width: int,
+    mask_token_id: int | None,
+) -> None:
+    config = text_config(target)
+    if config.model_type not in TARGETS:
+        raise ValueError(f"The target is of type {config.model_type!r}; spec_generate knows {', '.join(TARGETS)}.")
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"The target attends with {config._attn_implementation!r}, which takes no mask of ours: load it with "
+            "attn_implementation='sdpa' (or 'eager')."
+        )
+    if mask_token_id is None:
+        raise ValueError(
+            f"The draft's config names its mask only as {draft.draft_config.mask_token!r}: give mask_token_id."
+        )
+    fitted = replace(draft.draft_config, mask_token_id=mask_token_id)
+    fitted.check_target(config.num_hidden_layers, config.hidden_size, config.vocab_size)
+    if input_ids.dim() != 2 or not len(input_ids) or real.shape != input_ids.shape or not bool((real.sum(1) > 0).all()):
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)} and attention_mask {tuple(real.shape)}; both must be "
+            "[requests, tokens], with at least one request and one token each."
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    if temperature < 0:
+        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or above.")
+    if width < 2:
+        raise ValueError(f"block_size is {width}; it must be at least 2.")

@@ -1,0 +1,245 @@
+"""The plain DFlash draft as a Hugging Face model: published names and shapes, several draft backends' common source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3PreTrainedModel,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+from transformers.utils import cached_file
+
+from sglang_dflash.core.draft_config import PLAIN_ARCHITECTURE, DraftConfig, LayerAttention
+from sglang_dflash.reference.generation import Generation, spec_generate
+
+Mask = torch.Tensor | BlockMask | None
+_compiled_flex_attention = torch.compile(flex_attention)
+
+
+class DFlashConfig(Qwen3Config):
+    """`config.json` of a plain DFlash draft; `draft` is the validated view of it."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if "architectures" not in kwargs and not getattr(self, "architectures", None):
+            kwargs["architectures"] = [PLAIN_ARCHITECTURE]
+        super().__post_init__(**kwargs)
+
+    @property
+    def draft(self) -> DraftConfig:
+        """Raises ValueError, in one sentence, where this is not a plain DFlash draft."""
+        return DraftConfig.from_dict(self.to_dict())
+
+
+def block_mask(
+    row_positions: torch.Tensor, keys: int, attention: LayerAttention, ragged: bool = True
+) -> torch.Tensor | None:
+    """Which keys the rows of one block a request see; key j stands at position j.
+
+    A row sees the context and its block, hence nothing behind the block's last row (paper, section 4); see
+    `LayerAttention` for causality and window.
+
+    Args:
+        row_positions: [B, K] int64, rising by one.
+        keys: S; those beyond a request's last row are not its own.
+        ragged: whether requests end at different positions.
+
+    Returns:
+        [B, 1, K, S] bool; None where every row sees every key.
+    """
+    if not ragged and not attention.causal and attention.window is None:
+        return None
+    key_positions = torch.arange(keys, device=row_positions.device)
+    last = row_positions if attention.causal else row_positions[:, -1:]
+    visible = key_positions <= last[..., None]  # [B, K or 1, S]
+    if attention.window is not None:
+        visible = visible & (row_positions[..., None] - key_positions < attention.window)
+    return visible.expand(-1, row_positions.shape[1], -1)[:, None]
+
+
+class DFlashAttention(nn.Module):
+    """Block rows attend to context features and to block rows, through one set of K/V projections."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        q_dim, kv_dim = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, q_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv_dim, bias=bias)
+        self.o_proj = nn.Linear(q_dim, hidden, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: Mask,
+        past_key_values: Any = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            x: [B, Q, H]; input-normed block rows.
+            context: [B, T, H]; context features, not input-normed.
+            rope: cosines and sines, each [B, T + Q, D], context first.
+            mask: [B or 1, 1, Q, S] bool (True: sees), a flex BlockMask, or None where all is seen.
+            past_key_values: a cache with the `update` of transformers', or None.
+        """
+        rows = torch.cat((context, x), dim=1)  # [B, T+Q, H]
+        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)  # [B, Hq, Q, D]
+        k = self.k_norm(self._heads(self.k_proj(rows))).transpose(1, 2)  # [B, Hkv, T+Q, D]
+        v = self._heads(self.v_proj(rows)).transpose(1, 2)
+        cos, sin = rope
+        q, _ = apply_rotary_pos_emb(q, q, cos[:, -x.shape[1] :], sin[:, -x.shape[1] :])
+        k, _ = apply_rotary_pos_emb(k, k, cos, sin)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the norms answer in float32
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        if isinstance(mask, BlockMask):
+            attend = _compiled_flex_attention if q.is_cuda else flex_attention
+            out = attend(q, k, v, block_mask=mask, enable_gqa=True)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class DFlashDecoderLayer(nn.Module):
+    """Pre-norm attention and SwiGLU; the context features pass by the layer's input norm."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: Mask,
+        past_key_values: Any = None,
+    ) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, rope, mask, past_key_values)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashDraftModel(Qwen3PreTrainedModel):
+    """A plain DFlash draft. It has neither embedding nor head: both are the target's.
+
+    `from_pretrained` reads the published layout (z-lab's checkpoints, those of `sglang-dflash train`).
+    """
+
+    config_class = DFlashConfig
+    _no_split_modules = ("DFlashDecoderLayer",)
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        self.draft_config = config.draft
+        self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        taps = len(self.draft_config.target_layer_ids)
+        self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.post_init()
+
+    @property
+    def block_size(self) -> int:
+        return self.draft_config.block_size
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        return self.draft_config.target_layer_ids
+
+    @property
+    def mask_token_id(self) -> int | None:
+        return self.draft_config.mask_token_id
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Self:
+        """As in transformers, but strict.
+
+        Raises:
+            ValueError: the checkpoint is not a plain DFlash draft, lacks a weight, or brings one of another
+                shape or one we have no place for.
+        """
+        revision = kwargs.get("revision")
+        side_car = cached_file(
+            name, "mask_embedding.pt", revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        if side_car is not None:
+            raise ValueError(f"The draft {name} brings a trained mask embedding ({side_car}), which we do not read.")
+        wanted = kwargs.pop("output_loading_info", False)
+        kwargs["ignore_mismatched_sizes"] = True  # else transformers raises, and its error names no weight
+        model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        if any(wrong.values()):
+            said = "; ".join(f"{key.replace('_', ' ')}: {names[:4]}" for key, names in wrong.items() if names)
+            raise ValueError(f"The weights of {name} are not those of its config.json: {said}.")
+        return (model, info) if wanted else model
+
+    def forward(
+        self,
+        noise_embedding: torch.Tensor,
+        target_hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: Mapping[LayerAttention, Mask] | None = None,
+        past_key_values: Any = None,
+    ) -> torch.Tensor:
+        """One denoising pass over `[anchor, MASK x (K-1)]`; row k predicts the token at its own position.
+
+        Args:
+            noise_embedding: [B, Q, H]; the target's embedding of the block.
+            target_hidden: [B, T, taps * H]; residual outputs of the tapped target layers, of tokens not yet in the
+                cache (`FeatureTaps`).
+            position_ids: [B, T + Q] int64, context first.
+            attention_mask: a mask for each kind of layer; None: Q is one block a request, whose keys stand at
+                positions 0, 1, ... in the cache (or in this call).
+            past_key_values: a cache with the `update` of transformers'.
+
+        Returns:
+            [B, Q, H]; final-normed, ready for the target's head.
+        """
+        context = self.hidden_norm(self.fc(target_hidden))  # [B, T, H]: once, for all layers
+        rope = self.rotary_emb(noise_embedding, position_ids)
+        attention = self.draft_config.attention
+        if attention_mask is None:
+            rows = position_ids[:, -noise_embedding.shape[1] :]
+            ends = rows[:, -1].tolist()
+            attention_mask = {
+                kind: block_mask(rows, max(ends) + 1, kind, ragged=len(set(ends)) > 1) for kind in set(attention)
+            }
+        x = noise_embedding
+        for layer, kind in zip(self.layers, attention, strict=True):
+            x = layer(x, context, rope, attention_mask[kind], past_key_values)
+        return self.norm(x)
+
+    def spec_generate(
+        self,
+        target: nn.Module,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        stop_token_ids: list[int] | None = None,
+        temperature: float = 0.0,
+        **options: Any,
+    ) -> torch.Tensor | Generation:
+        """The target's own answer, drafted by this model: see `sglang_dflash.reference.spec_generate`."""
+        return spec_generate(self, target, input_ids, max_new_tokens, stop_token_ids, temperature, **options)

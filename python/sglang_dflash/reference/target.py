@@ -1,0 +1,75 @@
+"""What a draft needs of its target: hidden states of the tapped layers, embedding, head, end tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+
+class FeatureTaps:
+    """Records the residual-stream output of chosen target layers while it is entered.
+
+    Entry `layer` is what 0-based decoder layer `layer` puts out, `hidden_states[layer + 1]` in transformers' count,
+    without the final norm (z-lab/dflash, `extract_context_feature`).
+    """
+
+    def __init__(self, target: nn.Module, layer_ids: Sequence[int]) -> None:
+        self._layers = decoder_layers(target)
+        self._layer_ids = tuple(layer_ids)
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for layer_id in set(self._layer_ids):
+            self._handles.append(self._layers[layer_id].register_forward_hook(self._recorder(layer_id)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _recorder(self, layer_id: int) -> Any:
+        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._outputs[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return record
+
+    def take(self) -> torch.Tensor:
+        """[B, T, taps * H] of the target's last forward."""
+        features = torch.cat([self._outputs[layer_id] for layer_id in self._layer_ids], dim=-1)
+        self._outputs.clear()
+        return features
+
+
+def decoder_layers(target: nn.Module) -> nn.ModuleList:
+    """The target's decoder layers, in order.
+
+    Raises:
+        ValueError: no list of `num_hidden_layers` modules is found.
+    """
+    count = text_config(target).num_hidden_layers
+    for _, module in target.named_modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and len(layers) == count:
+            return layers
+    raise ValueError(f"{type(target).__name__} has no list of {count} decoder layers named 'layers' to read from.")
+
+
+def text_config(target: nn.Module) -> Any:
+    """The config of the target's language model."""
+    return target.config.get_text_config()
+
+
+def end_token_ids(target: nn.Module) -> list[int]:
+    """The ids at which the target's own generation ends: generation_config.json, else config.json."""
+    for config in (getattr(target, "generation_config", None), text_config(target)):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return list(ids) if isinstance(ids, list | tuple) else [ids]
+    return []

@@ -1,0 +1,153 @@
+"""Training blocks: random anchors in what the target said, rows, labels, and which keys each row sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from sglang_dflash.reference import LayerAttention
+
+IGNORED = -100
+# Edge of flex attention's tiles, and how many rows of tiles are looked at together when a mask is made.
+_TILE = 128
+_TILE_ROWS_AT_ONCE = 4
+_Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A blocks of K rows for each of B conversations, side by side: Q = A * K rows.
+
+    Fields:
+        anchors: [B, A] int64; positions of the blocks' first rows.
+        ids: [B, Q] int64; the anchor's clean token, then masks.
+        positions: [B, Q] int64, absolute.
+        labels: [B, Q] int64; the clean token at the same position, IGNORED where nothing is learned.
+    """
+
+    anchors: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+    block_size: int
+
+
+def sample_anchors(learned: torch.Tensor, count: int, generator: torch.Generator | None) -> torch.Tensor:
+    """Up to `count` random anchors a conversation, rising, without repetition (paper, appendix A.1).
+
+    Anchor and next token must both be learned. Conversations with fewer places have -1 for the rest, first.
+
+    Args:
+        learned: [B, T] bool.
+        generator: on the CPU, so that a seed gives the same anchors everywhere.
+
+    Returns:
+        [B, A] int64 on the device of `learned`, A <= count.
+    """
+    valid = (learned[:, :-1] & learned[:, 1:]).cpu()
+    keys = torch.rand(valid.shape, generator=generator).masked_fill(~valid, 2.0)
+    width = max(1, min(count, int(valid.sum(1).max())))
+    drawn = keys.topk(width, largest=False)
+    anchors = drawn.indices.masked_fill(drawn.values >= 2.0, -1)
+    return anchors.sort(1).values.to(learned.device)
+
+
+def make_blocks(
+    ids: torch.Tensor, learned: torch.Tensor, anchors: torch.Tensor, block_size: int, mask_token_id: int
+) -> Blocks:
+    """`[anchor, MASK x (K-1)]` at each anchor.
+
+    Row k is labelled with the clean token at its own position as long as all tokens from the anchor to it are
+    learned: behind the target's end token nothing is drafted.
+
+    Args:
+        ids: [B, T] int64; clean tokens.
+        learned: [B, T] bool.
+        anchors: [B, A] int64; -1: an empty block, which has no label.
+    """
+    kept, anchors = anchors >= 0, anchors.clamp(min=0)
+    offsets = torch.arange(block_size, device=ids.device)
+    rows = anchors[..., None] + offsets  # [B, A, K]: absolute positions
+    inside = rows.clamp(max=ids.shape[1] - 1)
+    batch = torch.arange(len(ids), device=ids.device)[:, None, None]
+    clean = ids[batch, inside]
+    said = (learned[batch, inside] & (rows < ids.shape[1])).cumprod(2).bool()
+    labels = clean.masked_fill(~(said & kept[..., None] & (offsets > 0)), IGNORED)
+    block_ids = torch.where(offsets == 0, clean, mask_token_id)
+    return Blocks(anchors, block_ids.flatten(1), rows.flatten(1), labels.flatten(1), block_size)
+
+
+def dense_mask(blocks: Blocks, context_len: int, attention: LayerAttention) -> torch.Tensor:
+    """Which keys each row sees: the context before its anchor and its own block; the reference of `flex_mask`.
+
+    Keys are the `context_len` context features, then the Q rows.
+
+    Returns:
+        [B, 1, Q, context_len + Q] bool.
+    """
+    size = blocks.block_size
+    count = blocks.anchors.shape[1]
+    device = blocks.anchors.device
+    row_anchors = blocks.anchors.repeat_interleave(size, 1)[..., None]  # [B, Q, 1]
+    context = torch.arange(context_len, device=device)
+    sees_context = context < row_anchors  # [B, Q, T]
+    block_of = torch.arange(count, device=device).repeat_interleave(size)
+    offset = torch.arange(size, device=device).repeat(count)
+    sees_rows = block_of[:, None] == block_of  # [Q, Q]
+    if attention.causal:
+        sees_rows = sees_rows & (offset <= offset[:, None])
+    if attention.window is not None:
+        sees_context = sees_context & (blocks.positions[..., None] - context < attention.window)
+        sees_rows = sees_rows & (offset[:, None] - offset < attention.window)
+    return torch.cat((sees_context, sees_rows.expand(len(blocks.anchors), -1, -1)), 2)[:, None]
+
+
+def flex_mask(blocks: Blocks, context_len: int, attention: LayerAttention) -> BlockMask:
+    """`dense_mask` for flex attention, which never holds it as a whole."""
+    size, anchors, window = blocks.block_size, blocks.anchors, attention.window
+    rows = blocks.ids.shape[1]
+    last = anchors.shape[1] - 1
+
+    def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        anchor = anchors[b, (q // size).clamp(max=last)]  # flex asks beyond the last row when it rounds up
+        offset, key_offset = q % size, (kv - context_len) % size
+        in_context = (kv < context_len) & (kv < anchor)
+        in_block = (kv >= context_len) & ((kv - context_len) // size == q // size)
+        if attention.causal:
+            in_block = in_block & (key_offset <= offset)
+        if window is not None:
+            in_context = in_context & (anchor + offset - kv < window)
+            in_block = in_block & (offset - key_offset < window)
+        return in_context | in_block
+
+    return _tiled(sees, len(anchors), rows, context_len + rows, anchors.device)
+
+
+def _tiled(sees: _Sees, batch: int, rows: int, keys: int, device: torch.device) -> BlockMask:
+    """torch's `create_block_mask`, which looks at all rows x keys at once, a few rows of tiles at a time."""
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    requests = torch.arange(batch, device=device)[:, None, None]
+    columns = torch.arange(-(-keys // _TILE) * _TILE, device=device)
+    counts = []
+    for some in torch.arange(-(-rows // _TILE) * _TILE, device=device).split(_TILE * _TILE_ROWS_AT_ONCE):
+        seen = sees(requests, none, some[:, None], columns) & (some[:, None] < rows) & (columns < keys)
+        counts.append(seen.unflatten(2, (-1, _TILE)).sum(3).unflatten(1, (-1, _TILE)).sum(2))
+    tiles = torch.cat(counts, dim=1)[:, None]  # [B, 1, Q tiles, KV tiles]: pairs that see each other
+    full = tiles == _TILE * _TILE
+    return BlockMask.from_kv_blocks(
+        *_chosen((tiles > 0) & ~full),
+        *_chosen(full),
+        BLOCK_SIZE=_TILE,
+        mask_mod=sees,
+        seq_lengths=(rows, keys),
+    )
+
+
+def _chosen(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tiles of each row of tiles are true, and all of them, the true ones first."""
+    chosen = tiles.int()
+    order = chosen.argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.int().contiguous()

@@ -1,0 +1,215 @@
+"""JSONL conversations as token ids, with the spans that the target said, and the order in which a run sees them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow.compute
+import torch
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from jinja2 import TemplateError
+
+from sglang_dflash import __version__
+
+_FROM = {"human": "user", "gpt": "assistant"}
+# So many batches are sorted by length together: little padding, and still a shuffled order.
+_SORTED_BATCHES = 32
+FORMS = (
+    '"messages": [{"role", "content"}], "conversations": [{"from", "value"}], "prompt" and "response", or '
+    '"input_ids" and "spans"'
+)
+
+
+def messages_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The conversation of one JSONL object.
+
+    Raises:
+        ValueError: it has none of the known forms.
+    """
+    if row.get("messages"):
+        said = [(turn.get("role"), turn.get("content")) for turn in _turns(row["messages"])]
+    elif row.get("conversations"):
+        turns = _turns(row["conversations"])
+        said = [(_FROM.get(turn.get("from"), turn.get("from")), turn.get("value")) for turn in turns]
+    elif row.get("prompt") is not None:
+        said = [("user", row["prompt"])]
+        said += [("assistant", row["response"])] if row.get("response") is not None else []
+    else:
+        raise ValueError(f"it has the keys {sorted(row)}; it must have {FORMS}.")
+    if not said or not all(isinstance(role, str) and isinstance(content, str) for role, content in said):
+        raise ValueError("every turn must have a role and a content, both text.")
+    return [{"role": role, "content": content} for role, content in said]
+
+
+def _turns(value: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
+        raise ValueError("its turns must be a list of objects.")
+    return value
+
+
+def tokenize(
+    tokenizer: Any, messages: list[dict[str, str]], end_ids: set[int], **template: Any
+) -> list[dict[str, Any]]:
+    """One sample of all assistant turns where the chat template only ever appends, else one sample a turn.
+
+    Args:
+        end_ids: the target's end tokens; a turn is learned up to the first of them, included.
+        template: keyword arguments of the chat template.
+
+    Returns:
+        Samples of `input_ids` and `spans`; a span [start, end) is what the target said.
+
+    Raises:
+        ValueError: the chat template does not take this conversation.
+    """
+
+    def text(turns: list[dict[str, str]], asks: bool) -> str:
+        try:
+            return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks, **template)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses it: {error}") from None
+
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    texts = [(text(messages[:i], True), text(messages[: i + 1], False)) for i in turns]
+    whole = texts[-1][1] if texts else ""
+    if all(whole.startswith(said) and said.startswith(asked) for asked, said in texts):
+        samples = [(whole, [(len(asked), len(said)) for asked, said in texts])]
+    else:
+        # A template that rewrites earlier turns (thinking cut out): each turn as it was asked.
+        samples = [
+            (said if said.startswith(asked) else asked + messages[i]["content"], [(len(asked), 1 << 60)])
+            for i, (asked, said) in zip(turns, texts, strict=True)
+        ]
+    return [sample for text, spans in samples if (sample := _encode(tokenizer, text, spans, end_ids))["spans"]]
+
+
+def _encode(tokenizer: Any, text: str, spans: list[tuple[int, int]], end_ids: set[int]) -> dict[str, Any]:
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    learned = []
+    for first, last in spans:
+        inside = [i for i, (begin, end) in enumerate(offsets) if begin >= first and end <= last and end > begin]
+        if inside:
+            stop = next((i for i in inside if ids[i] in end_ids), inside[-1])
+            learned.append([inside[0], stop + 1])
+    return {"input_ids": ids, "spans": learned}
+
+
+def trim(sample: Mapping[str, Any], max_length: int) -> dict[str, Any] | None:
+    """The sample cut to `max_length` tokens; None where nothing is left to learn (two tokens of one span)."""
+    spans = [[start, min(end, max_length)] for start, end in sample["spans"]]
+    spans = [[start, end] for start, end in spans if end - start >= 2]
+    return {"input_ids": list(sample["input_ids"][:max_length]), "spans": spans} if spans else None
+
+
+def read(
+    paths: Sequence[str], tokenizer: Any, end_ids: set[int], max_length: int, template: Mapping[str, Any]
+) -> Dataset:
+    """All samples of the files; `datasets` keeps the tokenized ones for the next start.
+
+    Raises:
+        ValueError: a file is not JSONL, a line has no conversation, or nothing is left to learn.
+    """
+
+    def convert(rows: dict[str, list[Any]], indices: list[int], version: str) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {"input_ids": [], "spans": []}
+        for place, index in enumerate(indices):
+            row = {key: values[place] for key, values in rows.items() if values[place] is not None}
+            for sample in _samples(row, tokenizer, end_ids, template, f"{', '.join(paths)}, conversation {index + 1}"):
+                if (kept := trim(sample, max_length)) is not None:
+                    found["input_ids"].append(kept["input_ids"])
+                    found["spans"].append(kept["spans"])
+        return found
+
+    try:
+        raw = load_dataset("json", data_files=list(paths), split="train")
+    except (DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{', '.join(paths)} cannot be read as JSONL: {_first_line(error)}") from None
+    except StopIteration:  # what the reader says of an empty file
+        raise ValueError(f"{', '.join(paths)} cannot be read as JSONL: there is no line in it.") from None
+    data = raw.map(
+        convert,
+        batched=True,
+        with_indices=True,
+        remove_columns=raw.column_names,
+        fn_kwargs={"version": __version__},  # part of the cache's key: another version tokenizes anew
+        desc="Tokenizing",
+    )
+    if not len(data):
+        raise ValueError(f"{', '.join(paths)} holds nothing to learn: no assistant turn of two tokens or more.")
+    return data
+
+
+def check_ids(data: Dataset, vocab_size: int, where: str) -> None:
+    """Raises ValueError where a sample has a token id that is no row of the target's embedding."""
+    ids = pyarrow.compute.min_max(pyarrow.compute.list_flatten(data.data.column("input_ids"))).as_py()
+    if ids["min"] < 0 or ids["max"] >= vocab_size:
+        raise ValueError(
+            f"{where} has token ids from {ids['min']} to {ids['max']}; the target's are 0 to {vocab_size - 1}."
+        )
+
+
+def _samples(
+    row: dict[str, Any], tokenizer: Any, end_ids: set[int], template: Mapping[str, Any], where: str
+) -> Iterable[Mapping[str, Any]]:
+    try:
+        if row.get("input_ids") and row.get("spans"):
+            _check_spans(row["spans"], len(row["input_ids"]))
+            return [row]
+        return tokenize(tokenizer, messages_of(row), end_ids, **template)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _check_spans(spans: Sequence[Sequence[int]], length: int) -> None:
+    if not all(len(span) == 2 and 0 <= span[0] <= span[1] <= length for span in spans):
+        raise ValueError(f"its spans are {spans}; each must be [start, end] within its {length} input_ids.")
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return (str(cause).splitlines() or [type(cause).__name__])[0]
+
+
+def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """Every index once, in batches of like length, in an order that depends on seed and epoch alone."""
+    rng = random.Random(f"{seed}-{epoch}")
+    order = rng.sample(range(len(lengths)), len(lengths))
+    group = batch_size * _SORTED_BATCHES
+    batches = []
+    for start in range(0, len(order), group):
+        alike = sorted(order[start : start + group], key=lambda index: lengths[index])
+        batches += [alike[i : i + batch_size] for i in range(0, len(alike), batch_size)]
+    rng.shuffle(batches)
+    return batches
+
+
+def micro_batches(
+    lengths: Sequence[int], batch_size: int, seed: int, rank: int, ranks: int, start: int
+) -> Iterator[list[int]]:
+    """This rank's micro-batches from its `start`-th on, epoch after epoch without end; each rank has as many."""
+    epoch = 0
+    while True:
+        batches = epoch_batches(lengths, batch_size, seed, epoch)
+        mine = batches[rank::ranks][: max(1, len(batches) // ranks)] or [batches[rank % len(batches)]]
+        if start >= len(mine):
+            start -= len(mine)
+        else:
+            yield from mine[start:]
+            start = 0
+        epoch += 1
+
+
+def collate(samples: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [B, T] int64, padded on the right with 0, and what is learned, [B, T] bool."""
+    width = max(len(sample["input_ids"]) for sample in samples)
+    ids = torch.zeros(len(samples), width, dtype=torch.int64)
+    learned = torch.zeros(len(samples), width, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample["input_ids"])] = torch.tensor(sample["input_ids"])
+        for start, end in sample["spans"]:
+            learned[row, start:end] = True
+    return ids.to(device), learned.to(device)

@@ -1,0 +1,93 @@
+"""Held-out tau: the verify steps that a draft would take along answers which the target gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_dflash.reference import DFlashDraftModel
+from sglang_dflash.training.blocks import IGNORED, dense_mask, make_blocks
+from sglang_dflash.training.conversations import collate
+from sglang_dflash.training.frozen import FrozenTarget
+
+# Blocks whose mask and logits exist at a time.
+_BLOCKS_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Verify steps by accept_len, 0 first: `steps[n]` of them accepted n drafts."""
+
+    steps: tuple[int, ...]
+
+    @property
+    def tau(self) -> float:
+        """Mean commit_len; 0.0 without steps."""
+        total = sum(self.steps)
+        return 1 + sum(n * count for n, count in enumerate(self.steps)) / total if total else 0.0
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of all steps whose draft at block row 1, 2, ... is accepted."""
+        total = max(1, sum(self.steps))
+        return [sum(self.steps[k:]) / total for k in range(1, len(self.steps))]
+
+
+@torch.no_grad()
+def accept_lens(
+    draft: DFlashDraftModel, target: FrozenTarget, ids: torch.Tensor, anchors: torch.Tensor, end: int
+) -> list[int]:
+    """How many drafts each anchor's block would get accepted, were the text from the anchor on the target's greedy one.
+
+    Args:
+        ids: [1, T] int64.
+        anchors: [A] int64, each < end - 1.
+        end: where the answer ends; drafts beyond it are not counted.
+    """
+    learned = (torch.arange(ids.shape[1], device=ids.device) < end)[None]
+    features = target.features(ids, draft.target_layer_ids)
+    context = torch.arange(ids.shape[1], device=ids.device)[None]
+    found: list[int] = []
+    for some in anchors.split(_BLOCKS_AT_ONCE):
+        blocks = make_blocks(ids, learned, some[None], draft.block_size, draft.mask_token_id)
+        masks = {kind: dense_mask(blocks, ids.shape[1], kind) for kind in set(draft.draft_config.attention)}
+        hidden = draft(target.embed(blocks.ids), features, torch.cat((context, blocks.positions), 1), masks)
+        hidden = hidden.view(len(some), draft.block_size, -1)[:, 1:]
+        labels = blocks.labels.view(len(some), -1)[:, 1:]
+        right = (target.head(hidden).argmax(-1) == labels) & (labels != IGNORED)
+        found += right.long().cumprod(1).sum(1).tolist()
+    return found
+
+
+@torch.no_grad()
+def held_out_acceptance(
+    draft: DFlashDraftModel,
+    target: FrozenTarget,
+    samples: Sequence[Mapping[str, Any]],
+    device: torch.device,
+    on_sample: Callable[[], None] = lambda: None,
+) -> Acceptance:
+    """Walks each answer as decoding would: a block at its first token, the next where that one's commit ends.
+
+    Exact where the answers are the target's greedy ones (`--regenerate`); an estimate for other text.
+    """
+    steps = [0] * draft.block_size
+    draft.eval()
+    for sample in samples:
+        ids, _ = collate([sample], device)
+        for start, end in sample["spans"]:
+            if end - start < 2:
+                continue  # the prefill gives an answer's first token
+            anchors = torch.arange(start, end - 1, device=device)
+            lens = accept_lens(draft, target, ids, anchors, end)
+            anchor = start
+            while anchor < end - 1:
+                accept_len = lens[anchor - start]
+                steps[accept_len] += 1
+                anchor += accept_len + 1
+        on_sample()
+    draft.train()
+    return Acceptance(tuple(steps))

@@ -1,0 +1,74 @@
+"""The published checkpoint layout: a new draft's config, and writing a trained one so that every engine loads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from sglang_dflash.reference import DFlashConfig, DFlashDraftModel, build_target_layer_ids
+from sglang_dflash.training.options import TrainOptions
+
+
+def new_config(target: Any, options: TrainOptions, mask_token_id: int) -> DFlashConfig:
+    """The draft's config: the target's width and heads, the options' depth, block, taps and windows.
+
+    Args:
+        target: the target's text config.
+
+    Raises:
+        ValueError: the taps do not fit the target.
+    """
+    taps = options.taps or build_target_layer_ids(target.num_hidden_layers, options.num_taps or options.layers)
+    rope = getattr(target, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # targets with a rope for each kind of layer
+    heads = target.num_attention_heads
+    config = DFlashConfig(
+        architectures=["DFlashDraftModel"],
+        attention_bias=False,
+        block_size=options.block_size,
+        dflash_config={"mask_token_id": mask_token_id, "target_layer_ids": list(taps)},
+        num_target_layers=target.num_hidden_layers,
+        num_hidden_layers=options.layers,
+        max_window_layers=options.layers,
+        layer_types=options.layer_types,
+        use_sliding_window=options.sliding_window is not None,
+        sliding_window=options.sliding_window,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
+        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
+        # A scaled rope stretches what the target learned at short range; the draft learns at full range at once.
+        rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10000.0))},
+        max_position_embeddings=target.max_position_embeddings,
+        initializer_range=getattr(target, "initializer_range", 0.02),
+        vocab_size=target.vocab_size,
+        eos_token_id=target.eos_token_id,
+        bos_token_id=target.bos_token_id,
+        tie_word_embeddings=False,
+    )
+    if options.is_causal is not None:
+        config.is_causal = options.is_causal
+    config.draft.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
+    return config
+
+
+def save_draft(draft: DFlashDraftModel, folder: Path) -> None:
+    """Writes bfloat16 `model.safetensors` and `config.json` under the names of the published checkpoints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in draft.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # written readable by its owner only
+    config = draft.config.to_dict() | {"dtype": "bfloat16", "architectures": ["DFlashDraftModel"]}
+    # Readers older than rope_parameters look for these two.
+    config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "rope_scaling": None}
+    for key in ("_name_or_path", "transformers_version", "auto_map"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

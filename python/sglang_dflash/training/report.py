@@ -1,0 +1,103 @@
+"""What people look at after a run: the curves as PNG and the model card."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from sglang_dflash import __version__
+from sglang_dflash.reference import DFlashDraftModel
+from sglang_dflash.training.evaluation import Acceptance
+from sglang_dflash.training.options import TrainOptions, default_gamma
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+_LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
+
+
+def draw_curves(history: list[dict[str, Any]], path: Path) -> None:
+    """Loss over steps, held-out tau over steps, acceptance by block row at the first and the last evaluation."""
+    losses = [row for row in history if "loss" in row]
+    taus = [row for row in history if "tau" in row]
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
+    left.plot([row["step"] for row in losses], [row["loss"] for row in losses], color="tab:gray", linewidth=1)
+    left.set(title="Training loss", xlabel="step", ylabel="weighted cross-entropy")
+    middle.plot([row["step"] for row in taus], [row["tau"] for row in taus], marker="o", markersize=3)
+    middle.set(title="Held-out tau", xlabel="step", ylabel="tokens per verify step")
+    for row, color in zip(sorted({0, len(taus) - 1} if taus else ()), ("tab:gray", "tab:blue"), strict=False):
+        shares = taus[row]["by_position"]
+        label = f"step {taus[row]['step']}"
+        right.plot(range(1, len(shares) + 1), [100 * share for share in shares], marker="o", color=color, label=label)
+    right.set(title="Acceptance by block row", xlabel="row k", ylabel="% of verify steps", ylim=(0, 100))
+    right.legend()
+    for axis in (left, middle, right):
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def write_card(
+    path: Path, options: TrainOptions, draft: DFlashDraftModel, acceptance: Acceptance, trained_on: int, held_out: int
+) -> None:
+    """The checkpoint's README: what it drafts for, what it was trained on, how, how well, and how to serve it."""
+    config, name = draft.draft_config, Path(options.target).name
+    files = "\n".join(f"  * `{Path(file).name}`, sha256 `{_digest(file)}`" for file in options.data)
+    versions = ", ".join(f"{library} {version(library)}" for library in _LIBRARIES)
+    rows = "\n".join(f"| {k} | {share:.1%} |" for k, share in enumerate(acceptance.by_position, start=1))
+    gamma = options.gamma or default_gamma(config.block_size)
+    weighting = "D-PACE" if options.loss == "dpace" else f"exp(-(k-1)/{gamma:g})"
+    ends = f"{options.epochs} epochs" + (f", at most {options.max_steps} steps" if options.max_steps else "")
+    windows = ""
+    if any(kind.window for kind in config.attention):
+        windows = f", windows {[kind.window for kind in config.attention]}"
+    path.write_text(
+        f"""---
+base_model: {options.target}
+tags: [dflash, speculative-decoding]
+---
+
+# A DFlash draft for {name}
+
+A plain DFlash draft (arXiv 2602.06036) of {config.num_layers} layers: block size {config.block_size}, target layers
+{list(config.target_layer_ids)}, mask token {config.mask_token_id}{windows}.
+It has no embedding and no head: those are the target's.
+
+Held-out tau {acceptance.tau:.2f} over {sum(acceptance.steps):,} verify steps of {held_out} conversations:
+
+| block row | accepted in so many of the steps |
+|---|---|
+{rows}
+
+![curves](curves.png)
+
+## Trained on
+
+{trained_on:,} conversations:
+
+{files}
+
+## How
+
+* sglang-dflash {__version__}, {versions}, Python {platform.python_version()}
+* {ends}; {options.batch_size} conversations a micro-batch, {options.accumulate} micro-batches a step
+* up to {options.anchors} blocks a conversation, at random anchors; loss weights {weighting}
+* AdamW, peak learning rate {options.learning_rate:g}, {options.warm_up:.0%} warm-up, then a cosine
+* at most {options.max_length} tokens a conversation; seed {options.seed}
+
+## Serving
+
+    python -m sglang.launch_server --model-path {options.target} \\
+        --speculative-algorithm DFLASH --speculative-draft-model-path THIS_FOLDER
+"""
+    )
+
+
+def _digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -1,0 +1,273 @@
+"""The training run: steps, evaluations, checkpoints, resumption; one process or several under torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from datasets import Dataset
+from torch import nn
+
+from sglang_dflash.reference import DFlashDraftModel
+from sglang_dflash.training.blocks import Blocks, dense_mask, flex_mask, make_blocks, sample_anchors
+from sglang_dflash.training.conversations import check_ids, collate, micro_batches, read
+from sglang_dflash.training.evaluation import Acceptance, held_out_acceptance
+from sglang_dflash.training.frozen import FrozenTarget, check_taps
+from sglang_dflash.training.layout import new_config, save_draft
+from sglang_dflash.training.loss import decay_weights, dpace_weights, row_losses, weighted_mean
+from sglang_dflash.training.options import TrainOptions, default_gamma
+from sglang_dflash.training.progress import Reporter
+from sglang_dflash.training.report import draw_curves, write_card
+
+_STATE = "run.json"
+
+
+def train(options: TrainOptions) -> Acceptance:
+    """Runs to the end and leaves checkpoint, card, curves and metrics in `options.output`.
+
+    Returns:
+        The last held-out acceptance.
+
+    Raises:
+        ValueError: target, data, options or a checkpoint to resume from do not fit; one sentence.
+    """
+    return Trainer(options).run()
+
+
+class Trainer:
+    """Everything that a run holds; `loss` and `run` are what it does."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options = options
+        self.output = Path(options.output)
+        self.accelerator = _accelerator(options.precision)
+        self.device = self.accelerator.device
+        if options.attention == "flex" and self.device.type == "cpu":
+            raise ValueError("--attention is flex, which has no backward pass on a CPU; give dense or auto there.")
+        set_seed(options.seed)
+        check_taps(options)
+        self.target = FrozenTarget(options.target, options.target_dtype, self.device)
+        self.draft = self._make_draft().float().to(self.device)
+        self.gamma = default_gamma(self.draft.block_size) if options.gamma is None else options.gamma
+        self.flex = options.attention == "flex" or (options.attention == "auto" and self.device.type == "cuda")
+        with self.accelerator.main_process_first():
+            self.data, self.held_out = self._read()
+        self.steps = self._count_steps()
+        optimizer = torch.optim.AdamW(
+            self.draft.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
+        )
+        self.model, self.optimizer = self.accelerator.prepare(self.draft, optimizer)
+        self.done = self._resume()
+
+    def _make_draft(self) -> DFlashDraftModel:
+        options = self.options
+        if options.init is None:
+            config = new_config(self.target.config, options, self.target.mask_token_id(options.mask_token_id))
+            return DFlashDraftModel(config)
+        try:
+            draft = DFlashDraftModel.from_pretrained(options.init, dtype=torch.float32)
+        except OSError as error:
+            raise ValueError(f"--init {options.init} cannot be loaded: {str(error).splitlines()[0]}") from None
+        target = self.target.config
+        draft.draft_config.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
+        return draft
+
+    def _read(self) -> tuple[Dataset, Dataset]:
+        options = self.options
+        arguments = (self.target.tokenizer, self.target.end_ids, options.max_length, dict(options.chat_template_kwargs))
+        data = read(options.data, *arguments)
+        check_ids(data, self.target.config.vocab_size, "--data")
+        if options.held_out_data is not None:
+            held_out = read([options.held_out_data], *arguments)
+            check_ids(held_out, self.target.config.vocab_size, "--held-out-data")
+        else:
+            if len(data) < 2:
+                raise ValueError(
+                    f"--data holds {len(data)} conversation; one is held out, so there must be at least 2."
+                )
+            count = min(len(data) - 1, max(1, round(len(data) * options.held_out)))
+            split = data.train_test_split(test_size=count, seed=options.seed)
+            data, held_out = split["train"], split["test"]
+        return data, held_out.select(range(min(len(held_out), options.held_out_limit)))
+
+    def _count_steps(self) -> int:
+        options, ranks = self.options, self.accelerator.num_processes
+        batches = max(1, math.ceil(len(self.data) / options.batch_size) // ranks)
+        steps = max(1, batches * options.epochs // options.accumulate)
+        return steps if options.max_steps is None else min(steps, options.max_steps)
+
+    def blocks(self, ids: torch.Tensor, learned: torch.Tensor, micro_step: int) -> Blocks:
+        """Blocks at anchors that depend on the seed, the place in the run and the process alone."""
+        place = f"{self.options.seed}-{micro_step}-{self.accelerator.process_index}"
+        generator = torch.Generator().manual_seed(random.Random(place).getrandbits(63))
+        anchors = sample_anchors(learned, self.options.anchors, generator)
+        return make_blocks(ids, learned, anchors, self.draft.block_size, self.draft.mask_token_id)
+
+    def loss(self, model: nn.Module, ids: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+        """The weighted loss of one micro-batch, a scalar.
+
+        Args:
+            model: the draft, as it is or wrapped for data parallelism.
+            ids: [B, T] int64; clean tokens.
+        """
+        features = self.target.features(ids, self.draft.target_layer_ids)
+        context = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+        make_mask = flex_mask if self.flex else dense_mask
+        masks = {kind: make_mask(blocks, ids.shape[1], kind) for kind in set(self.draft.draft_config.attention)}
+        positions = torch.cat((context, blocks.positions), dim=1)
+        hidden = model(self.target.embed(blocks.ids), features, positions, masks)
+        shape = (len(ids), -1, blocks.block_size)
+        labels = blocks.labels.view(shape)
+        losses = row_losses(hidden.unflatten(1, shape[1:]), labels, self.target.head)
+        if self.options.loss == "dpace":
+            return weighted_mean(losses, dpace_weights(labels, losses, self.options.dpace_alpha))
+        return weighted_mean(losses, decay_weights(labels, self.gamma))
+
+    def learning_rate(self, step: int) -> float:
+        """Of the step after `step` of them: linear warm-up, then a cosine to zero."""
+        peak, warm = self.options.learning_rate, round(self.steps * self.options.warm_up)
+        if step < warm:
+            return peak * (step + 1) / warm
+        return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self.steps - warm)))
+
+    def run(self) -> Acceptance:
+        options, accelerator = self.options, self.accelerator
+        reporter = Reporter(self.output / "metrics.jsonl", self.steps, self.done, not accelerator.is_main_process)
+        reporter.say(self._opening())
+        queue = micro_batches(
+            [len(ids) for ids in self.data["input_ids"]],
+            options.batch_size,
+            options.seed,
+            accelerator.process_index,
+            accelerator.num_processes,
+            self.done * options.accumulate,
+        )
+        # A finished run that is started again has no step left: what stands there is measured once more.
+        finished = self.done == self.steps
+        acceptance = self.evaluate() if finished else Acceptance((0,) * self.draft.block_size)
+        self.model.train()
+        try:
+            for step in range(self.done, self.steps):
+                began = time.perf_counter()
+                loss, tokens = self._step(step, queue)
+                seconds = time.perf_counter() - began
+                now, last = step + 1, step + 1 == self.steps
+                if now % options.log_every == 0 or last:
+                    reporter.record({"step": now, "loss": loss, "learning_rate": self.learning_rate(step)})
+                reporter.show(now, loss, tokens / seconds)
+                if now % options.eval_every == 0 or last:
+                    acceptance = self.evaluate()
+                    reporter.record({"step": now, "tau": acceptance.tau, "by_position": acceptance.by_position})
+                    reporter.say(f"step {now}: {_sentence(acceptance)}")
+                if now % options.save_every == 0 or last:
+                    self._save(now)
+        finally:
+            reporter.close()
+        if accelerator.is_main_process:
+            self._publish(acceptance, reporter.history)
+            reporter.say(f"The draft stands in {self.output}: {_sentence(acceptance)}")
+        accelerator.wait_for_everyone()
+        return acceptance
+
+    def _step(self, step: int, queue: Any) -> tuple[float, int]:
+        """One optimizer step; returns the mean loss of all processes and this one's block rows."""
+        options, accelerator = self.options, self.accelerator
+        total, tokens = torch.zeros((), device=self.device), 0
+        for micro in range(options.accumulate):
+            rows = self.data[next(queue)]
+            samples = [{"input_ids": a, "spans": b} for a, b in zip(rows["input_ids"], rows["spans"], strict=True)]
+            ids, learned = collate(samples, self.device)
+            blocks = self.blocks(ids, learned, step * options.accumulate + micro)
+            waits = micro + 1 < options.accumulate
+            with accelerator.no_sync(self.model) if waits else contextlib.nullcontext(), accelerator.autocast():
+                loss = self.loss(self.model, ids, blocks) / options.accumulate
+            with accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
+                accelerator.backward(loss)
+            total += loss.detach()
+            tokens += blocks.ids.numel()
+        accelerator.clip_grad_norm_(self.model.parameters(), options.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(accelerator.reduce(total, reduction="mean")), tokens
+
+    def evaluate(self) -> Acceptance:
+        """Held-out acceptance, the held-out conversations shared among the processes."""
+        mine = self.held_out.shard(self.accelerator.num_processes, self.accelerator.process_index, contiguous=False)
+        with self.accelerator.autocast():
+            here = held_out_acceptance(self.draft, self.target, list(mine), self.device)
+        steps = self.accelerator.reduce(torch.tensor(here.steps, device=self.device), reduction="sum")
+        return Acceptance(tuple(steps.tolist()))
+
+    def _opening(self) -> str:
+        config = self.draft.draft_config
+        return (
+            f"Training a draft of {config.num_layers} layers, block size {config.block_size}, target layers "
+            f"{list(config.target_layer_ids)}, on {len(self.data):,} conversations ({len(self.held_out)} held out): "
+            f"{self.steps:,} steps on {self.accelerator.num_processes} x {self.device.type}, "
+            f"{'flex' if self.flex else 'dense'} attention, {self.accelerator.mixed_precision}."
+            + (f" Resumed after step {self.done:,}." if self.done else "")
+        )
+
+    def _save(self, step: int) -> None:
+        """Writes everything that the next step depends on; a folder appears only when it is whole."""
+        folder = self.output / "checkpoints" / f"step-{step:08d}"
+        partial = folder.with_name(f"partial-{step:08d}")
+        self.accelerator.save_state(str(partial))
+        if self.accelerator.is_main_process:
+            state = {"step": step, "steps": self.steps, "options": self.options.fingerprint()}
+            (partial / _STATE).write_text(json.dumps(state))
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+            for old in _checkpoints(self.output)[: -self.options.keep_checkpoints]:
+                shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()
+
+    def _resume(self) -> int:
+        """Loads the last checkpoint, if there is one, and returns its step."""
+        found = _checkpoints(self.output)
+        if not found:
+            return 0
+        if not self.options.resume:
+            raise ValueError(
+                f"--output {self.output} holds checkpoints of an earlier run; go on with --resume, or give another."
+            )
+        state = json.loads((found[-1] / _STATE).read_text())
+        different = self.options.difference(state["options"])
+        if different or state["steps"] != self.steps:
+            raise ValueError(
+                f"--resume: the checkpoint in {found[-1]} was made with other values of "
+                f"{', '.join(different) or 'the data'}; give the same, or another --output."
+            )
+        self.accelerator.load_state(str(found[-1]))
+        return state["step"]
+
+    def _publish(self, acceptance: Acceptance, history: list[dict[str, Any]]) -> None:
+        save_draft(self.draft, self.output)
+        draw_curves(history, self.output / "curves.png")
+        write_card(self.output / "README.md", self.options, self.draft, acceptance, len(self.data), len(self.held_out))
+
+
+def _accelerator(precision: str) -> Accelerator:
+    cuda = torch.cuda.is_available()
+    mixed = "bf16" if precision == "bf16" or (precision == "auto" and cuda) else "no"
+    return Accelerator(mixed_precision=mixed, cpu=not cuda)
+
+
+def _checkpoints(output: Path) -> list[Path]:
+    return sorted((output / "checkpoints").glob("step-*"))
+
+
+def _sentence(acceptance: Acceptance) -> str:
+    shares = " ".join(f"{share:.0%}" for share in acceptance.by_position)
+    return f"held-out tau {acceptance.tau:.2f}, accepted at rows 1 to {len(acceptance.by_position)}: {shares}"

@@ -1,0 +1,49 @@
+"""The first stage of the making: a tokenizer and a trained target from conversations."""
+
+import random
+from pathlib import Path
+
+from . import corpus, target
+from .conversations import SYSTEMS, Conversation
+from .tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+
+VOCAB_SIZE = 1792
+_TOKENIZER_CONVERSATIONS = 10_000
+_LIBRARY_CHARS = 12_000
+
+
+def make_target(
+    folder: Path,
+    conversations: list[Conversation],
+    steps: int,
+    batch_tokens: int,
+    peak: float,
+    seed: int,
+    library_rows: int,
+) -> None:
+    """Train the tokenizer and then the target, and save both into `folder`.
+
+    The rows are as many `conversations` as there are, repeated in fresh orders as `steps` needs, and
+    `library_rows` rows of Python sources.
+    """
+    library = corpus.library_text()
+    sample = conversations[:_TOKENIZER_CONVERSATIONS]
+    texts = [message["content"] for conversation in sample for message in conversation.messages]
+    texts += ["system\n", "user\n", "assistant\n", "tool\n", *SYSTEMS]
+    texts += [source[:_LIBRARY_CHARS] for source in library]
+    save_tokenizer(train_tokenizer(texts, VOCAB_SIZE), folder, target.MAX_POSITIONS)
+    tokenizer = load_tokenizer(folder)
+    rows = target.conversation_rows(tokenizer, conversations)
+    sources = target.library_rows(tokenizer, library)
+    rows += random.Random(seed).sample(sources, min(library_rows, len(sources)))
+    ids = sum(len(row) for row, _ in rows)
+    print(f"target: {len(rows)} rows, {ids:,} ids, longest {max(len(row) for row, _ in rows)}", flush=True)
+    target.train_target(
+        target.target_config(tokenizer),
+        rows,
+        folder,
+        steps=steps,
+        batch_tokens=batch_tokens,
+        peak=peak,
+        seed=seed,
+    )

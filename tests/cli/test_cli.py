@@ -1,0 +1,156 @@
+"""The command line: its commands, and a sentence in place of a traceback for everything that a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash import __version__
+from sglang_dflash.cli.main import run
+from sglang_dflash.serving import TINY_TARGET
+
+GOOD = {"prompt": "Compute 9 * 7.", "response": "The answer is 63."}
+
+
+def _lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def call(monkeypatch, tmp_path, capsys) -> Any:
+    """Runs a command in this process; returns exit code or sentence, standard output and error."""
+    # What is tokenized here is not to be found again by a later run.
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def call(*words: object) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sglang-dflash", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            run()
+        return ended.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_version(call):
+    """Fails where --version says another version than the package's, or asks for a command."""
+    assert call("--version")[:2] == (0, f"{__version__}\n")
+
+
+def test_help_names_the_commands(call):
+    """Fails where a command is not to be found."""
+    code, out, _ = call("--help")
+    assert code == 0
+    assert re.search(r"^.*\btrain\b.*Train a DFlash draft", out, re.M)
+    assert re.search(r"^.*\bregenerate\b.*Replace every assistant turn", out, re.M)
+
+
+@pytest.mark.parametrize(("command", "flags"), [("train", ["--target", "--taps"]), ("regenerate", ["DATA"])])
+def test_help_of_a_command(command, flags, call):
+    """Fails where a command does not explain its flags."""
+    code, out, _ = call(command, "--help")
+    assert code == 0 and all(flag in out for flag in flags)
+
+
+TRAIN = [
+    ({"--data": "/nowhere.jsonl"}, "--data is /nowhere.jsonl; it must be a JSONL file"),
+    ({"--taps": "1,two"}, "--taps is '1,two'; it must be layer numbers"),
+    ({"--taps": ""}, "--taps is ''; it must be layer numbers"),
+    ({"--chat-template-kwargs": "{thinking: no}"}, "--chat-template-kwargs is '{thinking: no}'; it must be a JSON"),
+    ({"--chat-template-kwargs": "[1]"}, "--chat-template-kwargs is '[1]'; it must be a JSON object"),
+    ({"--target": "/nowhere/target"}, "The target /nowhere/target cannot be read"),
+    ({"--taps": "1,5"}, "--taps has [5]; a draft can read layers 0 to 4"),
+    ({"--mask-token-id": 1792}, "--mask-token-id is 1792; it must be a row of the target's embedding, 0 to 1791"),
+    ({"--block-size": 1}, "--block-size is 1; it must be at least 2"),
+    ({"--loss": "kl"}, "--loss is kl; it must be one of decay, dpace"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), TRAIN, ids=[" ".join(map(str, *case[0].items())) for case in TRAIN])
+def test_train_refuses_in_a_sentence(changes, said, call, tmp_path):
+    """Fails where a user's mistake ends in a traceback, in several lines or in success."""
+    data = _lines(tmp_path / "data.jsonl", GOOD, GOOD)
+    flags = {"--target": TINY_TARGET, "--data": data, "--output": tmp_path / "draft", "--layers": 1, **changes}
+    sentence, _, _ = call("train", *(word for flag in flags.items() for word in flag))
+    assert isinstance(sentence, str) and sentence.startswith(f"error: {said}")
+    assert "\n" not in sentence
+    assert not (tmp_path / "draft").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"prompt": "Hi"}, {"prompt": "Ho"}], "holds nothing to learn"),
+        ([GOOD], "holds 1 conversation; one is held out"),
+        ([GOOD, {"text": "Hi"}], "conversation 2: it has the keys ['text']"),
+    ],
+)
+def test_train_refuses_data_in_a_sentence(rows, said, call, tmp_path):
+    """Fails where data that nothing can be learned from starts a run."""
+    data = _lines(tmp_path / "data.jsonl", *rows)
+    sentence, _, _ = call("train", "--target", TINY_TARGET, "--data", data, "--output", tmp_path / "draft")
+    assert sentence.startswith("error: ") and said in sentence and "\n" not in sentence
+
+
+REGENERATE = [
+    (["/nowhere.jsonl"], "DATA is /nowhere.jsonl; it must be a JSONL file"),
+    (["DATA", "--max-new-tokens", 0], "--max-new-tokens is 0; it must be at least 1"),
+    (["DATA", "--concurrency", 0], "--concurrency is 0; it must be at least 1"),
+    (["DATA", "--temperature", -1], "--temperature is -1.0; it must be 0 or more"),
+    (["DATA", "--chat-template-kwargs", "no"], "--chat-template-kwargs is 'no'; it must be a JSON object"),
+    (["DATA", "--target", "/nowhere/target"], "The target /nowhere/target cannot be read"),
+    (["WRONG"], "WRONG, line 2: it has the keys ['text']"),
+    (["TEXT"], "TEXT, line 1: "),
+    (["EMPTY"], "EMPTY holds no conversation"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), REGENERATE, ids=[" ".join(map(str, case[0])) for case in REGENERATE])
+def test_regenerate_refuses_in_a_sentence(words, said, call, tmp_path, monkeypatch):
+    """Fails where a user's mistake ends in a traceback, in several lines or only after a server was started."""
+    monkeypatch.chdir(tmp_path)
+    _lines(Path("DATA"), GOOD)
+    _lines(Path("WRONG"), GOOD, {"text": "Hi"})
+    Path("TEXT").write_text("Hi there\n")
+    Path("EMPTY").write_text("\n")
+    data, *flags = words
+    if "--target" not in flags:
+        flags += ["--target", TINY_TARGET]
+    sentence, _, _ = call("regenerate", data, "out.jsonl", *flags)
+    assert isinstance(sentence, str) and sentence.startswith(f"error: {said}"), sentence
+    assert "\n" not in sentence
+    assert not Path("out.jsonl.partial").exists()
+
+
+def test_regenerate_beside_several_processes_is_refused(call, tmp_path, monkeypatch):
+    """Fails where every process under torchrun starts a server of its own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    data = _lines(tmp_path / "data.jsonl", GOOD, GOOD)
+    flags = ["--target", TINY_TARGET, "--data", data, "--output", tmp_path / "draft", "--regenerate"]
+    assert "--regenerate runs in one process" in call("train", *flags)[0]
+
+
+def test_an_error_as_the_shell_sees_it():
+    """Fails where the sentence does not reach standard error alone, or the exit code says that all is well."""
+    command = [sys.executable, "-m", "sglang_dflash.cli", "train"]
+    command += ["--target", "t", "--data", "/no.jsonl", "--output", "o"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: --data is /no.jsonl; it must be a JSONL file, and there is none of that name.\n"
+
+
+def test_a_command_line_that_cannot_be_read(call):
+    """Fails where an unknown flag or a missing one is passed over."""
+    assert call("train", "--layres", "3")[0] == 2
+    code, _, err = call("train")
+    assert code == 2 and "--target" in err

@@ -1,0 +1,312 @@
+"""`sglang-dflash regenerate` against a server that is not there: turns, samples, resumption and refusals."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from sglang_dflash.cli import regenerate as module
+from sglang_dflash.cli.regenerate import Asking, Regeneration, regenerate
+from sglang_dflash.serving import TINY_TARGET, Answer, ServerError
+
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY_TARGET)
+
+
+class FakeClient:
+    """Answers "Answer N." to the N-th question of a conversation; `odd` may answer otherwise."""
+
+    def __init__(self, tokenizer: Any, odd: Callable[[str], Answer | None] = lambda prompt: None) -> None:
+        self.tokenizer, self.odd = tokenizer, odd
+        self.prompts: list[str] = []
+        self.sampling: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+
+    def generate(self, prompt: list[int], **sampling: Any) -> Answer:
+        text = self.tokenizer.decode(prompt)
+        with self._lock:
+            self.prompts.append(text)
+            self.sampling.append(sampling)
+        return self.odd(text) or self.said(f"Answer {text.count('<|im_start|>user')}.")
+
+    def said(self, text: str, finish_reason: str = "stop") -> Answer:
+        ids = self.tokenizer(text + (END if finish_reason == "stop" else ""))["input_ids"]
+        return Answer(ids, text, finish_reason, 0, 0, [], {})
+
+
+class FakeServer:
+    """Stands in for `Server`; the last one that was made is `made`."""
+
+    made: FakeServer | None = None
+    client_of_next: FakeClient | None = None
+
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        FakeServer.made = self
+        self.arguments, self.running = list(arguments), False
+
+    def start(self, timeout_s: float) -> FakeServer:
+        self.running = True
+        return self
+
+    def client(self) -> FakeClient:
+        assert FakeServer.client_of_next is not None
+        return FakeServer.client_of_next
+
+    def __enter__(self) -> FakeServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.running = False
+
+
+@pytest.fixture
+def client(tokenizer, monkeypatch) -> FakeClient:
+    """The client of the next server."""
+    client = FakeClient(tokenizer)
+    monkeypatch.setattr(FakeServer, "client_of_next", client)
+    monkeypatch.setattr(FakeServer, "made", None)
+    monkeypatch.setattr(module, "Server", FakeServer)
+    return client
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def _lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _run(data: Path, output: Path, **changes: Any) -> None:
+    given = {"target": str(TINY_TARGET), "max_new_tokens": 64, "temperature": 0.0, "concurrency": 4}
+    regenerate(data, output, **{**given, "server_args": "", "chat_template_kwargs": "{}", **changes})
+
+
+def _samples(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def _spans(tokenizer: Any, sample: dict[str, Any]) -> list[str]:
+    return [tokenizer.decode(sample["input_ids"][start:end]) for start, end in sample["spans"]]
+
+
+@pytest.fixture
+def regeneration(tokenizer, tmp_path) -> Regeneration:
+    data = _lines(tmp_path / "data.jsonl", {"prompt": "Hi"})
+    return Regeneration(data, tmp_path / "out.jsonl", Asking(str(TINY_TARGET), "", 64, 0.0, "{}"))
+
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    _user("One?"),
+    _assistant("What the data says."),
+    _user("Two?"),
+    _assistant("What else it says."),
+    _user("Three?"),
+]
+
+
+def test_turns_are_answered_one_after_the_other(regeneration, tokenizer):
+    """Fails where a question is asked with the data's answers before it, not the target's own, where a last question
+    stays unanswered, or where the samples of one conversation are not merged."""
+    client = FakeClient(tokenizer)
+    (sample,) = regeneration.answer(client, TALK)
+    assert [prompt.count("<|im_start|>user") for prompt in client.prompts] == [1, 2, 3]
+    assert not any("says" in prompt for prompt in client.prompts)
+    assert "Answer 1." in client.prompts[1] and client.prompts[2].startswith(client.prompts[1] + "Answer 2." + END)
+    assert client.sampling == [{"max_new_tokens": 64, "temperature": 0.0}] * 3
+    assert _spans(tokenizer, sample) == [f"Answer {turn}.{END}" for turn in (1, 2, 3)]
+    assert [turn["content"] for turn in sample["messages"] if turn["role"] == "assistant"] == [
+        "Answer 1.",
+        "Answer 2.",
+        "Answer 3.",
+    ]
+    whole = tokenizer.apply_chat_template(sample["messages"], tokenize=False)
+    assert tokenizer.decode(sample["input_ids"]) + "\n" == whole
+
+
+def test_a_prompt_that_does_not_extend_starts_a_sample(regeneration, tokenizer):
+    """Fails where ids are put together that the target never saw in a row: here the template cuts earlier answers."""
+    regeneration.tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content']", "(message['content'] if loop.last or message['role'] != 'assistant' else 'cut')"
+    )
+    first, second = regeneration.answer(FakeClient(tokenizer), [_user("One?"), _assistant(""), _user("Two?")])
+    assert _spans(tokenizer, first) == [f"Answer 1.{END}"]
+    assert _spans(tokenizer, second) == [f"Answer 2.{END}"]
+    assert "cut" in tokenizer.decode(second["input_ids"]) and len(first["messages"]) == 2
+
+
+def test_an_answer_that_was_cut_ends_the_conversation(regeneration, tokenizer):
+    """Fails where the user goes on after half an answer, or the half is thrown away."""
+    client = FakeClient(tokenizer)
+    client.odd = lambda prompt: client.said("Half an", "length") if "Two?" in prompt else None
+    (sample,) = regeneration.answer(client, TALK)
+    assert _spans(tokenizer, sample) == [f"Answer 1.{END}", "Half an"]
+    assert len(client.prompts) == 2
+
+
+def _refusing(status: int) -> Callable[[str], None]:
+    def refuse(prompt: str) -> None:
+        if "Two?" in prompt:
+            request = httpx.Request("POST", "http://127.0.0.1/generate")
+            raise httpx.HTTPStatusError("refused\nmore", request=request, response=httpx.Response(status))
+
+    return refuse
+
+
+def test_a_refused_request_keeps_the_turns_before(regeneration, tokenizer):
+    """Fails where one conversation that grew too long stops the run, or takes its first answers with it."""
+    (sample,) = regeneration.answer(FakeClient(tokenizer, _refusing(400)), TALK)
+    assert _spans(tokenizer, sample) == [f"Answer 1.{END}"]
+    assert regeneration.answer(FakeClient(tokenizer, _refusing(400)), [_user("Two?")]) == []
+
+
+def test_the_output_stands_in_the_datas_order(client, tokenizer, tmp_path, capsys):
+    """Fails where answers come in the order in which they are ready, a conversation is lost, or side files stay."""
+    rows = [{"prompt": f"Question {number}?"} for number in range(20)] + [{"messages": TALK}]
+    output = tmp_path / "made" / "out.jsonl"
+    client.odd = _refusing(400)
+    _run(_lines(tmp_path / "data.jsonl", *rows, {"prompt": "Two?"}), output, server_args="--mem-fraction-static 0.2")
+    samples = _samples(output)
+    assert [sample["messages"][0]["content"] for sample in samples[:20]] == [row["prompt"] for row in rows[:20]]
+    assert len(samples) == 21 and samples[20]["messages"][0]["role"] == "system"
+    assert sorted(path.name for path in output.parent.iterdir()) == ["out.jsonl", "out.jsonl.asking.json"]
+    assert FakeServer.made.arguments[:2] == ["--model-path", str(TINY_TARGET)]
+    assert FakeServer.made.arguments[-2:] == ["--mem-fraction-static", "0.2"] and not FakeServer.made.running
+    said = " ".join(capsys.readouterr().err.split())
+    assert "21 samples of 22 conversations, 1 refused by the server." in said
+
+
+def _stopped(data: Path, output: Path, client: FakeClient, tokenizer: Any) -> None:
+    """A regeneration whose server dies after the first conversation."""
+
+    def die(prompt: str) -> None:
+        if "First" not in prompt:
+            raise httpx.ConnectError("gone")
+
+    client.odd = die
+    with pytest.raises(ServerError, match=r"stopped answering \(gone\).*start again to go on"):
+        _run(data, output, concurrency=1)
+    client.odd = lambda prompt: None
+    client.prompts.clear()
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    return _lines(tmp_path / "data.jsonl", *({"prompt": f"{name}?"} for name in ("First", "Second", "Third")))
+
+
+@pytest.mark.parametrize("cut", ["", '{"index": 1, "sam'], ids=["whole", "cut"])
+def test_what_was_answered_is_not_asked_again(cut, client, data, tokenizer, tmp_path):
+    """Fails where a stopped regeneration starts from the beginning, or a half-written line breaks it or stays in it."""
+    output = tmp_path / "out.jsonl"
+    _stopped(data, output, client, tokenizer)
+    partial = tmp_path / "out.jsonl.partial"
+    assert not output.exists() and len(partial.read_text().splitlines()) == 2
+    with partial.open("a") as file:
+        file.write(cut)
+    _run(data, output)
+    assert len(client.prompts) == 2 and not any("First" in prompt for prompt in client.prompts)
+    assert [sample["messages"][0]["content"] for sample in _samples(output)] == ["First?", "Second?", "Third?"]
+    assert not partial.exists()
+
+
+def test_answers_under_way_are_kept_when_another_fails(client, data, tmp_path):
+    """Fails where an answer that came while another conversation failed has to be asked again."""
+    failed = threading.Event()
+
+    def die(prompt: str) -> None:
+        if "Third" in prompt:
+            failed.set()
+            raise httpx.ReadError("")
+        failed.wait(10)
+
+    client.odd = die
+    with pytest.raises(ServerError, match=r"stopped answering \(ReadError\)"):
+        _run(data, tmp_path / "out.jsonl", concurrency=3)
+    kept = [json.loads(line) for line in (tmp_path / "out.jsonl.partial").read_text().splitlines()[1:]]
+    assert sorted(row["index"] for row in kept) == [0, 1]
+
+
+@pytest.mark.parametrize("left", ["", '{"target": '], ids=["empty", "cut"])
+def test_stopped_before_the_first_line(left, client, data, tmp_path):
+    """Fails where a regeneration that was stopped at once can never be started again."""
+    (tmp_path / "out.jsonl.partial").write_text(left)
+    _run(data, tmp_path / "out.jsonl")
+    assert len(_samples(tmp_path / "out.jsonl")) == 3
+
+
+OTHER_DATA: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_new_tokens": 65}, {"temperature": 0.5}, {"chat_template_kwargs": '{"a": 1}'}, OTHER_DATA]
+)
+@pytest.mark.parametrize("finished", [False, True])
+def test_another_way_of_asking_is_refused(changes, finished, client, data, tokenizer, tmp_path):
+    """Fails where answers that were asked in two ways, or to two files, get into one output."""
+    output = tmp_path / "out.jsonl"
+    if finished:
+        _run(data, output)
+    else:
+        _stopped(data, output, client, tokenizer)
+    if changes is OTHER_DATA:
+        _lines(data, {"prompt": "First?"})
+    with pytest.raises(ValueError, match=r"was made from other data or with other options"):
+        _run(data, output, **changes)
+
+
+def test_a_finished_output_is_left_alone(client, data, tmp_path, capsys):
+    """Fails where a second start asks everything again."""
+    _run(data, tmp_path / "out.jsonl")
+    before = (tmp_path / "out.jsonl").read_bytes()
+    client.prompts.clear()
+    _run(data, tmp_path / "out.jsonl", concurrency=1)
+    assert client.prompts == [] and (tmp_path / "out.jsonl").read_bytes() == before
+    assert "is there already" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_that_is_not_ours_is_not_overwritten(client, data, tmp_path):
+    """Fails where somebody's file of that name is taken for a finished output."""
+    (tmp_path / "out.jsonl").write_text("mine\n")
+    with pytest.raises(ValueError, match="remove it or name another file"):
+        _run(data, tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text() == "mine\n"
+
+
+def test_a_server_that_fails_is_told_in_a_sentence(client, data, tmp_path):
+    """Fails where an error of the server's, of which httpx says more than a line, ends in a traceback."""
+    client.odd = lambda prompt: _refusing(500)(prompt + "Two?")
+    with pytest.raises(ServerError, match=r"stopped answering \(refused\)"):
+        _run(data, tmp_path / "out.jsonl")
+
+
+def test_the_trainer_takes_the_ids_as_they_came(client, data, tokenizer, tmp_path):
+    """Fails where the trainer would tokenize an answer anew, and learn other ids than the target gave."""
+    pieces = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (*"Answer", END)]
+    ids = [token for piece in pieces for token in piece]
+    assert ids != tokenizer("Answer" + END, add_special_tokens=False)["input_ids"]
+    client.odd = lambda prompt: Answer(ids, "Answer", "stop", 0, 0, [], {})
+    output = tmp_path / "out.jsonl"
+    _run(data, output)
+    from sglang_dflash.training.conversations import read
+
+    for sample in read([str(output)], tokenizer, {ids[-1]}, 100, {}):
+        ((start, end),) = sample["spans"]
+        assert sample["input_ids"][start:end] == ids

@@ -1,0 +1,118 @@
+"""What a run may be told, the sentence for everything else, and what a resumed run must agree with."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_dflash.training.options import default_gamma
+
+REFUSED = [
+    ({"layers": 0}, "--layers is 0; it must be at least 1."),
+    ({"batch_size": 0}, "--batch-size is 0; it must be at least 1."),
+    ({"accumulate": -1}, "--accumulate is -1; it must be at least 1."),
+    ({"anchors": 0}, "--anchors is 0; it must be at least 1."),
+    ({"epochs": 0}, "--epochs is 0; it must be at least 1."),
+    ({"eval_every": 0}, "--eval-every is 0; it must be at least 1."),
+    ({"save_every": 0}, "--save-every is 0; it must be at least 1."),
+    ({"log_every": 0}, "--log-every is 0; it must be at least 1."),
+    ({"held_out_limit": 0}, "--held-out-limit is 0; it must be at least 1."),
+    ({"keep_checkpoints": 0}, "--keep-checkpoints is 0; it must be at least 1."),
+    ({"block_size": 1}, "--block-size is 1; it must be at least 2."),
+    ({"max_length": 3}, "--max-length is 3; it must be at least 4."),
+    ({"learning_rate": 0.0}, "--learning-rate is 0.0; it must be above 0."),
+    ({"warm_up": 1.0}, "--warm-up is 1.0; it must be a share of the steps"),
+    ({"warm_up": -0.1}, "--warm-up is -0.1; it must be a share of the steps"),
+    ({"dpace_alpha": 1.5}, "--dpace-alpha is 1.5; it must be from 0 to 1."),
+    ({"held_out": 0.0}, "--held-out is 0.0; it must be a share between 0 and 1."),
+    ({"held_out": 1.0}, "--held-out is 1.0; it must be a share between 0 and 1."),
+    ({"clip": 0.0}, "--clip is 0.0; it must be above 0."),
+    ({"gamma": 0.0}, "--gamma is 0.0; it must be above 0."),
+    ({"max_steps": 0}, "--max-steps is 0; it must be at least 1."),
+    ({"num_taps": 0}, "--num-taps is 0; it must be at least 1."),
+    ({"sliding_window": 0}, "--sliding-window is 0; it must be positive."),
+    ({"sliding_layers": 1}, "--sliding-layers is 1; it must be at least 1, together with --sliding-window."),
+    ({"sliding_window": 8, "sliding_layers": 0}, "--sliding-layers is 0; it must be at least 1"),
+    ({"sliding_window": 8, "sliding_layers": 3, "layers": 2}, "--sliding-layers is 3; it must be at most the"),
+    ({"data": ()}, "--data is empty; it must be at least one JSONL file."),
+    ({"data": ("/nowhere.jsonl",)}, "--data is /nowhere.jsonl; it must be a JSONL file, and there is none"),
+    ({"held_out_data": "/nowhere.jsonl"}, "--held-out-data is /nowhere.jsonl; it must be a JSONL file"),
+    ({"loss": "kl"}, "--loss is kl; it must be one of decay, dpace."),
+    ({"attention": "sdpa"}, "--attention is sdpa; it must be one of auto, flex, dense."),
+    ({"precision": "fp8"}, "--precision is fp8; it must be one of auto, bf16, float32."),
+    ({"taps": (1, 2), "num_taps": 3}, "--num-taps is 3, but --taps names 2 layers; give one of them."),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED, ids=[" ".join(map(str, case[0].items())) for case in REFUSED])
+def test_refused(changes, said, options):
+    """Fails where a senseless value gets through, or the sentence leaves out flag, value or rule."""
+    with pytest.raises(ValueError) as refused:
+        options(**{"num_taps": None, **changes})
+    sentence = str(refused.value)
+    assert sentence.startswith(said)
+    assert sentence.endswith(".") and "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"warm_up": 0.0},
+        {"dpace_alpha": 0.0},
+        {"dpace_alpha": 1.0},
+        {"sliding_window": 1, "sliding_layers": 1},
+        {"taps": (1, 2), "num_taps": 2},
+        {"block_size": 2, "max_length": 4},
+    ],
+)
+def test_the_last_allowed_values(changes, options):
+    """Fails where a value on the border is refused."""
+    options(**changes)
+
+
+@pytest.mark.parametrize(("block_size", "gamma"), [(8, 4.0), (10, 5.0), (16, 7.0), (4, 2.0), (13, 6.0), (22, 9.0)])
+def test_gamma_follows_the_block(block_size, gamma):
+    """Fails where the paper's three values, or the lines between and beyond them, are missed."""
+    assert default_gamma(block_size) == pytest.approx(gamma)
+
+
+S, F = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"layers": 3}, [F, F, F]),
+        ({"layers": 3, "sliding_window": 8}, [S, S, F]),
+        ({"layers": 1, "sliding_window": 8}, [S]),
+        ({"layers": 3, "sliding_window": 8, "sliding_layers": 1}, [S, F, F]),
+        ({"layers": 3, "sliding_window": 8, "sliding_layers": 3}, [S, S, S]),
+    ],
+)
+def test_layer_types(changes, expected, options):
+    """Fails where other layers slide than asked: all but the last, unless told how many."""
+    assert options(**changes).layer_types == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({}, []),
+        ({"output": "/elsewhere", "resume": True, "eval_every": 1, "save_every": 1, "keep_checkpoints": 9}, []),
+        ({"log_every": 7}, []),
+        ({"seed": 1}, ["--seed"]),
+        ({"learning_rate": 1e-3, "layers": 2}, ["--layers", "--learning-rate"]),
+        ({"chat_template_kwargs": (("enable_thinking", False),)}, ["--chat-template-kwargs"]),
+        ({"taps": (1, 2)}, ["--taps"]),
+    ],
+)
+def test_difference_to_an_earlier_run(changes, flags, options):
+    """Fails where an option that decides what is computed may change between two halves of a run, or one that does not
+    keeps it from going on."""
+    earlier = options()
+    assert options(**changes).difference(earlier.fingerprint()) == flags
+
+
+def test_a_run_agrees_with_itself(options):
+    """Fails where tuples, which JSON turns into lists, count as a change."""
+    same = {"taps": (1, 2), "chat_template_kwargs": (("a", [1]), ("b", None)), "num_taps": None}
+    assert options(**same).difference(options(**same).fingerprint()) == []

@@ -1,0 +1,76 @@
+"""Two processes under torchrun: one set of weights, and the gradient of both halves of the batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_dflash.serving import TINY_TARGET
+from sglang_dflash.training.trainer import train
+
+# The command line as torchrun calls it; beyond it, each process writes down the weights it ends with.
+WORKER = """
+import hashlib, os, runpy
+from sglang_dflash.training import trainer
+
+run = trainer.Trainer.run
+
+def watched(self):
+    acceptance = run(self)
+    digest = hashlib.sha256()
+    for weight in self.draft.parameters():
+        digest.update(weight.detach().numpy().tobytes())
+    with open(os.environ["DIGESTS"] + os.environ["RANK"], "w") as file:
+        file.write(f"{self.accelerator.num_processes} {digest.hexdigest()} {acceptance.steps}")
+    return acceptance
+
+trainer.Trainer.run = watched
+runpy.run_module("sglang_dflash.cli", run_name="__main__")
+"""
+# So many blocks that each process takes every place: then anchors do not depend on who draws them.
+SAME = {"anchors": 4096, "batch_size": 1, "max_length": 48, "max_steps": 2, "warm_up": 0.0, "save_every": 1}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, data_file, datasets_cache) -> Path:
+    """The output of two steps of two processes."""
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "worker.py").write_text(WORKER)
+    flags = {**SAME, "target": TINY_TARGET, "data": data_file, "output": folder / "draft", "layers": 1}
+    flags |= {"num_taps": 2, "block_size": 4, "log_every": 1, "held_out": 0.1, "held_out_limit": 3}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command += ["--standalone", str(folder / "worker.py"), "train"]
+    for name, value in flags.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIGESTS": str(folder / "rank-")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-9000:]
+    return folder
+
+
+def test_both_processes_end_with_the_same_weights(pair):
+    """Fails where a process learns for itself, or counts only its own held-out steps."""
+    first, second = ((pair / f"rank-{rank}").read_text() for rank in range(2))
+    assert first == second
+    assert first.startswith("2 ")
+
+
+def test_two_processes_are_two_micro_batches(pair, options, tmp_path):
+    """Fails where the gradient is not the mean of both processes' gradients, or the loss of one alone is recorded: one
+    process that accumulates the same two conversations is the measure."""
+    train(options(**SAME, accumulate=2, output=str(tmp_path / "alone"), held_out_limit=3))
+    moments = []
+    for folder in (pair / "draft", tmp_path / "alone"):
+        state = torch.load(folder / "checkpoints" / "step-00000001" / "optimizer.bin", weights_only=True)["state"]
+        moments.append([state[index]["exp_avg"] for index in sorted(state)])
+    for one, other in zip(*moments, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6 * float(other.abs().max()) + 1e-9)
+    rows = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (pair / "draft", tmp_path / "alone")]
+    losses = [[row["loss"] for row in map(json.loads, lines) if "loss" in row] for lines in rows]
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-3)

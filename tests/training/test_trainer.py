@@ -1,0 +1,326 @@
+"""Whole runs on the embedded target: what they learn, leave behind, repeat bit for bit, and refuse."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib import image
+
+from sglang_dflash.reference import DFlashDraftModel, FeatureTaps
+from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
+from sglang_dflash.training import TrainOptions
+from sglang_dflash.training.conversations import collate, micro_batches
+from sglang_dflash.training.trainer import Trainer, train
+
+LAST = "step-00000008"
+
+
+def _rows(folder: Path | str, key: str) -> list[dict[str, Any]]:
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if key in row]
+
+
+def _digest(folder: Path | str) -> str:
+    return hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _eight(folder: Path, make: Any, **changes: Any) -> TrainOptions:
+    return make(output=str(folder), max_steps=8, save_every=4, eval_every=4, **changes)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, data_file) -> Path:
+    """The output of a run of eight steps, checkpoints after four and eight."""
+    folder = tmp_path_factory.mktemp("unbroken") / "draft"
+
+    def make(**changes: Any) -> TrainOptions:
+        return TrainOptions(
+            target=str(TINY_TARGET),
+            data=(str(data_file),),
+            layers=1,
+            num_taps=2,
+            block_size=4,
+            anchors=8,
+            batch_size=2,
+            max_length=96,
+            log_every=1,
+            held_out=0.1,
+            held_out_limit=2,
+            **changes,
+        )
+
+    train(_eight(folder, make))
+    return folder
+
+
+def test_loss_falls_and_tau_rises(options, tmp_path):
+    """Fails where the run does not learn: within seconds, some drafts are right of answers that it has seen."""
+    made = options(
+        anchors=32,
+        batch_size=4,
+        max_steps=40,
+        learning_rate=3e-3,
+        eval_every=20,
+        held_out_data=str(options().data[0]),
+        held_out_limit=3,
+    )
+    acceptance = train(made)
+    losses = [row["loss"] for row in _rows(made.output, "loss")]
+    assert len(losses) == 40
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    taus = [row["tau"] for row in _rows(made.output, "tau")]
+    assert len(taus) == 2 and taus[-1] == acceptance.tau > 1.1
+
+
+def test_what_a_run_leaves_behind(unbroken, data_file):
+    """Fails where a file is absent or broken, or the card does not say data, taps or tau."""
+    files = {"README.md", "config.json", "curves.png", "metrics.jsonl", "model.safetensors", "checkpoints"}
+    assert {path.name for path in unbroken.iterdir()} == files
+    assert sorted(path.name for path in (unbroken / "checkpoints").iterdir()) == ["step-00000004", LAST]
+    pixels = image.imread(unbroken / "curves.png")
+    assert pixels.shape[0] > 200 and pixels.shape[1] > 800 and pixels.std() > 0.01
+    card = (unbroken / "README.md").read_text()
+    (*_, last) = _rows(unbroken, "tau")
+    digest = hashlib.sha256(data_file.read_bytes()).hexdigest()[:16]
+    tau = f"tau {last['tau']:.2f}"
+    for said in (data_file.name, digest, tau, "[1, 3]", "block size 4", "36 conversations", "2 conversations"):
+        assert said in card, said
+    assert DFlashDraftModel.from_pretrained(unbroken).block_size == 4
+    assert [row["step"] for row in _rows(unbroken, "loss")] == list(range(1, 9))
+    assert [row["step"] for row in _rows(unbroken, "tau")] == [4, 8]
+
+
+@pytest.fixture
+def halfway(unbroken, tmp_path) -> Path:
+    """As if the run had been killed after its checkpoint at step 4, some steps later."""
+    folder = tmp_path / "halfway"
+    shutil.copytree(unbroken, folder)
+    shutil.rmtree(folder / "checkpoints" / LAST)
+    for name in ("model.safetensors", "config.json", "README.md", "curves.png"):
+        (folder / name).unlink()
+    return folder
+
+
+def test_a_resumed_run_is_the_unbroken_one(unbroken, halfway, options):
+    """Fails where order, anchors, optimizer, learning rate or metrics do not go on where they were, bit for bit."""
+    train(_eight(halfway, options, resume=True))
+    assert _digest(halfway) == _digest(unbroken)
+    assert (halfway / "metrics.jsonl").read_bytes() == (unbroken / "metrics.jsonl").read_bytes()
+    assert (halfway / "README.md").read_text() == (unbroken / "README.md").read_text()
+
+
+def test_a_half_written_checkpoint_is_passed_over(unbroken, halfway, options):
+    """Fails where a run that was killed while it wrote a checkpoint cannot go on from the one before."""
+    shutil.copytree(halfway / "checkpoints" / "step-00000004", halfway / "checkpoints" / "partial-00000008")
+    (halfway / "checkpoints" / "partial-00000008" / "model.safetensors").unlink()
+    train(_eight(halfway, options, resume=True))
+    assert _digest(halfway) == _digest(unbroken)
+
+
+def test_resuming_a_finished_run_changes_nothing(unbroken, tmp_path, options):
+    """Fails where a run that has no step left writes a card without its tau, or other weights."""
+    folder = tmp_path / "finished"
+    shutil.copytree(unbroken, folder)
+    acceptance = train(_eight(folder, options, resume=True))
+    assert acceptance.tau == _rows(unbroken, "tau")[-1]["tau"]
+    for name in ("model.safetensors", "metrics.jsonl", "README.md", "config.json"):
+        assert (folder / name).read_bytes() == (unbroken / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"), [({"seed": 1}, "--seed"), ({"learning_rate": 1e-3}, "--learning-rate"), ({"layers": 2}, "")]
+)
+def test_resuming_another_run_is_refused(halfway, options, changes, flag):
+    """Fails where the two halves of one run could be trained differently, or with weights that do not fit."""
+    with pytest.raises(ValueError, match=rf"--resume: .*{flag or '--layers'}"):
+        train(_eight(halfway, options, resume=True, **changes))
+
+
+def test_resuming_with_other_data_is_refused(halfway, options, tmp_path):
+    """Fails where data of another length, under the same name, would put a run's second half out of step."""
+    lines = Path(options().data[0]).read_text().splitlines(keepends=True)
+    data = tmp_path / "asked.jsonl"
+    data.write_text("".join(lines))
+    made = {"data": (str(data),), "output": str(tmp_path / "moved"), "epochs": 1, "max_steps": None, "save_every": 9}
+    train(options(**made))
+    data.write_text("".join(lines[:20]))
+    with pytest.raises(ValueError, match=r"--resume: .* other values of the data"):
+        train(options(**made, resume=True))
+
+
+def test_an_earlier_runs_output_is_not_trained_over(halfway, options):
+    """Fails where checkpoints of two runs would lie in one folder, to be resumed or cleared away in place of each
+    other."""
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier run; go on with --resume"):
+        train(_eight(halfway, options))
+
+
+def test_resuming_nothing_starts(options):
+    """Fails where a job that always says --resume cannot start for the first time."""
+    assert Trainer(options(resume=True)).done == 0
+
+
+def test_the_seed_decides_everything(unbroken, options, tmp_path):
+    """Fails where the same seed gives other bits, or another one the same."""
+    train(_eight(tmp_path / "same", options))
+    assert _digest(tmp_path / "same") == _digest(unbroken)
+    train(_eight(tmp_path / "other", options, seed=1))
+    assert _digest(tmp_path / "other") != _digest(unbroken)
+
+
+def test_only_the_last_checkpoints_stay(options, tmp_path):
+    """Fails where checkpoints fill the disk, or the last one is cleared away."""
+    train(options(max_steps=4, save_every=1, keep_checkpoints=2))
+    left = sorted(path.name for path in (tmp_path / "draft" / "checkpoints").iterdir())
+    assert left == ["step-00000003", "step-00000004"]
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"precision": "bf16"},
+    {"precision": "bf16", "target_dtype": "bfloat16"},
+    {"loss": "dpace"},
+    {"layers": 2, "sliding_window": 8},
+    {"is_causal": True, "taps": (0, 4), "num_taps": None},
+    {"accumulate": 2, "weight_decay": 0.1},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=[" ".join(map(str, v.items())) for v in VARIANTS])
+def test_every_variant_learns(changes, options):
+    """Fails where a combination breaks on the way, or its loss does not fall."""
+    made = options(**changes, max_steps=8, learning_rate=3e-3)
+    train(made)
+    losses = [row["loss"] for row in _rows(made.output, "loss")]
+    assert all(0 < loss < 100 for loss in losses)
+    assert sum(losses[-2:]) < 0.8 * sum(losses[:2])
+    assert (Path(made.output) / "model.safetensors").is_file()
+
+
+def test_the_target_stays_as_it_is(options):
+    """Fails where a step, an evaluation or weight decay changes the target."""
+    trainer = Trainer(options(weight_decay=0.5))
+    before = {name: weight.clone() for name, weight in trainer.target.model.named_parameters()}
+    trainer.run()
+    for name, weight in trainer.target.model.named_parameters():
+        assert torch.equal(before[name], weight) and weight.grad is None and not weight.requires_grad, name
+
+
+def test_features_are_the_residual_outputs(options, target):
+    """Fails where a tap is off by one layer, comes normed, or changes with the padding behind it."""
+    trainer = Trainer(options(taps=(0, 4), num_taps=None))
+    ids = torch.randint(1700, (1, 9), generator=torch.Generator().manual_seed(0))
+    states = target(ids, output_hidden_states=True).hidden_states
+    padded = torch.cat((ids, torch.zeros(1, 5, dtype=torch.int64)), dim=1)
+    features = trainer.target.features(padded, (0, 4))
+    torch.testing.assert_close(features[:, :9], torch.cat((states[1], states[5]), dim=-1))
+    with FeatureTaps(target, (0, 4)) as taps, torch.no_grad():
+        target(ids)
+    torch.testing.assert_close(taps.take(), features[:, :9])
+
+
+def test_a_step_by_hand(options):
+    """Fails where accumulated gradients are not the mean of their micro-batches', the norm is not cut, or the step is
+    not AdamW's at the scheduled rate."""
+    made = options(accumulate=2, max_steps=10, warm_up=0.5, clip=0.5, learning_rate=1e-2, weight_decay=0.1)
+    ours, plain = Trainer(made), Trainer(made)
+    queue = micro_batches([len(ids) for ids in plain.data["input_ids"]], 2, 0, 0, 1, 0)
+    recorded = ours._step(0, micro_batches([len(ids) for ids in ours.data["input_ids"]], 2, 0, 0, 1, 0))[0]
+    losses = []
+    for micro in range(2):
+        ids, learned = collate([plain.data[index] for index in next(queue)], torch.device("cpu"))
+        losses.append(plain.loss(plain.draft, ids, plain.blocks(ids, learned, micro)))
+    mean = sum(losses) / 2
+    weights = dict(plain.draft.named_parameters())
+    gradients = dict(zip(weights, torch.autograd.grad(mean, list(weights.values())), strict=True))
+    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    assert norm > 0.5
+    rate = 1e-2 / 5  # the first of five warm-up steps
+    for name, weight in ours.draft.named_parameters():
+        state = ours.optimizer.state[weight]
+        cut = gradients[name] * 0.5 / norm
+        torch.testing.assert_close(state["exp_avg"], 0.1 * cut, rtol=1e-3, atol=1e-7)
+        moved = weights[name] * (1 - rate * 0.1) - rate * state["exp_avg"] / 0.1 / (
+            (state["exp_avg_sq"] / 0.001).sqrt() + 1e-8
+        )
+        torch.testing.assert_close(weight, moved, rtol=1e-4, atol=1e-6)
+    assert recorded == pytest.approx(mean.item(), rel=1e-5)
+
+
+def test_learning_rate(options):
+    """Fails where warm-up does not end at the peak, or the cosine not at zero after the last step."""
+    trainer = Trainer(options(max_steps=20, warm_up=0.2, learning_rate=1.0))
+    rates = [trainer.learning_rate(step) for step in range(21)]
+    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates[12] == pytest.approx(0.5) and rates[20] == pytest.approx(0.0)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"batch_size": 1, "epochs": 2, "max_steps": None}, 72),
+        ({"batch_size": 5, "epochs": 3, "max_steps": None}, 24),
+        ({"batch_size": 5, "epochs": 3, "accumulate": 5, "max_steps": None}, 4),
+        ({"batch_size": 5, "epochs": 3, "max_steps": 10}, 10),
+        ({"batch_size": 50, "epochs": 1, "accumulate": 9, "max_steps": None}, 1),
+    ],
+)
+def test_steps_of_a_run(changes, steps, options):
+    """Fails where a run is longer than its epochs or its limit, or has no step: 36 conversations, 4 held out."""
+    assert Trainer(options(**changes)).steps == steps
+
+
+def test_a_draft_to_go_on_from(options, draft):
+    """Fails where --init starts from other weights, or gamma and anchors go by another block size than the draft's."""
+    trainer = Trainer(options(init=str(TINY_DRAFT), block_size=16, layers=5))
+    assert trainer.draft.draft_config == draft.draft_config
+    assert all(torch.equal(a, b) for a, b in zip(trainer.draft.parameters(), draft.parameters(), strict=True))
+    assert trainer.gamma == 4.0
+    trainer.run()
+    assert DFlashDraftModel.from_pretrained(trainer.output).block_size == 8
+    assert "exp(-(k-1)/4)" in (trainer.output / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"target": "/nowhere/target"}, "The target /nowhere/target cannot be read"),
+        ({"init": "/nowhere/draft"}, "--init /nowhere/draft cannot be loaded"),
+        ({"init": str(TINY_TARGET)}, "architectures are ['Qwen3ForCausalLM']"),
+        ({"target_dtype": "int8"}, "--target-dtype is int8; it must be one of"),
+        ({"taps": (1, 5), "num_taps": None}, "--taps has [5]"),
+        ({"mask_token_id": 1792}, "--mask-token-id is 1792"),
+        ({"mask_token_id": -1}, "--mask-token-id is -1"),
+        ({"attention": "flex"}, "--attention is flex"),
+    ],
+)
+def test_refused(changes, said, options):
+    """Fails where a target, a draft or a value that does not fit ends in another error than one sentence."""
+    with pytest.raises(ValueError) as refused:
+        Trainer(options(**changes))
+    sentence = str(refused.value)
+    assert said in sentence and "\n" not in sentence
+    assert sentence.endswith((".", "!", "'"))
+
+
+def test_one_conversation_is_refused(options, tmp_path):
+    """Fails where nothing is left to train on once one conversation is held out."""
+    data = tmp_path / "one.jsonl"
+    data.write_text(json.dumps({"prompt": "Compute 9 * 7.", "response": "The answer is 63."}) + "\n")
+    with pytest.raises(ValueError, match="holds 1 conversation; one is held out"):
+        Trainer(options(data=(str(data),)))
+    assert len(Trainer(options(data=(str(data),), held_out_data=str(data))).data) == 1
+
+
+def test_every_micro_batch_draws_its_own_anchors(options):
+    """Fails where a conversation is cut at the same places each time it comes, or one seed gives two places."""
+    trainer = Trainer(options())
+    ids, learned = torch.arange(90)[None], torch.ones(1, 90, dtype=torch.bool)
+    drawn = [trainer.blocks(ids, learned, place).anchors.tolist() for place in (0, 1, 2, 0)]
+    assert drawn[0] == drawn[3] and drawn[0] != drawn[1] != drawn[2] != drawn[0]
