@@ -55,7 +55,7 @@ class Settings:
     target_steps: int = 2_600
     batch_tokens: int = 4_096
     peak: float = 2e-3
-    answers: int = 6_000
+    answers: int = 3_000
     draft_steps: int = 1_500
     draft_batch: int = 16
     draft_anchors: int = 32

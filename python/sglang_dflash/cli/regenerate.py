@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import typer
@@ -17,6 +18,9 @@ from rich.console import Console
 from rich.progress import track
 
 from sglang_dflash.serving import Client, Server, ServerError
+
+T = TypeVar("T")
+_LINE_EVERY_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +148,7 @@ class Regeneration:
                 file.flush()
 
             try:
-                for future in track(
-                    as_completed(waiting), "Asking the target", total=len(missing), console=console, update_period=0.5
-                ):
+                for future in _shown(as_completed(waiting), len(missing), console):
                     keep(future)
             except httpx.HTTPError as error:
                 said = (str(error).splitlines() or [type(error).__name__])[0]
@@ -206,6 +208,21 @@ class Regeneration:
             + (f", {empty:,} refused by the server." if empty else "."),
             highlight=False,
         )
+
+
+def _shown(finished: Iterable[T], total: int, console: Console) -> Iterator[T]:
+    """`finished`, with a bar where somebody watches and a line now and then in a log."""
+    if console.is_terminal:
+        yield from track(finished, "Asking the target", total=total, console=console, update_period=0.5)
+        return
+    began = said_at = time.monotonic()
+    for count, one in enumerate(finished, start=1):
+        yield one
+        now = time.monotonic()
+        if now - said_at > _LINE_EVERY_S or count == total:
+            said_at = now
+            left_min = (now - began) / count * (total - count) / 60
+            console.print(f"Asked {count:,} of {total:,} conversations, {left_min:.1f} min left", highlight=False)
 
 
 def _sample(said: list[dict[str, str]], ids: list[int], spans: list[list[int]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 _LINE_EVERY_S = 20.0
+_SMOOTHING = 0.05
 
 
 class Reporter:
@@ -38,7 +39,7 @@ class Reporter:
             disable=not self._live,
         )
         self._task = self._bar.add_task("train", total=steps, completed=done, said="")
-        self._tau = ""
+        self._tau, self._rate = "", 0.0
         self._started, self._began_at, self._said_at = time.monotonic(), done, 0.0
         if not quiet:
             self._recover(done)
@@ -61,7 +62,8 @@ class Reporter:
                 file.write(json.dumps(row) + "\n")
 
     def show(self, step: int, loss: float, tokens_per_s: float) -> None:
-        said = f"loss {loss:.3f}{self._tau}, {tokens_per_s:,.0f} tok/s"
+        self._rate += _SMOOTHING * (tokens_per_s - self._rate) if self._rate else tokens_per_s
+        said = f"loss {loss:.3f}{self._tau}, {self._rate:,.0f} tok/s"
         self._bar.update(self._task, completed=step, said=said)
         now = time.monotonic()
         if not self._live and (now - self._said_at > _LINE_EVERY_S or step == self._steps):

@@ -224,6 +224,7 @@ class Trainer:
         folder = self.output / "checkpoints" / f"step-{step:08d}"
         partial = folder.with_name(f"partial-{step:08d}")
         self.accelerator.save_state(str(partial))
+        self.accelerator.wait_for_everyone()  # each process writes its own random state
         if self.accelerator.is_main_process:
             state = {"step": step, "steps": self.steps, "options": self.options.fingerprint()}
             (partial / _STATE).write_text(json.dumps(state))
