@@ -84,6 +84,7 @@ def _arguments() -> tuple[argparse.Namespace, Settings]:
     for name in ("target-steps", "draft-steps", "answers"):
         parser.add_argument(f"--{name}", type=int, help="default: see Settings in this script")
     parser.add_argument("--keep-target", action="store_true", help="use the target that stands in --out")
+    parser.add_argument("--keep-draft", action="store_true", help="use what stands in --out: measure, write the card")
     parser.add_argument("--only-target", action="store_true", help="stop behind the target")
     parser.add_argument("--smoke", action="store_true", help="a quick run of all stages, in a temporary one")
     args = parser.parse_args()
@@ -96,8 +97,9 @@ def _arguments() -> tuple[argparse.Namespace, Settings]:
         args.out = Path(tempfile.mkdtemp(prefix="tiny-pair-")) if args.smoke else _DEFAULT_OUT
     if args.work is None:
         args.work = args.out / "work" if args.smoke else _ROOT / "build/tiny-pair"
-    if args.keep_target and not (args.out / "target/model.safetensors").is_file():
-        parser.error(f"--keep-target needs a trained target in {args.out}/target, and there is none.")
+    for kept, name in ((args.keep_target or args.keep_draft, "target"), (args.keep_draft, "draft")):
+        if kept and not (args.out / name / "model.safetensors").is_file():
+            parser.error(f"--keep-{name} needs a trained {name} in {args.out / name}, and there is none.")
     values = {name: getattr(base, name) for name in Settings.__dataclass_fields__}
     return args, Settings(**values | {name: value for name, value in chosen.items() if value is not None})
 
@@ -158,7 +160,7 @@ def _own_answers(args: argparse.Namespace, settings: Settings, heldout: list[Exa
     return kept
 
 
-def _train_draft(args: argparse.Namespace, settings: Settings, answers: Path) -> TrainOptions:
+def _train_draft(args: argparse.Namespace, settings: Settings, answers: Path) -> None:
     options = TrainOptions(
         target=str(args.out / "target"),
         data=(str(answers),),
@@ -182,8 +184,6 @@ def _train_draft(args: argparse.Namespace, settings: Settings, answers: Path) ->
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "model.safetensors"):
         shutil.copy2(args.work / "draft" / name, folder / name)
-    shutil.copy2(args.work / "draft/curves.png", args.work / "curves.png")
-    return options
 
 
 def _sizes_bytes(out: Path) -> dict[str, int]:
@@ -208,14 +208,15 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     heldout = corpus.make_heldout(args.seed, settings.heldout_per_kind)
     corpus.write_heldout(args.out / "heldout.jsonl", heldout)
-    if not args.keep_target:
+    if not (args.keep_target or args.keep_draft):
         _train_target(args, settings, heldout)
     if args.only_target:
         return
-    with _recorded(args.out, "answers"):
-        answers = _own_answers(args, settings, heldout)
-    with _recorded(args.out, "draft"):
-        options = _train_draft(args, settings, answers)
+    if not args.keep_draft:
+        with _recorded(args.out, "answers"):
+            answers = _own_answers(args, settings, heldout)
+        with _recorded(args.out, "draft"):
+            _train_draft(args, settings, answers)
     with _recorded(args.out, "evaluation"):
         tokenizer, model = load_tokenizer(args.out / "target"), load_target(args.out / "target")
         draft = DFlashDraftModel.from_pretrained(args.out / "draft", dtype=torch.float32).eval()
@@ -226,8 +227,9 @@ def main() -> None:
         args.seed,
         json.loads((args.out / "made.json").read_text(encoding="utf-8")),
         f"{settings.target_steps:,} steps of {settings.batch_tokens:,} ids, {settings.conversations:,} conversations",
-        f"`sglang-dflash train`, {options.max_steps:,} steps of {options.batch_size} conversations with up to "
-        f"{options.anchors} blocks each, on the target's own greedy answers to {settings.answers:,} conversations",
+        f"`sglang-dflash train`, {settings.draft_steps:,} steps of {settings.draft_batch} conversations with up to "
+        f"{settings.draft_anchors}\n  blocks each, on the target's own greedy answers to {settings.answers:,} "
+        "conversations",
         _BLOCK_SIZE,
         _sizes_bytes(args.out),
     )

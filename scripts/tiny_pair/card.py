@@ -80,7 +80,7 @@ Acceptance by row k of the block (k = 0 is the anchor): of the steps that reache
 
 {_by_position({kind: _accept_lens(chosen) for kind, chosen in by_kind.items()}, full)}
 
-tau in conversations of {len(turns)} held-out prompts of mixed kinds: {later}.
+tau in conversations of {len(turns)} held-out prompts, each turn with as many of each kind: {later}.
 
 Ids drafted and verified equal the argmax of one plain pass over prompt and answer on {same} of {len(outcomes)}
 held-out prompts. The smallest gap between the two best logits on the way is {least_gap:.2e}."""

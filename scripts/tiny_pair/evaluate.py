@@ -13,6 +13,7 @@ from .wording import Example
 
 MAX_NEW_TOKENS = 200
 _TOGETHER = 50
+_TALKS = 90  # conversations of several turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +86,18 @@ def later_turns(
     heldout: Sequence[Example],
     turns: int,
 ) -> list[list[int]]:
-    """accept_lens turn by turn over conversations of `turns` held-out prompts of mixed kinds."""
-    # Kinds lie one after the other: with a stride, neighbours are of different ones.
-    stride = len(heldout) // turns
-    asked = [[heldout[(i + turn * stride) % len(heldout)].prompt for turn in range(turns)] for i in range(stride)]
+    """accept_lens turn by turn over conversations of `turns` held-out prompts; every turn has as many of each kind."""
+    kinds = list(dict.fromkeys(example.kind for example in heldout))
+    prompts = [[example.prompt for example in heldout if example.kind == kind] for kind in kinds]
+    asked = []
+    for talk in range(_TALKS):
+        kind_of = [prompts[(talk + turn) % len(kinds)] for turn in range(turns)]
+        asked.append([some[(talk * turns + turn) % len(some)] for turn, some in enumerate(kind_of)])
     said: list[list[dict[str, str]]] = [[] for _ in asked]
     found: list[list[int]] = []
     for turn in range(turns):
-        for messages, prompts in zip(said, asked, strict=True):
-            messages.append({"role": "user", "content": prompts[turn]})
+        for messages, questions in zip(said, asked, strict=True):
+            messages.append({"role": "user", "content": questions[turn]})
         answers = list(_answers(target, draft, [_chat(tokenizer, messages) for messages in said]))
         found.append([commit_len - 1 for _, commit_lens in answers for commit_len in commit_lens])
         for messages, (ids, _) in zip(said, answers, strict=True):

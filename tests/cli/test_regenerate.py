@@ -59,7 +59,7 @@ class FakeServer:
         self.running = True
         return self
 
-    def client(self) -> FakeClient:
+    def client(self, timeout_s: float) -> FakeClient:
         assert FakeServer.client_of_next is not None
         return FakeServer.client_of_next
 
@@ -190,7 +190,7 @@ def test_the_output_stands_in_the_datas_order(client, tokenizer, tmp_path, capsy
     assert FakeServer.made.arguments[:2] == ["--model-path", str(TINY_TARGET)]
     assert FakeServer.made.arguments[-2:] == ["--mem-fraction-static", "0.2"] and not FakeServer.made.running
     said = " ".join(capsys.readouterr().err.split())
-    assert "21 samples of 22 conversations, 1 refused by the server." in said
+    assert "21 samples of 22 conversations, 1 refused by the chat template or the server." in said
 
 
 def _stopped(data: Path, output: Path, client: FakeClient, tokenizer: Any) -> None:
@@ -310,3 +310,32 @@ def test_the_trainer_takes_the_ids_as_they_came(client, data, tokenizer, tmp_pat
     for sample in read([str(output)], tokenizer, {ids[-1]}, 100, {}):
         ((start, end),) = sample["spans"]
         assert sample["input_ids"][start:end] == ids
+
+
+def test_a_line_separator_within_a_text_ends_no_line(client, tmp_path):
+    """Fails where a valid line is cut at a character that is a line's end to `str.splitlines` alone."""
+    data = tmp_path / "odd.jsonl"
+    data.write_text(json.dumps({"prompt": "First\u2028\x85?"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    _run(data, tmp_path / "out.jsonl")
+    ((sample,),) = [_samples(tmp_path / "out.jsonl")]
+    assert sample["messages"][0]["content"] == "First\u2028\x85?"
+
+
+def test_aborted_answers_are_not_kept(client, data, tokenizer, tmp_path):
+    """Fails where what an aborted request had said until then is taught as an answer."""
+    client.odd = lambda prompt: client.said("Half", "abort") if "Second" in prompt else None
+    _run(data, tmp_path / "out.jsonl")
+    assert [sample["messages"][0]["content"] for sample in _samples(tmp_path / "out.jsonl")] == ["First?", "Third?"]
+
+
+def test_nothing_answered_is_an_error(client, data, tmp_path):
+    """Fails where a server that refuses everything leaves an empty file behind, which counts as finished."""
+
+    def refuse(prompt: str) -> None:
+        request = httpx.Request("POST", "http://server")
+        raise httpx.HTTPStatusError("400", request=request, response=httpx.Response(400, request=request))
+
+    client.odd = refuse
+    with pytest.raises(ValueError, match="All 3 conversations were refused"):
+        _run(data, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()

@@ -374,3 +374,16 @@ def test_a_mask_without_an_id_is_refused():
     """Fails where a mask known only by its text reaches the target unresolved."""
     sentence = _target_refusal(_config(dflash={"mask_token": "<|MASK|>"}, without=("mask_token_id",)))
     assert "mask_token_id is None" in sentence
+
+
+@pytest.mark.parametrize("layers", [[1, 1, 3], [17, 9, 1]])
+def test_taps_must_rise(layers):
+    """Fails where features would come in another order, or another number, than the draft was trained with: the host
+    captures each layer once and in the model's order."""
+    sentence = _refusal(_config(dflash={"target_layer_ids": layers}))
+    assert f"target_layer_ids is {layers}" in sentence and "must rise" in sentence
+
+
+def test_taps_of_the_formula_must_rise():
+    """Fails where a target too small for so many taps gives one layer twice."""
+    assert "must rise" in _refusal(_config(without=("target_layer_ids",), num_target_layers=6))

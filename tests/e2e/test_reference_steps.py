@@ -24,6 +24,7 @@ def streamed_lengths(client: Client, prompt: list[int]) -> list[int]:
     }
     lengths = []
     with httpx.stream("POST", f"{client.url}/generate", json=body, timeout=120) as response:
+        response.raise_for_status()
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 lengths.append(json.loads(line.removeprefix("data: "))["meta_info"]["completion_tokens"])
@@ -48,4 +49,6 @@ def test_chunks_end_where_steps_end(client: Client, baseline: Baseline, oracle: 
     for prompt, expected in zip(prompts, oracle.generate(prompts, MAX_NEW_TOKENS), strict=True):
         # Chunks may hold several steps where the client reads late, but none ends within a step.
         ends = {min(1 + length, len(expected.ids)) for length in accumulate([0, *expected.commit_lens])}
-        assert set(streamed_lengths(client, prompt)) <= ends
+        lengths = streamed_lengths(client, prompt)
+        assert lengths[-1] == len(expected.ids)
+        assert set(lengths) <= ends

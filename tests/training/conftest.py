@@ -29,6 +29,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _on_the_cpu() -> Iterator[None]:
+    """What these tests compare is computed on a CPU, on a machine with a GPU as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # for child processes
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _new_process() -> None:
     """accelerate keeps the precision of a process's first run for all later ones."""

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from sglang_dflash.training.conversations import (
     collate,
     epoch_batches,
+    lengths,
     messages_of,
     micro_batches,
     read,
@@ -47,7 +49,10 @@ def _turn(role: str, content: str) -> dict[str, str]:
             {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
             [_turn("user", "Hi"), _turn("assistant", "Hello")],
         ),
-        ({"conversations": [{"from": "system", "value": "Be brief."}]}, [_turn("system", "Be brief.")]),
+        (
+            {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]},
+            [_turn("system", "Be brief."), _turn("user", "Hi")],
+        ),
         ({"prompt": "Hi", "response": "Hello"}, [_turn("user", "Hi"), _turn("assistant", "Hello")]),
         ({"prompt": "Hi", "response": ""}, [_turn("user", "Hi"), _turn("assistant", "")]),
         ({"prompt": "Hi"}, [_turn("user", "Hi")]),
@@ -267,3 +272,29 @@ def test_fewer_batches_than_processes():
     """Fails where a process has nothing to do and the others wait for it."""
     batches = [next(micro_batches([5, 6], 2, 0, rank, 3, 0)) for rank in range(3)]
     assert [sorted(batch) for batch in batches] == [[0, 1]] * 3
+
+
+def test_words_before_any_question_are_left_out():
+    """Fails where a ShareGPT row that opens with the assistant stops a run, or teaches an answer to nothing."""
+    row = {"conversations": [{"from": "gpt", "value": "Hello!"}, {"from": "human", "value": "1 + 1?"}]}
+    assert messages_of(row) == [{"role": "user", "content": "1 + 1?"}]
+    with pytest.raises(ValueError, match="no user's turn"):
+        messages_of({"messages": [{"role": "assistant", "content": "Hello!"}]})
+
+
+def test_lengths_and_padding():
+    """Fails where a length is another sample's after a shuffle, or flex attention meets other shapes than asked."""
+    data = Dataset.from_dict({"input_ids": [[1], [1, 2, 3], [1, 2]], "spans": [[[0, 1]]] * 3})
+    assert lengths(data) == [1, 3, 2]
+    assert lengths(data.select([2, 0])) == [2, 1]
+    ids, learned = collate([data[1]], torch.device("cpu"), multiple=8)
+    assert ids.tolist() == [[1, 2, 3, 0, 0, 0, 0, 0]] and learned.sum() == 1
+
+
+def test_many_conversations_are_tokenized_by_several_processes(tmp_path, tokenizer, end_ids, monkeypatch):
+    """Fails where the work of several processes is another than that of one, or in another order."""
+    path = _write(tmp_path / "many.jsonl", [{"prompt": f"{i} + 1?", "response": f"It is {i + 1}."} for i in range(50)])
+    alone = _read(path, tokenizer, end_ids)
+    monkeypatch.setattr("sglang_dflash.training.conversations._MANY", 10)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert _read(path, tokenizer, end_ids) == alone

@@ -67,7 +67,8 @@ def test_every_step_is_the_one_that_decoding_takes(draft, frozen, tokenizer):
         sample, lens = _answered(draft, frozen, prompt, 11 if number % 2 else 100)
         ((start, end),) = sample["spans"]
         ids = torch.tensor([sample["input_ids"]])
-        of_all = accept_lens(draft, frozen, ids, torch.arange(start, end - 1), end)
+        features = frozen.features(ids, draft.target_layer_ids)
+        of_all = accept_lens(draft, frozen, ids, features, torch.arange(start, end - 1), end)
         walked, anchor = [], start
         while anchor < end - 1:
             walked.append(of_all[anchor - start])
@@ -99,7 +100,9 @@ def test_more_blocks_than_run_at_a_time(draft, frozen, tokenizer, monkeypatch):
     """Fails where the blocks of a long answer depend on how many run together."""
     sample, _ = _answered(draft, frozen, _prompts(tokenizer, 1)[0], 40)
     ((start, end),) = sample["spans"]
-    arguments = (draft, frozen, torch.tensor([sample["input_ids"]]), torch.arange(start, end - 1), end)
+    ids = torch.tensor([sample["input_ids"]])
+    features = frozen.features(ids, draft.target_layer_ids)
+    arguments = (draft, frozen, ids, features, torch.arange(start, end - 1), end)
     together = accept_lens(*arguments)
     monkeypatch.setattr("sglang_dflash.training.evaluation._BLOCKS_AT_ONCE", 3)
     assert accept_lens(*arguments) == together

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import LlamaConfig, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from sglang_dflash.core.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.serving import TINY_DRAFT
 from sglang_dflash.training.layout import new_config, save_draft
+from sglang_dflash.training.options import TrainOptions
 
 QWEN3_8B = Qwen3Config(
     vocab_size=151936,
@@ -220,3 +221,18 @@ def test_windows_and_causality(is_causal, sliding, full, options, tmp_path):
     assert written.get("is_causal", None) is is_causal
     read = DraftConfig.from_dict(written).attention
     assert read == (LayerAttention(sliding, 2048),) * 4 + (LayerAttention(full, None),)
+
+
+def test_a_formula_that_repeats_layers_is_refused():
+    """Fails where a draft is trained on a layer twice: the host captures each one once, so it could not be served."""
+    options = TrainOptions(target="t", data=(__file__,), output="o", layers=5)
+    small = Qwen3Config(num_hidden_layers=6, hidden_size=64, intermediate_size=64, num_attention_heads=2)
+    with pytest.raises(ValueError, match=r"gives 5 taps of a target of 6 layers as \[1, 2, 2, 2, 3\]: give fewer"):
+        new_config(small, options, 0)
+
+
+def test_a_target_without_the_shapes_of_a_draft_is_refused():
+    """Fails where a GPT-2-like config ends in an AttributeError."""
+    options = TrainOptions(target="t", data=(__file__,), output="o", layers=1)
+    with pytest.raises(ValueError, match="is of type 'gpt2', which names no intermediate_size"):
+        new_config(GPT2Config(), options, 0)

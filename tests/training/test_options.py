@@ -39,6 +39,8 @@ REFUSED = [
     ({"loss": "kl"}, "--loss is kl; it must be one of decay, dpace."),
     ({"attention": "sdpa"}, "--attention is sdpa; it must be one of auto, flex, dense."),
     ({"precision": "fp8"}, "--precision is fp8; it must be one of auto, bf16, float32."),
+    ({"taps": (3, 1)}, "--taps is (3, 1); it must be layer numbers that rise"),
+    ({"taps": (1, 1)}, "--taps is (1, 1); it must be layer numbers that rise"),
     ({"taps": (1, 2), "num_taps": 3}, "--num-taps is 3, but --taps names 2 layers; give one of them."),
 ]
 

@@ -150,8 +150,30 @@ def test_resuming_with_other_data_is_refused(halfway, options, tmp_path):
     made = {"data": (str(data),), "output": str(tmp_path / "moved"), "epochs": 1, "max_steps": None, "save_every": 9}
     train(options(**made))
     data.write_text("".join(lines[:20]))
-    with pytest.raises(ValueError, match=r"--resume: .* other values of the data"):
+    with pytest.raises(ValueError, match=r"--resume: .* other values of data, steps"):
         train(options(**made, resume=True))
+
+
+def test_resuming_with_changed_data_of_the_same_length_is_refused(options, tmp_path):
+    """Fails where a run goes on with other answers than it began with, because there are as many."""
+    lines = Path(options().data[0]).read_text().splitlines(keepends=True)
+    data = tmp_path / "asked.jsonl"
+    data.write_text("".join(lines))
+    made = {"data": (str(data),), "output": str(tmp_path / "moved"), "max_steps": 1, "save_every": 1}
+    train(options(**made))
+    data.write_text("".join(lines[::-1]))
+    with pytest.raises(ValueError, match=r"--resume: .* other values of data;"):
+        train(options(**made, resume=True))
+
+
+def test_the_target_runs_in_its_own_dtype(options):
+    """Fails where the draft's autocast reaches into the target: the served target's features have no such rounding."""
+    trainer = Trainer(options(precision="bf16", target_dtype="float32"))
+    ids = torch.arange(40)[None]
+    plain = trainer.target.features(ids, (1, 3)), trainer.target.head(trainer.target.embed(ids))
+    with trainer.accelerator.autocast():
+        cast = trainer.target.features(ids, (1, 3)), trainer.target.head(trainer.target.embed(ids))
+    assert all(torch.equal(one, other) for one, other in zip(plain, cast, strict=True))
 
 
 def test_an_earlier_runs_output_is_not_trained_over(halfway, options):
@@ -184,6 +206,7 @@ def test_only_the_last_checkpoints_stay(options, tmp_path):
 VARIANTS: list[dict[str, Any]] = [
     {"precision": "bf16"},
     {"precision": "bf16", "target_dtype": "bfloat16"},
+    {"precision": "float32", "target_dtype": "bfloat16"},
     {"loss": "dpace"},
     {"layers": 2, "sliding_window": 8},
     {"is_causal": True, "taps": (0, 4), "num_taps": None},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -29,4 +30,6 @@ def run() -> None:
     try:
         app()
     except (ValueError, OSError, ServerError) as error:
+        if os.environ.get("SGLANG_DFLASH_TRACEBACK"):
+            raise
         sys.exit(f"error: {str(error).strip()}")

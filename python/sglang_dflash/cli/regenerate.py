@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import httpx
 import typer
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.progress import track
 
@@ -21,6 +22,7 @@ from sglang_dflash.serving import Client, Server, ServerError
 
 T = TypeVar("T")
 _LINE_EVERY_S = 20.0
+_PATIENCE_S = 24 * 3600.0  # a request may wait long for its turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,10 @@ class Regeneration:
         made = self.output if self.output.is_file() else self.partial
         if not made.is_file():
             return {}
-        lines = made.read_text().splitlines(keepends=True)
+        lines = list(made.open(encoding="utf-8"))
         if made == self.output:
             side = self.output.with_name(self.output.name + ".asking.json")
-            begun = json.loads(side.read_text()) if side.is_file() else None
+            begun = json.loads(side.read_text(encoding="utf-8")) if side.is_file() else None
         elif not lines or not lines[0].endswith("\n"):
             return {}  # stopped before the first line was whole
         else:
@@ -121,7 +123,7 @@ class Regeneration:
             return
         self.output.parent.mkdir(parents=True, exist_ok=True)
         fresh = self.partial.with_name(self.partial.name + ".fresh")
-        with fresh.open("w") as file:  # without the line that a stop cut
+        with fresh.open("w", encoding="utf-8") as file:  # without the line that a stop cut
             file.write(json.dumps(asdict(self.asking)) + "\n")
             for index, samples in self.done.items():
                 file.write(json.dumps({"index": index, "samples": samples}) + "\n")
@@ -138,8 +140,8 @@ class Regeneration:
         server = Server(["--model-path", self.asking.target, *device, *server_args], log)
         with console.status(f"Starting {self.asking.target} ..."):
             server.start(timeout_s=1800)
-        with server, ThreadPoolExecutor(concurrency) as pool, self.partial.open("a") as file:
-            client = server.client()
+        with server, ThreadPoolExecutor(concurrency) as pool, self.partial.open("a", encoding="utf-8") as file:
+            client = server.client(timeout_s=_PATIENCE_S)
             waiting = {pool.submit(self.answer, client, self.conversations[index]): index for index in missing}
 
             def keep(future: Future[list[dict[str, Any]]]) -> None:
@@ -173,9 +175,11 @@ class Regeneration:
             if turn["role"] != "assistant":
                 said.append(turn)
                 continue
-            text = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, **self.template)
-            prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             try:
+                text = self.tokenizer.apply_chat_template(
+                    said, tokenize=False, add_generation_prompt=True, **self.template
+                )
+                prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
                 answer = client.generate(
                     prompt, max_new_tokens=self.asking.max_new_tokens, temperature=self.asking.temperature
                 )
@@ -183,6 +187,10 @@ class Regeneration:
                 if error.response.status_code != 400:
                     raise
                 break  # refused, most likely longer than the context: the turns so far are kept
+            except TemplateError:
+                break  # a conversation that the chat template does not take
+            if answer.finish_reason == "abort":
+                break
             said.append({"role": "assistant", "content": self.tokenizer.decode(answer.ids, skip_special_tokens=True)})
             span = [len(prompt), len(prompt) + len(answer.ids)]
             before = samples[-1]["input_ids"] if samples else None
@@ -196,16 +204,19 @@ class Regeneration:
 
     def _finish(self, console: Console) -> None:
         rows = [sample for index in sorted(self.done) for sample in self.done[index]]
+        if not rows:
+            self.partial.unlink()
+            raise ValueError(f"All {len(self.done):,} conversations were refused, by the chat template or the server.")
         side = self.output.with_name(self.output.name + ".asking.json")
-        side.write_text(json.dumps(asdict(self.asking)))
+        side.write_text(json.dumps(asdict(self.asking)), encoding="utf-8")
         whole = self.partial.with_name(self.partial.name + ".whole")
-        whole.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        whole.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         whole.rename(self.output)
         self.partial.unlink()
         empty = sum(not samples for samples in self.done.values())
         console.print(
             f"{self.output}: {len(rows):,} samples of {len(self.done):,} conversations"
-            + (f", {empty:,} refused by the server." if empty else "."),
+            + (f", {empty:,} refused by the chat template or the server." if empty else "."),
             highlight=False,
         )
 
@@ -233,7 +244,7 @@ def _read_conversations(data: Path) -> list[list[dict[str, str]]]:
     from sglang_dflash.training.conversations import messages_of
 
     conversations = []
-    for number, line in enumerate(data.read_text().splitlines(), start=1):
+    for number, line in enumerate(data.open(encoding="utf-8"), start=1):
         if not line.strip():
             continue
         try:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sglang_dflash.cli.regenerate import parse_template_kwargs, regenerate
+
+if TYPE_CHECKING:
+    from sglang_dflash.training import TrainOptions
 
 _SHAPE, _LEARNING, _RUN, _DATA = "The draft", "Learning", "The run", "The data"
 
@@ -80,7 +83,14 @@ def train(
 
     options = TrainOptions(**given)
     if regenerated:
-        given["data"] = tuple(_own_answers(path, options, max_new_tokens, concurrency, server_args) for path in files)
+        _check_before_asking(options)
+
+        def answered(path: str) -> str:
+            return _own_answers(path, options, max_new_tokens, concurrency, server_args)
+
+        given["data"] = tuple(answered(path) for path in files)
+        if held_out_data is not None:
+            given["held_out_data"] = answered(str(held_out_data))
         options = TrainOptions(**given)
     from sglang_dflash.training.trainer import train as run
 
@@ -96,9 +106,21 @@ def _layer_list(text: str | None) -> tuple[int, ...] | None:
         raise ValueError(f"--taps is {text!r}; it must be layer numbers with commas between, such as 1,9,17.") from None
 
 
-def _own_answers(path: str, options: Any, max_new_tokens: int, concurrency: int, server_args: str) -> str:
+def _check_before_asking(options: TrainOptions) -> None:
+    """What would end the run only after hours of answers."""
+    from sglang_dflash.training.frozen import check_target
+    from sglang_dflash.training.trainer import check_output
+
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("--regenerate runs in one process; under torchrun, first run `sglang-dflash regenerate`.")
+    names = [Path(path).name for path in (*options.data, *filter(None, [options.held_out_data]))]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--data has files of one name: {', '.join(names)}; with --regenerate they must differ.")
+    check_target(options)
+    check_output(options)
+
+
+def _own_answers(path: str, options: TrainOptions, max_new_tokens: int, concurrency: int, server_args: str) -> str:
     answers = Path(options.output) / f"answers-{Path(path).name}"
     kwargs = dict(options.chat_template_kwargs)
     regenerate(Path(path), answers, options.target, max_new_tokens, 0.0, concurrency, server_args, json.dumps(kwargs))

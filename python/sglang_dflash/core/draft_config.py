@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 PLAIN_ARCHITECTURE = "DFlashDraftModel"
@@ -180,7 +181,10 @@ def _layer_attention(config: Mapping[str, Any], num_layers: int) -> tuple[LayerA
 def _target_layer_ids(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     layer_ids = config.get("target_layer_ids")
     if layer_ids is None:
-        return build_target_layer_ids(_positive(config, "num_target_layers"), num_layers)
+        layer_ids = list(build_target_layer_ids(_positive(config, "num_target_layers"), num_layers))
     if not isinstance(layer_ids, list) or not layer_ids or any(type(i) is not int for i in layer_ids):
         raise ValueError(f"dflash_config.target_layer_ids is {layer_ids!r}; it must be a list of layer numbers.")
+    # The host captures each layer once and in the model's order, whatever the list says.
+    if any(second <= first for first, second in pairwise(layer_ids)):
+        raise ValueError(f"dflash_config.target_layer_ids is {layer_ids}; the layer numbers must rise.")
     return tuple(layer_ids)

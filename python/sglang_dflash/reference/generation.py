@@ -205,7 +205,7 @@ class _Loop:
         return out.last_hidden_state, self.taps.take()
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.target.get_output_embeddings()(hidden)
+        return self.target.get_output_embeddings()(hidden.to(self.target.dtype))
 
 
 @torch.inference_mode()
@@ -223,8 +223,11 @@ def spec_generate(
     generator: torch.Generator | None = None,
     return_stats: bool = False,
 ) -> torch.Tensor | Generation:
-    """Generates with `target`, drafting with `draft`: at temperature 0 the target's greedy answer, token for token;
-    above, a sample of the target's distribution (a draft is committed where it equals the target's own sample).
+    """Generates with `target`, drafting with `draft`: at temperature 0 the target's greedy answer; above, a sample of
+    the target's distribution (a draft is committed where it equals the target's own sample).
+
+    Equal token for token as far as the target gives a row the same logits alone and among others: float32 does but
+    for ties, bfloat16 may swap two tokens that nearly tie.
 
     Args:
         draft: a `DFlashDraftModel`.
@@ -235,7 +238,7 @@ def spec_generate(
         attention_mask: [B, P], 0 where `input_ids` is padding, on either side; None: no padding.
         block_size: K, 2 or more; default: the draft's.
         mask_token_id: for a draft whose config gives only the token's text.
-        generator: for sampling.
+        generator: for sampling; on the target's device.
         return_stats: return a `Generation` instead of its `output_ids`.
 
     Raises:

@@ -218,6 +218,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         Returns:
             [B, Q, H]; final-normed, ready for the target's head.
         """
+        dtype = self.fc.weight.dtype  # the target may run in another
+        noise_embedding, target_hidden = noise_embedding.to(dtype), target_hidden.to(dtype)
         context = self.hidden_norm(self.fc(target_hidden))  # [B, T, H]: once, for all layers
         rope = self.rotary_emb(noise_embedding, position_ids)
         attention = self.draft_config.attention

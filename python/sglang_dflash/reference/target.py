@@ -54,7 +54,7 @@ def decoder_layers(target: nn.Module) -> nn.ModuleList:
         ValueError: no list of `num_hidden_layers` modules is found.
     """
     count = text_config(target).num_hidden_layers
-    for _, module in target.named_modules():
+    for module in target.get_decoder().modules():
         layers = getattr(module, "layers", None)
         if isinstance(layers, nn.ModuleList) and len(layers) == count:
             return layers

@@ -97,8 +97,8 @@ class Server:
         except httpx.HTTPError:
             return False
 
-    def client(self) -> Client:
-        return Client(self.url)
+    def client(self, timeout_s: float = 600.0) -> Client:
+        return Client(self.url, timeout_s)
 
     def last_words(self) -> str:
         """The last line the server wrote: for a refused start, the sentence that says why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from sglang_dflash import __version__
 _FROM = {"human": "user", "gpt": "assistant"}
 # So many batches are sorted by length together: little padding, and still a shuffled order.
 _SORTED_BATCHES = 32
+# From so many conversations on, several processes tokenize.
+_MANY = 20_000
 FORMS = (
     '"messages": [{"role", "content"}], "conversations": [{"from", "value"}], "prompt" and "response", or '
     '"input_ids" and "spans"'
@@ -41,7 +44,12 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
         raise ValueError(f"it has the keys {sorted(row)}; it must have {FORMS}.")
     if not said or not all(isinstance(role, str) and isinstance(content, str) for role, content in said):
         raise ValueError("every turn must have a role and a content, both text.")
-    return [{"role": role, "content": content} for role, content in said]
+    asked = next((i for i, (role, _) in enumerate(said) if role == "user"), len(said))
+    # What an assistant says before anyone asked (ShareGPT has such rows) is nobody's answer.
+    kept = [turn for i, turn in enumerate(said) if i >= asked or turn[0] != "assistant"]
+    if asked == len(said):
+        raise ValueError("it has no user's turn.")
+    return [{"role": role, "content": content} for role, content in kept]
 
 
 def _turns(value: Any) -> list[Mapping[str, Any]]:
@@ -79,8 +87,9 @@ def tokenize(
         samples = [(whole, [(len(asked), len(said)) for asked, said in texts])]
     else:
         # A template that rewrites earlier turns (thinking cut out): each turn as it was asked.
+        end = tokenizer.eos_token or ""
         samples = [
-            (said if said.startswith(asked) else asked + messages[i]["content"], [(len(asked), 1 << 60)])
+            (said if said.startswith(asked) else asked + messages[i]["content"] + end, [(len(asked), 1 << 60)])
             for i, (asked, said) in zip(turns, texts, strict=True)
         ]
     return [sample for text, spans in samples if (sample := _encode(tokenizer, text, spans, end_ids))["spans"]]
@@ -135,12 +144,19 @@ def read(
         batched=True,
         with_indices=True,
         remove_columns=raw.column_names,
+        num_proc=min(os.cpu_count() or 1, 16) if len(raw) >= _MANY else None,
         fn_kwargs={"version": __version__},  # part of the cache's key: another version tokenizes anew
         desc="Tokenizing",
     )
     if not len(data):
         raise ValueError(f"{', '.join(paths)} holds nothing to learn: no assistant turn of two tokens or more.")
     return data
+
+
+def lengths(data: Dataset) -> list[int]:
+    """Tokens of every sample."""
+    table = data.select_columns("input_ids").with_format("arrow")[:]
+    return pyarrow.compute.list_value_length(table["input_ids"]).to_pylist()
 
 
 def check_ids(data: Dataset, vocab_size: int, where: str) -> None:
@@ -203,9 +219,12 @@ def micro_batches(
         epoch += 1
 
 
-def collate(samples: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [B, T] int64, padded on the right with 0, and what is learned, [B, T] bool."""
+def collate(
+    samples: Sequence[Mapping[str, Any]], device: torch.device, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [B, T] int64, padded on the right with 0, and what is learned, [B, T] bool; T is a `multiple`."""
     width = max(len(sample["input_ids"]) for sample in samples)
+    width += -width % multiple
     ids = torch.zeros(len(samples), width, dtype=torch.int64)
     learned = torch.zeros(len(samples), width, dtype=torch.bool)
     for row, sample in enumerate(samples):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,17 +38,22 @@ class Acceptance:
 
 @torch.no_grad()
 def accept_lens(
-    draft: DFlashDraftModel, target: FrozenTarget, ids: torch.Tensor, anchors: torch.Tensor, end: int
+    draft: DFlashDraftModel,
+    target: FrozenTarget,
+    ids: torch.Tensor,
+    features: torch.Tensor,
+    anchors: torch.Tensor,
+    end: int,
 ) -> list[int]:
     """How many drafts each anchor's block would get accepted, were the text from the anchor on the target's greedy one.
 
     Args:
         ids: [1, T] int64.
+        features: [1, T, taps * H]; the target's, of `ids`.
         anchors: [A] int64, each < end - 1.
         end: where the answer ends; drafts beyond it are not counted.
     """
     learned = (torch.arange(ids.shape[1], device=ids.device) < end)[None]
-    features = target.features(ids, draft.target_layer_ids)
     context = torch.arange(ids.shape[1], device=ids.device)[None]
     found: list[int] = []
     for some in anchors.split(_BLOCKS_AT_ONCE):
@@ -68,7 +73,6 @@ def held_out_acceptance(
     target: FrozenTarget,
     samples: Sequence[Mapping[str, Any]],
     device: torch.device,
-    on_sample: Callable[[], None] = lambda: None,
 ) -> Acceptance:
     """Walks each answer as decoding would: a block at its first token, the next where that one's commit ends.
 
@@ -78,16 +82,16 @@ def held_out_acceptance(
     draft.eval()
     for sample in samples:
         ids, _ = collate([sample], device)
+        features = target.features(ids, draft.target_layer_ids)
         for start, end in sample["spans"]:
             if end - start < 2:
                 continue  # the prefill gives an answer's first token
             anchors = torch.arange(start, end - 1, device=device)
-            lens = accept_lens(draft, target, ids, anchors, end)
+            lens = accept_lens(draft, target, ids, features, anchors, end)
             anchor = start
             while anchor < end - 1:
                 accept_len = lens[anchor - start]
                 steps[accept_len] += 1
                 anchor += accept_len + 1
-        on_sample()
     draft.train()
     return Acceptance(tuple(steps))

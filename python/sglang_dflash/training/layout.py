@@ -22,7 +22,17 @@ def new_config(target: Any, options: TrainOptions, mask_token_id: int) -> DFlash
     Raises:
         ValueError: the taps do not fit the target.
     """
-    taps = options.taps or build_target_layer_ids(target.num_hidden_layers, options.num_taps or options.layers)
+    count = options.num_taps or options.layers
+    taps = options.taps or build_target_layer_ids(target.num_hidden_layers, count)
+    if len(set(taps)) < count and options.taps is None:
+        raise ValueError(
+            f"The formula gives {count} taps of a target of {target.num_hidden_layers} layers as {list(taps)}: "
+            "give fewer with --num-taps, or name them with --taps."
+        )
+    if not hasattr(target, "intermediate_size"):
+        raise ValueError(
+            f"The target is of type {target.model_type!r}, which names no intermediate_size to draft with."
+        )
     rope = getattr(target, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # targets with a rope for each kind of layer
     heads = target.num_attention_heads

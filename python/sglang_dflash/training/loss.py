@@ -65,5 +65,5 @@ def row_losses(
 
 
 def weighted_mean(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """sum(w * loss) / sum(w); zero, with a gradient of zero, where nothing is labelled."""
+    """sum(w * loss) / sum(w); zero where nothing is labelled."""
     return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(losses.dtype).tiny)

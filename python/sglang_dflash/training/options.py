@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,8 @@ class TrainOptions:
         _need(bool(self.data), "data", "empty", "at least one JSONL file")
         for name, allowed in (("loss", LOSSES), ("attention", ATTENTIONS), ("precision", PRECISIONS)):
             _need(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
+        rising = self.taps is None or all(first < second for first, second in pairwise(self.taps))
+        _need(rising, "taps", self.taps, "layer numbers that rise: the host gives the features in that order")
         if self.taps is not None and self.num_taps not in (None, len(self.taps)):
             raise ValueError(
                 f"--num-taps is {self.num_taps}, but --taps names {len(self.taps)} layers; give one of them."

@@ -61,9 +61,9 @@ class Reporter:
             with self._metrics.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
-    def show(self, step: int, loss: float, tokens_per_s: float) -> None:
-        self._rate += _SMOOTHING * (tokens_per_s - self._rate) if self._rate else tokens_per_s
-        said = f"loss {loss:.3f}{self._tau}, {self._rate:,.0f} tok/s"
+    def show(self, step: int, loss: float, rows_per_s: float) -> None:
+        self._rate += _SMOOTHING * (rows_per_s - self._rate) if self._rate else rows_per_s
+        said = f"loss {loss:.3f}{self._tau}, {self._rate:,.0f} rows/s"
         self._bar.update(self._task, completed=step, said=said)
         now = time.monotonic()
         if not self._live and (now - self._said_at > _LINE_EVERY_S or step == self._steps):

@@ -47,7 +47,7 @@ def write_card(
 ) -> None:
     """The checkpoint's README: what it drafts for, what it was trained on, how, how well, and how to serve it."""
     config, name = draft.draft_config, Path(options.target).name
-    files = "\n".join(f"  * `{Path(file).name}`, sha256 `{_digest(file)}`" for file in options.data)
+    files = "\n".join(f"  * `{Path(file).name}`, sha256 `{digest(file)}`" for file in options.data)
     versions = ", ".join(f"{library} {version(library)}" for library in _LIBRARIES)
     rows = "\n".join(f"| {k} | {share:.1%} |" for k, share in enumerate(acceptance.by_position, start=1))
     gamma = options.gamma or default_gamma(config.block_size)
@@ -98,6 +98,7 @@ Held-out tau {acceptance.tau:.2f} over {sum(acceptance.steps):,} verify steps of
     )
 
 
-def _digest(path: str) -> str:
+def digest(path: str) -> str:
+    """The first 16 hexadecimal digits of a file's sha256."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -8,27 +8,31 @@ import math
 import random
 import shutil
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from datasets import Dataset
 from torch import nn
 
 from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.training.blocks import Blocks, dense_mask, flex_mask, make_blocks, sample_anchors
-from sglang_dflash.training.conversations import check_ids, collate, micro_batches, read
+from sglang_dflash.training.conversations import check_ids, collate, lengths, micro_batches, read
 from sglang_dflash.training.evaluation import Acceptance, held_out_acceptance
-from sglang_dflash.training.frozen import FrozenTarget, check_taps
+from sglang_dflash.training.frozen import FrozenTarget, check_target, mask_token_id
 from sglang_dflash.training.layout import new_config, save_draft
 from sglang_dflash.training.loss import decay_weights, dpace_weights, row_losses, weighted_mean
 from sglang_dflash.training.options import TrainOptions, default_gamma
 from sglang_dflash.training.progress import Reporter
-from sglang_dflash.training.report import draw_curves, write_card
+from sglang_dflash.training.report import digest, draw_curves, write_card
 
 _STATE = "run.json"
+# Flex attention is compiled for the shapes it meets: they come in few sizes.
+_FLEX_TOKENS, _FLEX_ANCHORS = 128, 64
 
 
 def train(options: TrainOptions) -> Acceptance:
@@ -54,11 +58,16 @@ class Trainer:
         if options.attention == "flex" and self.device.type == "cpu":
             raise ValueError("--attention is flex, which has no backward pass on a CPU; give dense or auto there.")
         set_seed(options.seed)
-        check_taps(options)
+        check_target(options)
+        check_output(options)
         self.target = FrozenTarget(options.target, options.target_dtype, self.device)
         self.draft = self._make_draft().float().to(self.device)
         self.gamma = default_gamma(self.draft.block_size) if options.gamma is None else options.gamma
         self.flex = options.attention == "flex" or (options.attention == "auto" and self.device.type == "cuda")
+        if self.flex:
+            # Beyond the limit, torch would go on with a body that holds all scores: better to end.
+            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
         with self.accelerator.main_process_first():
             self.data, self.held_out = self._read()
         self.steps = self._count_steps()
@@ -71,7 +80,11 @@ class Trainer:
     def _make_draft(self) -> DFlashDraftModel:
         options = self.options
         if options.init is None:
-            config = new_config(self.target.config, options, self.target.mask_token_id(options.mask_token_id))
+            config = new_config(
+                self.target.config,
+                options,
+                mask_token_id(self.target.tokenizer, self.target.config.vocab_size, options.mask_token_id),
+            )
             return DFlashDraftModel(config)
         try:
             draft = DFlashDraftModel.from_pretrained(options.init, dtype=torch.float32)
@@ -110,6 +123,8 @@ class Trainer:
         place = f"{self.options.seed}-{micro_step}-{self.accelerator.process_index}"
         generator = torch.Generator().manual_seed(random.Random(place).getrandbits(63))
         anchors = sample_anchors(learned, self.options.anchors, generator)
+        if self.flex:
+            anchors = F.pad(anchors, (-anchors.shape[1] % _FLEX_ANCHORS, 0), value=-1)
         return make_blocks(ids, learned, anchors, self.draft.block_size, self.draft.mask_token_id)
 
     def loss(self, model: nn.Module, ids: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -144,7 +159,7 @@ class Trainer:
         reporter = Reporter(self.output / "metrics.jsonl", self.steps, self.done, not accelerator.is_main_process)
         reporter.say(self._opening())
         queue = micro_batches(
-            [len(ids) for ids in self.data["input_ids"]],
+            lengths(self.data),
             options.batch_size,
             options.seed,
             accelerator.process_index,
@@ -158,12 +173,12 @@ class Trainer:
         try:
             for step in range(self.done, self.steps):
                 began = time.perf_counter()
-                loss, tokens = self._step(step, queue)
+                loss, rows = self._step(step, queue)
                 seconds = time.perf_counter() - began
                 now, last = step + 1, step + 1 == self.steps
                 if now % options.log_every == 0 or last:
                     reporter.record({"step": now, "loss": loss, "learning_rate": self.learning_rate(step)})
-                reporter.show(now, loss, tokens / seconds)
+                reporter.show(now, loss, rows / seconds)
                 if now % options.eval_every == 0 or last:
                     acceptance = self.evaluate()
                     reporter.record({"step": now, "tau": acceptance.tau, "by_position": acceptance.by_position})
@@ -181,11 +196,11 @@ class Trainer:
     def _step(self, step: int, queue: Any) -> tuple[float, int]:
         """One optimizer step; returns the mean loss of all processes and this one's block rows."""
         options, accelerator = self.options, self.accelerator
-        total, tokens = torch.zeros((), device=self.device), 0
+        total, block_rows = torch.zeros((), device=self.device), 0
         for micro in range(options.accumulate):
             rows = self.data[next(queue)]
             samples = [{"input_ids": a, "spans": b} for a, b in zip(rows["input_ids"], rows["spans"], strict=True)]
-            ids, learned = collate(samples, self.device)
+            ids, learned = collate(samples, self.device, _FLEX_TOKENS if self.flex else 1)
             blocks = self.blocks(ids, learned, step * options.accumulate + micro)
             waits = micro + 1 < options.accumulate
             with accelerator.no_sync(self.model) if waits else contextlib.nullcontext(), accelerator.autocast():
@@ -193,13 +208,13 @@ class Trainer:
             with accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
                 accelerator.backward(loss)
             total += loss.detach()
-            tokens += blocks.ids.numel()
+            block_rows += blocks.ids.numel()
         accelerator.clip_grad_norm_(self.model.parameters(), options.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(accelerator.reduce(total, reduction="mean")), tokens
+        return float(accelerator.reduce(total, reduction="mean")), block_rows
 
     def evaluate(self) -> Acceptance:
         """Held-out acceptance, the held-out conversations shared among the processes."""
@@ -226,29 +241,34 @@ class Trainer:
         self.accelerator.save_state(str(partial))
         self.accelerator.wait_for_everyone()  # each process writes its own random state
         if self.accelerator.is_main_process:
-            state = {"step": step, "steps": self.steps, "options": self.options.fingerprint()}
-            (partial / _STATE).write_text(json.dumps(state))
+            (partial / _STATE).write_text(json.dumps({"step": step, **self._identity()}))
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
             for old in _checkpoints(self.output)[: -self.options.keep_checkpoints]:
                 shutil.rmtree(old)
         self.accelerator.wait_for_everyone()
 
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run must share with this one."""
+        return {
+            "options": self.options.fingerprint(),
+            "data": [digest(path) for path in self.options.data],
+            "processes": self.accelerator.num_processes,
+            "steps": self.steps,
+        }
+
     def _resume(self) -> int:
         """Loads the last checkpoint, if there is one, and returns its step."""
         found = _checkpoints(self.output)
         if not found:
             return 0
-        if not self.options.resume:
-            raise ValueError(
-                f"--output {self.output} holds checkpoints of an earlier run; go on with --resume, or give another."
-            )
         state = json.loads((found[-1] / _STATE).read_text())
         different = self.options.difference(state["options"])
-        if different or state["steps"] != self.steps:
+        different += [name for name, value in self._identity().items() if name != "options" and state[name] != value]
+        if different:
             raise ValueError(
-                f"--resume: the checkpoint in {found[-1]} was made with other values of "
-                f"{', '.join(different) or 'the data'}; give the same, or another --output."
+                f"--resume: the checkpoint in {found[-1]} was made with other values of {', '.join(different)}; "
+                "give the same, or another --output."
             )
         self.accelerator.load_state(str(found[-1]))
         return state["step"]
@@ -259,10 +279,20 @@ class Trainer:
         write_card(self.output / "README.md", self.options, self.draft, acceptance, len(self.data), len(self.held_out))
 
 
+def check_output(options: TrainOptions) -> None:
+    """Raises ValueError where an earlier run's checkpoints would mix with this one's."""
+    if _checkpoints(Path(options.output)) and not options.resume:
+        raise ValueError(
+            f"--output {options.output} holds checkpoints of an earlier run; go on with --resume, or give another."
+        )
+
+
 def _accelerator(precision: str) -> Accelerator:
     cuda = torch.cuda.is_available()
     mixed = "bf16" if precision == "bf16" or (precision == "auto" and cuda) else "no"
-    return Accelerator(mixed_precision=mixed, cpu=not cuda)
+    # The others wait while the first process tokenizes, which may take longer than the default ten minutes.
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=24))
+    return Accelerator(mixed_precision=mixed, cpu=not cuda, kwargs_handlers=[patience])
 
 
 def _checkpoints(output: Path) -> list[Path]:
