@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib import image
+from transformers import Gemma2Config
 
 from sglang_dflash.reference import DFlashDraftModel, FeatureTaps
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
@@ -347,3 +348,11 @@ def test_every_micro_batch_draws_its_own_anchors(options):
     ids, learned = torch.arange(90)[None], torch.ones(1, 90, dtype=torch.bool)
     drawn = [trainer.blocks(ids, learned, place).anchors.tolist() for place in (0, 1, 2, 0)]
     assert drawn[0] == drawn[3] and drawn[0] != drawn[1] != drawn[2] != drawn[0]
+
+
+def test_a_target_that_scales_its_logits_is_refused(options, tokenizer, tmp_path):
+    """Fails where a draft is taught another distribution than the target's own."""
+    Gemma2Config(vocab_size=len(tokenizer), num_hidden_layers=6).save_pretrained(tmp_path / "gemma")
+    tokenizer.save_pretrained(tmp_path / "gemma")
+    with pytest.raises(ValueError, match=r"scales embeddings or logits \(final_logit_softcapping\)"):
+        Trainer(options(target=str(tmp_path / "gemma")))
