@@ -31,7 +31,14 @@ setup(
         "typer>=0.16",
     ],
     extras_require={
-        "dev": ["mypy==2.4.1", "psutil", "pytest==9.2.0", "pytest-timeout==2.4.0", "ruff==0.17.5"],
+        "dev": [
+            "hypothesis==6.170.15",
+            "mypy==2.4.1",
+            "psutil",
+            "pytest==9.2.0",
+            "pytest-timeout==2.4.0",
+            "ruff==0.17.5",
+        ],
     },
     entry_points={
         "console_scripts": ["sglang-dflash = sglang_dflash.cli.main:run"],

@@ -25,7 +25,8 @@ ALLOWED = {
     "reference": {"core", "ops"},
     "training": {"reference"},
     "bench": {"serving", "core", "reference", "training"},
-    "cli": {"serving", "core", "reference", "training", "bench"},
+    "checking": {"serving", "core", "reference"},
+    "cli": {"serving", "core", "reference", "training", "bench", "checking"},
 }
 MAY_IMPORT_SGLANG = {"host"}
 WITHOUT_TORCH = {"plugin", "serving"}
@@ -154,6 +155,7 @@ def test_tests_of_core_ops_and_reference_run_without_sglang(folder):
         (f"{PACKAGE}.reference", ("sglang",)),
         (f"{PACKAGE}.training", ("torch", "sglang")),
         (f"{PACKAGE}.training.trainer", ("sglang",)),
+        (f"{PACKAGE}.checking.run", ("torch", "sglang")),
         (f"{PACKAGE}.cli.main", ("torch", "sglang")),
     ],
 )

@@ -53,6 +53,7 @@ def test_help_names_the_commands(call):
     assert code == 0
     assert re.search(r"^.*\btrain\b.*Train a DFlash draft", out, re.M)
     assert re.search(r"^.*\bregenerate\b.*Replace every assistant turn", out, re.M)
+    assert re.search(r"^.*\bcheck\b.*Prove on your own models", out, re.M)
 
 
 @pytest.mark.parametrize(("command", "flags"), [("train", ["--target", "--taps"]), ("regenerate", ["DATA"])])

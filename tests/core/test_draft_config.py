@@ -71,6 +71,9 @@ def test_published_config_is_read():
         target_layer_ids=(1, 9, 17, 25, 33),
         hidden_size=4096,
         num_layers=5,
+        num_heads=32,
+        num_kv_heads=8,
+        intermediate_size=12288,
         attention=(LayerAttention(causal=False, window=None),) * 5,
     )
 
@@ -104,13 +107,40 @@ def test_block_size_must_be_a_positive_integer(value):
     assert "positive integer" in sentence
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers"])
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"])
 @pytest.mark.parametrize("value", [None, 0, 2.5])
 def test_sizes_must_be_positive_integers(key, value):
     """Fails where a missing or senseless size gets through."""
     sentence = _refusal(_config(**{key: value}))
     assert f"{key}={value!r}" in sentence
     assert "positive integer" in sentence
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 8, 16, 32])
+def test_ranks_that_divide_the_draft(tp_size):
+    """Fails where a split is refused that the host makes: key-value heads fewer than ranks are repeated."""
+    DraftConfig.from_dict(PUBLISHED).check_ranks(tp_size)
+
+
+@pytest.mark.parametrize(
+    ("change", "tp_size", "key"),
+    [
+        ({}, 3, "num_attention_heads"),
+        ({}, 64, "num_attention_heads"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 12}, 2, "num_key_value_heads"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 12}, 4, "num_key_value_heads"),
+        ({"intermediate_size": 12287}, 2, "intermediate_size"),
+    ],
+)
+def test_ranks_that_do_not_divide_the_draft(change, tp_size, key):
+    """Fails where such a split is left to an assertion of the host in a child process."""
+    with pytest.raises(ValueError, match=f"--tp-size is {tp_size}.*{key}"):
+        DraftConfig.from_dict(_config(**change)).check_ranks(tp_size)
+
+
+def test_key_value_heads_default_to_heads():
+    """Fails where a config without grouped heads is refused."""
+    assert DraftConfig.from_dict(_config(without=("num_key_value_heads",))).num_kv_heads == 32
 
 
 @pytest.mark.parametrize("key", SPECIAL_HEADS)

@@ -39,6 +39,8 @@ OPENINGS = [
     )
 ]
 
+PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 150}
+
 ON_ARMS: dict[str, list[str]] = {
     "default": [*POOL, "--log-level", "debug"],
     "page16": [*POOL, "--page-size", "16"],
@@ -73,6 +75,7 @@ class Baseline:
     Fields:
         prompts, answers: held-out prompts as ids, at the model's own context length.
         long_prompts, long_answers: source text, which runs on until the context of the tiny-pool arm ends.
+        penalised_answers: to the same prompts with `PENALTIES`.
         conversation: ids of each turn's whole prompt, and its answer.
     """
 
@@ -80,6 +83,7 @@ class Baseline:
     answers: list[OffAnswer]
     long_prompts: list[list[int]]
     long_answers: list[OffAnswer]
+    penalised_answers: list[OffAnswer]
     conversation: list[tuple[list[int], OffAnswer]]
 
 

@@ -9,6 +9,7 @@ from arms import (
     MAX_NEW_TOKENS,
     ON_ARMS,
     OPENINGS,
+    PENALTIES,
     PLAIN,
     POOL,
     SPECULATE,
@@ -47,14 +48,16 @@ def baseline(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPa
         answers = [ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS) for ids in prompts]
         conversation = _converse(client, tokenizer)
     long_prompts = [tokenizer(text)["input_ids"] for text in OPENINGS]
-    # Page size 16 here, so that speculation off is shown at both page sizes.
-    with Server([*PLAIN, *TINY_POOL, "--page-size", "16"], logs / "off-tiny.log", TINY_ENVIRONMENT) as server:
+    # Page size 16 here, so that speculation off is shown at both page sizes; no overlap, so that penalties are exact.
+    tiny = [*PLAIN, *TINY_POOL, "--page-size", "16", "--disable-overlap-schedule"]
+    with Server(tiny, logs / "off-tiny.log", TINY_ENVIRONMENT) as server:
         client = server.client()
         long_answers = [ask_off(client, ids, **to_the_limit(ids)) for ids in long_prompts]
+        penalised_answers = [ask_off(client, ids, **to_the_limit(ids), **PENALTIES) for ids in long_prompts]
         for ids, answer in list(zip(prompts, answers, strict=True))[:6]:
             again = ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS)
             assert again.ids == answer.ids[: len(again.ids)], "page size 16 changed an answer with speculation off"
-    return Baseline(prompts, answers, long_prompts, long_answers, conversation)
+    return Baseline(prompts, answers, long_prompts, long_answers, penalised_answers, conversation)
 
 
 def _converse(client: Client, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], OffAnswer]]:

@@ -1,9 +1,10 @@
-"""The embedded pair under the package's reference, in float32: what the server should commit, and in which steps."""
+"""A pair under the package's reference, in float32: what the server should commit, and in which steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -23,11 +24,11 @@ class ReferenceAnswer:
 
 
 class ReferencePair:
-    """Target and draft in Hugging Face form."""
+    """Target and draft in Hugging Face form; the embedded ones by default."""
 
-    def __init__(self) -> None:
-        self.target = AutoModelForCausalLM.from_pretrained(TINY_TARGET, dtype=torch.float32).eval()
-        self.draft = DFlashDraftModel.from_pretrained(TINY_DRAFT, dtype=torch.float32).eval()
+    def __init__(self, target: Path = TINY_TARGET, draft: Path = TINY_DRAFT) -> None:
+        self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.draft = DFlashDraftModel.from_pretrained(draft, dtype=torch.float32).eval()
 
     def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[ReferenceAnswer]:
         """Greedy answers to all prompts."""

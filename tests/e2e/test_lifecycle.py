@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from arms import MAX_NEW_TOKENS, Baseline, assert_equal_tokens, assert_same_steps, on_arms, to_the_limit
+from arms import MAX_NEW_TOKENS, PENALTIES, Baseline, assert_equal_tokens, assert_same_steps, on_arms, to_the_limit
 from reference_pair import ReferencePair
 
 from sglang_dflash.serving import Answer, Client, Server
@@ -116,6 +116,20 @@ def test_context_limit_and_retraction(client: Client, baseline: Baseline) -> Non
     assert_equal_tokens(crowd, baseline.long_answers, baseline.long_prompts)
     assert sum(answer.meta["num_retractions"] for answer in crowd) > 0, "nothing was retracted"
     assert sum(answer.finish_reason == "length" for answer in crowd) >= len(crowd) // 2, "few ran to the limit"
+    assert_pool_empties(client)
+
+
+@on_arms("tiny-pool", "tiny-pool-page16")
+def test_penalties_after_retraction(client: Client, baseline: Baseline) -> None:
+    """Fails where a retracted request comes back without the counts of what it has emitted."""
+
+    def run_on(prompt: list[int]) -> Answer:
+        return client.generate(prompt, **to_the_limit(prompt), **PENALTIES)
+
+    with ThreadPoolExecutor(8) as pool:
+        crowd = list(pool.map(run_on, baseline.long_prompts))
+    assert_equal_tokens(crowd, baseline.penalised_answers, baseline.long_prompts)
+    assert sum(answer.meta["num_retractions"] for answer in crowd) > 0, "nothing was retracted"
     assert_pool_empties(client)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from arms import PLAIN, POOL, SPECULATE
+from transformers import PretrainedConfig, Qwen2_5_VLConfig, Qwen3NextConfig
 
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Server, ServerError, held_out_prompts
 
@@ -39,6 +40,15 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
     def draft(name: str, change: Callable[[dict[str, Any]], Any]) -> list[str]:
         return speculate(damaged_draft(tmp_path / name, change))
 
+    def target(name: str, config: PretrainedConfig) -> str:
+        """A folder with a config and no weights."""
+        architectures = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_next": "Qwen3NextForCausalLM"}
+        config.architectures = [architectures[config.model_type]]
+        config.save_pretrained(tmp_path / name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(TINY_TARGET / file, tmp_path / name)
+        return str(tmp_path / name)
+
     cases: dict[str, tuple[list[str], list[str]]] = {
         "fine": (speculate(good), ["accepted"]),
         "hidden size": (draft("h", lambda c: c.update(hidden_size=512)), ["hidden_size", "512", "256"]),
@@ -54,11 +64,19 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         "no draft path": ([*PLAIN, "--speculative-algorithm", "DFLASH"], ["--speculative-draft-model-path"]),
         "no such draft": (speculate("/nowhere"), ["/nowhere", "draft"]),
         "lower case": ([*PLAIN, "--speculative-algorithm", "dflash"], ["--speculative-draft-model-path"]),
-        "tensor parallel": (speculate(good, "--tp-size", "2"), ["--tp-size 2"]),
+        "ranks": (speculate(good, "--tp-size", "3", "--max-total-tokens", "999"), ["--tp-size is 3", "heads 4"]),
+        "memory of ranks": (speculate(good, "--tp-size", "2"), ["2 ranks", "--max-total-tokens"]),
+        "memory of replicas": (speculate(good, "--dp-size", "2"), ["2 ranks", "--max-total-tokens"]),
+        "images": (speculate(good, "--model-path", target("i", Qwen2_5_VLConfig())), ["reads more than text"]),
+        "recurrent": (
+            speculate(good, "--model-path", target("n", Qwen3NextConfig()), "--disable-radix-cache"),
+            ["recurrent state", "builtin"],
+        ),
+        "quantised": (speculate(good, "--quantization", "fp8"), ["unquant", "fp8"]),
+        "override": (speculate(good, "--json-model-override-args", '{"block_size": 0}'), ["block_size=0"]),
         "ray": (speculate(good, "--use-ray"), ["--use-ray"]),
-        "mixed chunk": (speculate(good, "--enable-mixed-chunk"), ["--enable-mixed-chunk"]),
         "lossy": (speculate(good, "--speculative-accept-threshold-single", "0.5"), ["0.5", "only 1.0"]),
-        "draft window": (speculate(good, "--speculative-draft-window-size", "64"), ["window-size 64"]),
+        "draft window": (speculate(good, "--speculative-draft-window-size", "4"), ["draft-window-size", "4", "8"]),
         "no drafts": (speculate(good, "--speculative-num-draft-tokens", "0"), ["0", "2 to 8"]),
         "gemma norms": (draft("g", lambda c: c.update(use_gemma_norm=True)), ["use_gemma_norm", "builtin"]),
         "torch_native": (speculate(good, "--attention-backend", "torch_native"), ["torch_native", "dflash_cpu"]),

@@ -312,7 +312,7 @@ load_plugins()
 found["missing_after"] = hooks.missing_hooks()
 found["worker"] = SpeculativeAlgorithm.DFLASH.create_worker(None).__module__
 found["check"] = scheduler.validate_dflash_request.__wrapped__.__module__
-params = types.SimpleNamespace(top_k=5, temperature=0.7)
+params = types.SimpleNamespace(beam_width=3, watermark=None)
 request = types.SimpleNamespace(sampling_params=params, origin_input_ids=[])
 found["refusal"] = scheduler.validate_dflash_request(request, True)
 try:
@@ -357,14 +357,15 @@ def test_dflash_gets_our_worker(probe):
 def test_hooks_reach_the_scheduler(probe):
     """Fails where the scheduler, imported before the hooks are applied, keeps SGLang's own request check."""
     assert probe["check"] == "sglang.srt.speculative.dflash_utils"
-    assert "temperature=0.7" in probe["refusal"]
+    assert "beam_width=3" in probe["refusal"]
 
 
 def test_builtin_worker_is_left_alone(monkeypatch):
     """Fails where `SGLANG_DFLASH_WORKER=builtin` still gets our worker or our request check."""
-    from sglang_dflash.host import hooks
+    from sglang_dflash.host import block_results, hooks, sampler, sessions, weights
 
-    ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST}
+    seams = (block_results.HOOKS, sampler.HOOKS, sessions.HOOKS, weights.HOOKS)
+    ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *(target for seam in seams for target in seam)}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")
     with_ours = set(hooks.registered_hooks())
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "builtin")

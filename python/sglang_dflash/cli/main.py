@@ -8,11 +8,13 @@ import sys
 import typer
 
 from sglang_dflash import __version__
+from sglang_dflash.cli.check import check
 from sglang_dflash.cli.regenerate import regenerate
 from sglang_dflash.cli.train import train
 from sglang_dflash.serving import ServerError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.command()(check)
 app.command()(train)
 app.command()(regenerate)
 

@@ -45,7 +45,7 @@ class DraftConfig:
         mask_token: the mask's text in the target's tokenizer.
         target_layer_ids: 0-based target layers whose residual output is a context feature.
         hidden_size: of draft and target alike.
-        num_layers: of the draft.
+        num_layers, num_heads, num_kv_heads, intermediate_size: of the draft.
         attention: of each draft layer. `is_causal` decides for all layers where it is given; without it, sliding
             layers are causal in the block and full ones are not (z-lab/dflash, SpecForge, SGLang 0.5.23).
     """
@@ -56,6 +56,9 @@ class DraftConfig:
     target_layer_ids: tuple[int, ...]
     hidden_size: int
     num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
     attention: tuple[LayerAttention, ...]
 
     @classmethod
@@ -69,7 +72,7 @@ class DraftConfig:
         if not isinstance(dflash, Mapping):
             raise ValueError(f"dflash_config is {dflash!r}; it must be an object.")
         _refuse_special_heads(config, dflash)
-        num_layers = _positive(config, "num_hidden_layers")
+        num_layers, num_heads = _positive(config, "num_hidden_layers"), _positive(config, "num_attention_heads")
         # Older checkpoints keep at top level what newer ones keep in dflash_config.
         merged = {**config, **{key: value for key, value in dflash.items() if value is not None}}
         mask_token_id, mask_token = merged.get("mask_token_id"), merged.get("mask_token")
@@ -84,6 +87,9 @@ class DraftConfig:
             target_layer_ids=_target_layer_ids(merged, num_layers),
             hidden_size=_positive(config, "hidden_size"),
             num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=_positive({"num_key_value_heads": num_heads, **config}, "num_key_value_heads"),
+            intermediate_size=_positive(config, "intermediate_size"),
             attention=_layer_attention(merged, num_layers),
         )
 
@@ -105,6 +111,15 @@ class DraftConfig:
             raise ValueError(
                 f"dflash_config.mask_token_id is {self.mask_token_id}, outside the target's {vocab_size} token ids."
             )
+
+    def check_ranks(self, tp_size: int) -> None:
+        """Raises ValueError, in one sentence, where the draft cannot be split over so many tensor-parallel ranks."""
+        sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size}
+        if tp_size % self.num_kv_heads:  # else each rank has one, which others may have, too
+            sizes["num_key_value_heads"] = self.num_kv_heads
+        for key, size in sizes.items():
+            if size % tp_size:
+                raise ValueError(f"--tp-size is {tp_size} and the draft's {key} {size}: the former must divide it.")
 
 
 def build_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from typing import Any
@@ -16,40 +17,30 @@ from transformers.utils import cached_file
 from sglang_dflash import __version__
 from sglang_dflash.core.draft_config import USE_BUILTIN, DraftConfig
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
+from sglang_dflash.host.features import refuse_features
 from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
 
 logger = logging.getLogger(__name__)
-
-# A flag whose feature this worker does not serve -> the value at which it asks for nothing.
-UNSERVED: dict[str, Any] = {
-    "use_ray": False,
-    "enable_lora": None,
-    "lora_paths": None,
-    "enable_strict_thinking": False,
-    "enable_lmcache": False,
-    "enable_flexkv": False,
-    "enable_unified_cache_external_linker": False,
-    "speculative_use_rejection_sampling": False,
-    "speculative_token_map": None,
-    "enable_dp_attention": False,
-    "enable_hierarchical_cache": False,
-    "enable_mixed_chunk": False,
-    "enable_two_batch_overlap": False,
-    "enable_pdmux": False,
-    "enable_return_hidden_states": False,
-    "enable_deterministic_inference": False,
-    "disaggregation_mode": "null",
-    "speculative_draft_window_size": None,
-    "speculative_use_block_verification": False,
-    "speculative_adaptive": False,
-    "tp_size": 1,
-    "pp_size": 1,
-}
+CANNOT_START = "DFLASH cannot start: "
 
 
 def asks_for_dflash(server_args: Any) -> bool:
     """Whether the user chose `--speculative-algorithm DFLASH`, ours or the built-in one."""
     return (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH"
+
+
+def check_features(server_args: Any, previous: Any) -> None:
+    """Goes before all of the host's checks, or some would end in a traceback before our sentence.
+
+    Raises:
+        SystemExit: the sentence of `refuse_features`.
+    """
+    if asks_for_dflash(server_args) and not builtin_worker_requested():
+        try:
+            refuse_features(server_args._raw_input)
+        except ValueError as error:
+            raise SystemExit(f"{CANNOT_START}{error}") from None
+    previous(server_args)
 
 
 def check(server_args: Any, previous: Any) -> None:
@@ -67,11 +58,12 @@ def check(server_args: Any, previous: Any) -> None:
         draft = read_draft_config(cfg)
         target = model_config_of(server_args)
         _check_target(target, draft)
+        draft.check_ranks(cfg.tp_size)
         block_size = _block_size(cfg, draft, target.context_len)
         declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
         previous(server_args)
     except ValueError as error:
-        raise SystemExit(f"DFLASH cannot start: {error}") from None
+        raise SystemExit(f"{CANNOT_START}{error}") from None
     cfg = resolving_view(server_args)
     logger.info(
         "sglang-dflash %s serves DFLASH: block size %d (trained with %d), attention %s, draft attention %s; "
@@ -97,7 +89,9 @@ def read_draft_config(cfg: Any) -> DraftConfig:
     path = cfg.speculative_draft_model_path
     if path is None:
         raise ValueError("--speculative-draft-model-path is missing: give the DFlash draft's folder or hub name.")
-    draft = DraftConfig.from_dict(_config_dict(path, cfg.speculative_draft_model_revision))
+    config = _config_dict(path, cfg.speculative_draft_model_revision)
+    config.update(json.loads(cfg.json_model_override_args))  # the host overrides target and draft alike
+    draft = DraftConfig.from_dict(config)
     if draft.mask_token_id is None:
         draft = replace(draft, mask_token_id=_mask_token_id(cfg, draft.mask_token))
     side_car = cached_file(
@@ -141,6 +135,11 @@ def _check_target(target: Any, draft: DraftConfig) -> None:
             f"the target {target.hf_config.architectures} keeps recurrent state (mamba or linear attention), "
             f"which this worker does not roll back: {USE_BUILTIN}."
         )
+    if target.is_multimodal:
+        raise ValueError(
+            f"the target {target.hf_config.architectures} reads more than text, which no machine has run with this "
+            f"worker: {USE_BUILTIN}."
+        )
     draft.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
 
 
@@ -161,13 +160,6 @@ def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:
 
 
 def _refuse_unserved(cfg: Any) -> None:
-    for name, neutral in UNSERVED.items():
-        value = getattr(cfg, name)
-        if value != neutral and value not in (None, False):
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{flag} {value} is not served with DFLASH yet; leave it out, or use {WORKER_VARIABLE}=builtin."
-            )
     if cfg.speculative_draft_model_quantization is not None:
         raise ValueError(
             f"--speculative-draft-model-quantization is {cfg.speculative_draft_model_quantization} (the target's "
@@ -182,7 +174,3 @@ def _refuse_unserved(cfg: Any) -> None:
             )
     if envs.SGLANG_SIMULATE_ACC_LEN.get() > 0:
         raise ValueError("SGLANG_SIMULATE_ACC_LEN is set, and simulated acceptance is not served yet; unset it.")
-    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-        if getattr(cfg, name) != 1.0:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {getattr(cfg, name)} would change the answers; only 1.0 is served.")

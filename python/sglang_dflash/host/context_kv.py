@@ -25,17 +25,24 @@ class ContextKVWriter:
         self._layers = [attention.attn for attention in attentions]
         self._rotary = first.rotary_emb
         self._eps = first.k_norm.variance_epsilon
-        self.refresh()
+        self._kv_weight, self._kv_bias, self._k_norm_weight = self._projections()
 
     def refresh(self) -> None:
-        """Stacks the projections: at first, and again after the draft's weights changed."""
+        """Takes up the draft's weights after they changed, in place: a forward may still be reading."""
+        stacked = (self._kv_weight, self._kv_bias, self._k_norm_weight)
+        for held, weight in zip(stacked, self._projections(), strict=True):
+            if held is not None:
+                held.copy_(weight)
+
+    def _projections(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """[L, 2, Hkv, D, H] and [L, 2, Hkv, D] of this rank's heads, and [L, D]."""
         attentions = [layer.self_attn for layer in self._model.layers]
         first = attentions[0]
         shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
-        self._kv_weight = torch.stack([a.qkv_proj.weight[a.q_size :] for a in attentions]).view(*shape, -1)
+        weight = torch.stack([a.qkv_proj.weight[a.q_size :] for a in attentions]).view(*shape, -1)
         biases = [a.qkv_proj.bias[a.q_size :] for a in attentions if a.qkv_proj.bias is not None]
-        self._kv_bias = torch.stack(biases).view(shape) if biases else None
-        self._k_norm_weight = torch.stack([a.k_norm.weight for a in attentions])  # [L, D]
+        bias = torch.stack(biases).view(shape) if biases else None
+        return weight, bias, torch.stack([a.k_norm.weight for a in attentions])
 
     def write(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Writes every given row. A verified row beyond the committed ones may be among them: its slot holds no

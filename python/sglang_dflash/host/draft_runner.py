@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -14,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     enable_num_token_non_padded,
 )
 from sglang.srt.platforms import current_platform
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.draft_worker_common import (
     build_draft_tp_worker,
@@ -22,12 +23,14 @@ from sglang.srt.speculative.draft_worker_common import (
     make_draft_sampler_capture_hook,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_pp_context
-from sglang.srt.utils.common import get_available_gpu_memory
 
 from sglang_dflash.core.block import Block
 from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_input import known_kv_lens
+from sglang_dflash.host.draft_window import DraftWindow
+from sglang_dflash.host.weights import DraftWeights
 
 logger = logging.getLogger(__name__)
 MIN_GRAPH_MEMORY_GB = 1.0
@@ -36,28 +39,42 @@ MIN_GRAPH_MEMORY_GB = 1.0
 class DraftHead:
     """Argmax of the target's head over rows 1..K-1 of every block; captured in the draft's graph on CUDA.
 
-    Ties: the lowest id wins.
+    Ties: the lowest id wins. Under tensor parallelism each rank holds a span of the vocabulary, and all end with the
+    same ids.
     """
 
     def __init__(self, lm_head: Any, block_size: int) -> None:
+        self._lm_head = lm_head
         weight = getattr(lm_head, "weight", None)
         shard = getattr(lm_head, "shard_indices", None)
         if not is_dense_head_weight(weight) or (shard is not None and shard.num_added_elements):
             raise ValueError("DFLASH drafts need a target whose lm_head is dense and has no added vocabulary.")
-        vocab_size = shard.num_org_elements if shard is not None else weight.shape[0]
-        self._weight = weight[:vocab_size]  # [V, H] without the host's padding
+        self._vocab_size = shard.num_org_elements if shard is not None else weight.shape[0]  # of this rank
+        self._first_id = shard.org_vocab_start_index if shard is not None else 0
+        tp_group = get_parallel().tp_group
+        self._group = tp_group if shard is not None and tp_group.world_size > 1 else None
+        assert self._vocab_size > 0, f"rank {tp_group.rank_in_group} of {tp_group.world_size} holds no token ids"
         self._block_size = block_size
         self.captured_ids = torch.empty(0, dtype=torch.int64, device=weight.device)
 
     def draft_ids(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [B * K, H]. Returns [B, K-1] int64."""
         rows = hidden.view(-1, self._block_size, hidden.shape[-1])[:, 1:]
-        return torch.matmul(rows.to(self._weight.dtype), self._weight.T).argmax(-1)
+        weight = self._lm_head.weight[: self._vocab_size]  # [V, H] without the host's padding
+        best, ids = torch.matmul(rows.to(weight.dtype), weight.T).max(-1)
+        return ids if self._group is None else self._best_of_ranks(best, ids + self._first_id)
+
+    def _best_of_ranks(self, best: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """best: [B, K-1], this rank's largest logits; ids: theirs. Ranks hold ascending spans of ids, so that the
+        first largest is the lowest id."""
+        pairs = torch.stack((best.double(), ids.double()))  # one exchange; float64 holds both exactly
+        best, ids = self._group.all_gather(pairs, dim=0).unflatten(0, (-1, 2)).unbind(1)  # [ranks, B, K-1] each
+        return ids.gather(0, best.argmax(0, keepdim=True))[0].long()
 
     def reserve(self, max_batch: int) -> None:
         """Fixes the buffer that graph replays write."""
         shape = (max_batch, self._block_size - 1)
-        self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._weight.device)
+        self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._lm_head.weight.device)
 
     def __call__(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
         """Called while the host captures the draft's graph."""
@@ -68,7 +85,16 @@ class DraftHead:
 class DraftRunner:
     """The draft model inside SGLang: its worker, its KV pool over the target's slots, its graphs."""
 
-    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_runner: Any, block_size: int) -> None:
+    def __init__(
+        self,
+        server_args: Any,
+        gpu_id: int,
+        nccl_port: int,
+        target_runner: Any,
+        block_size: int,
+        tp_sync: SpecTpSync,
+    ) -> None:
+        self._tp_sync = tp_sync
         with draft_pp_context():
             bundle = build_draft_tp_worker(
                 server_args=server_args,
@@ -86,20 +112,26 @@ class DraftRunner:
             for layer in self.model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False  # Triton, not gated on CUDA (models/dflash.py:383)
         target_model = target_runner.model
-        self._embed = target_model.get_input_embeddings()
+        self._embed = unwrap_lora_layer(target_model.get_input_embeddings())  # adapters are the target's alone
         scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
         self._embed_scale = float(scale()) if scale else 1.0
-        self._head = DraftHead(target_model.lm_head, block_size)
+        self._head = DraftHead(unwrap_lora_layer(target_model.lm_head), block_size)
         self._context_kv = ContextKVWriter(self.model)
+        self._window: DraftWindow | None = None
         self._spec_info = make_draft_block_spec_info(draft_token_num=block_size, device=self.runner.device)
 
     def alloc_memory_pool(self, config: Any, req_to_token_pool: Any, allocator: Any) -> None:
-        """Shares the target's rows and slots: one RadixAttention tree serves both models."""
+        """Shares the target's slots, and its table of them unless the draft sees only a window: one RadixAttention
+        tree serves both models."""
+        window_size = get_spec().speculative_draft_window_size
         self.worker.alloc_memory_pool(
             memory_pool_config=config,
-            req_to_token_pool=req_to_token_pool,
+            req_to_token_pool=req_to_token_pool if window_size is None else None,
             token_to_kv_pool_allocator=allocator,
         )
+        if window_size is not None:
+            tables = (req_to_token_pool.req_to_token, self.runner.req_to_token_pool.req_to_token)
+            self._window = DraftWindow(window_size, get_schedule().page_size, *tables)
 
     def init_attention_backends(self) -> None:
         with draft_pp_context():
@@ -111,7 +143,7 @@ class DraftRunner:
         capture = graphs.decode.backend != Backend.DISABLED
         if capture and current_platform.is_out_of_tree():
             capture = current_platform.capabilities.graph_capture
-        if capture and get_available_gpu_memory(self.runner.device, self.runner.gpu_id) < MIN_GRAPH_MEMORY_GB:
+        if capture and self._free_memory_gb() < MIN_GRAPH_MEMORY_GB:
             logger.warning("The draft runs without CUDA graphs: less than %.0f GB are free.", MIN_GRAPH_MEMORY_GB)
             capture = False
         if capture:
@@ -120,9 +152,15 @@ class DraftRunner:
         with draft_pp_context():
             self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
 
-    def refresh_weights(self) -> None:
-        """Takes up weights of the draft that the host has changed."""
-        self._context_kv.refresh()
+    def _free_memory_gb(self) -> float:
+        """The least of all ranks': they must all capture, or none."""
+        return self._tp_sync.available_memory_gb(
+            SpecTpSyncSite.DFLASH_MEM, self.runner.device, self.runner.gpu_id, group=get_parallel().tp_group
+        )
+
+    def weights(self) -> DraftWeights:
+        """What the host changes when it changes the draft's weights."""
+        return DraftWeights(self.runner, taken_up=self._context_kv.refresh)
 
     def propose(self, block: Block, batch: Any, kv_plan: Any) -> torch.Tensor:
         """One draft forward over the block.
@@ -147,14 +185,17 @@ class DraftRunner:
         embeds = self._embed(block.ids)
         if self._embed_scale != 1.0:
             embeds = embeds * self._embed_scale
-        kv_lens_cpu = known_kv_lens(batch, self.block_size)
+        kv_lens, kv_lens_cpu = block.prefix_lens, known_kv_lens(batch, self.block_size)
+        if self._window is not None:
+            kv_lens = self._window.lay_out(block, batch.req_pool_indices)
+            kv_lens_cpu = kv_lens_cpu.clamp(max=self._window.max_len + self.block_size)
         num_rows = block.ids.numel()
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(block.ids),
             input_ids=block.ids.flatten(),
             req_pool_indices=batch.req_pool_indices,
-            seq_lens=block.prefix_lens,
+            seq_lens=kv_lens,
             out_cache_loc=block.slots.flatten(),
             seq_lens_sum=int(kv_lens_cpu.sum()),
             seq_lens_cpu=kv_lens_cpu,

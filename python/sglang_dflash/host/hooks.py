@@ -26,9 +26,11 @@ def install() -> None:
     for target, (function, kind) in registered_hooks().items():
         HookRegistry.register(target, function, kind)
     if cpu_platform_in_use():
-        from sglang_dflash.host.cpu import shims
+        from sglang_dflash.host.cpu import deterministic, shims
 
         shims.install()
+        deterministic.install()
+    register_resolution_hook("handle_deprecated_dp_attention")(_check_features)  # the host's first
     register_resolution_hook("handle_speculative_decoding")(_check_arguments)
 
 
@@ -36,17 +38,21 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
     """Every hook target of this process -> (our function, `HookType`)."""
     from sglang.srt.plugins.hook_registry import HookType
 
+    from sglang_dflash.host import block_results, sampler, sessions, weights
+
     hooks: dict[str, tuple[Any, Any]] = {
         ROW_HEADROOM: (_row_headroom, HookType.AROUND),
         DRAFT_INPUTS: (_keep_draft_dtype, HookType.AROUND),
+        block_results.PENALIZERS: (block_results.order_penalizers, HookType.AFTER),
     }
     if not builtin_worker_requested():
         hooks[CREATE_WORKER] = (_create_worker, HookType.AROUND)
         hooks[VALIDATE_REQUEST] = (_validate_request, HookType.REPLACE)
+        hooks |= block_results.HOOKS | sampler.HOOKS | sessions.HOOKS | weights.HOOKS
     if cpu_platform_in_use():
-        from sglang_dflash.host.cpu import shims
+        from sglang_dflash.host.cpu import deterministic, shims
 
-        hooks |= shims.HOOKS
+        hooks |= shims.HOOKS | deterministic.HOOKS
     return hooks
 
 
@@ -76,6 +82,12 @@ def require_hooks() -> None:
         )
 
 
+def _check_features(server_args: Any, previous: Any) -> None:
+    from sglang_dflash.host import arguments
+
+    arguments.check_features(server_args, previous)
+
+
 def _check_arguments(server_args: Any, previous: Any) -> None:
     """Runs in the main process, before any child exists and any weight is read."""
     from sglang_dflash.host import arguments
@@ -88,8 +100,10 @@ def _check_arguments(server_args: Any, previous: Any) -> None:
 def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if algorithm.is_dflash():
         require_hooks()  # the scheduler is a process of its own
+        from sglang_dflash.host.block_results import restore_prefill_only
         from sglang_dflash.host.worker import DFlashWorker
 
+        restore_prefill_only()
         return DFlashWorker
     return original(algorithm, server_args)
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
@@ -20,13 +22,15 @@ from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
 from sglang_dflash.host.arguments import read_draft_config
 from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
+from sglang_dflash.host.hidden_states import ReturnedHiddenStates
+from sglang_dflash.host.sampling import RowSampler
 
 logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None] | None
 
 
 class DFlashWorker(BaseSpecWorker):
-    """Greedy chain verification of plain DFlash drafts, with overlap scheduling on or off.
+    """Chain verification of plain DFlash drafts, with overlap scheduling on or off.
 
     SGLang's scheduler constructs it, hands it the target's pools, and calls `forward_batch_generation` once per
     step; under overlap it restores the batch afterwards, so a step may change the batch freely.
@@ -40,7 +44,10 @@ class DFlashWorker(BaseSpecWorker):
         self.block_size = int(get_spec().speculative_num_draft_tokens)
         self.speculative_num_draft_tokens = self.block_size  # the scheduler's name for the stride of a result row
         self._mask_token_id = read_draft_config(resolving_view(server_args)).mask_token_id
-        self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size)
+        self._tp_sync = SpecTpSync(get_parallel().tp_group)
+        self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
+        self._sampler = RowSampler(self._target, self.block_size)
+        self._hidden_states = ReturnedHiddenStates(self._target.model)
 
     # What the scheduler asks of a worker besides a step.
 
@@ -53,7 +60,7 @@ class DFlashWorker(BaseSpecWorker):
         return self._target.attn_backend, self._draft.runner.attn_backend
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
-        return [("draft", self._draft.runner)]
+        return [("draft", self._draft.weights())]
 
     def alloc_memory_pool(
         self,
@@ -69,10 +76,6 @@ class DFlashWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         self._draft.init_graphs()
 
-    def clear_cache_pool(self) -> None:
-        """Called on every flush; by default the host flushes after it changed weights."""
-        self._draft.refresh_weights()
-
     # A step.
 
     def forward_batch_generation(
@@ -83,30 +86,34 @@ class DFlashWorker(BaseSpecWorker):
         Args:
             on_publish: called with the new prefix lengths ([B] int64) as soon as they exist; the next step's
                 preparation waits for nothing else.
+            grammar_barrier: advances the grammars over the step before; given under overlap.
         """
         if batch.forward_mode.is_idle():
             return self._idle(on_publish)
         if batch.forward_mode.is_extend():
             return self._prefill(batch, on_publish)
-        return self._decode(batch, on_publish)
+        return self._decode(batch, on_publish, grammar_barrier)
 
     def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
+        self._sampler.prefill(batch)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
         kv_plan, result.kv_loc_plan = result.kv_loc_plan, None
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(result.new_seq_lens)
+        self._sampler.prefilled(batch, result.next_token_ids)
         # In this very call: once prefill returns, another request may hit these tokens in the radix tree.
         positions = upload(ops.extend_positions(batch.prefix_lens, batch.extend_lens), self.device)
         self._draft.write_context(result.logits_output.hidden_states, positions, kv_plan)
         logger.debug("draft KV of %d prompt tokens written", len(positions))
-        result.logits_output.hidden_states = None
+        self._hidden_states.put(batch, result.logits_output, [n - 1 for n in accumulate(batch.extend_lens)])
         result.next_draft_input = DraftInput.create(result.next_token_ids, batch.seq_lens)
         return result
 
-    def _decode(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
+    def _decode(self, batch: Any, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())  # made on the schedule stream
         block = self._lay_out_block(batch)
@@ -114,15 +121,17 @@ class DFlashWorker(BaseSpecWorker):
         with spec_stage_span("draft"):
             draft_ids = self._draft.propose(block, batch, kv_plan)
         plan = plan_chain(block, draft_ids, self.block_size)
+        grammar_tree = self._sampler.grammar_tree(batch, plan)
         with spec_stage_span("verify"):
             target = self._verify(plan, batch, kv_plan)
-        logits = target.logits_output.next_token_logits.view(*plan.ids.shape, -1)  # [B, W, V]
-        accepted = ops.accept_greedy(logits, plan.ids)
+        target_ids = self._sampler.choose(batch, plan, target.logits_output, grammar_tree, grammar_barrier)
+        accepted = ops.accept_chain(self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids), plan.ids)
+        self._sampler.commit(batch, accepted.out_ids, accepted.commit_lens)
         prefix_lens = block.prefix_lens + accepted.commit_lens
         if on_publish is not None:
             on_publish(prefix_lens)
         self._draft.write_context(target.logits_output.hidden_states, plan.positions.flatten(), kv_plan)
-        target.logits_output.hidden_states = None
+        self._hidden_states.put(batch, target.logits_output)
         return GenerationBatchResult(
             logits_output=target.logits_output,
             next_token_ids=accepted.out_ids.flatten(),

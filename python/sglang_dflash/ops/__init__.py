@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention
-from sglang_dflash.ops.reference import accept_greedy, block_layout, context_kv, extend_positions, gather_slots
+from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
+from sglang_dflash.ops.murmur import murmur_hash32
+from sglang_dflash.ops.penalties import Emitted, EmittedTokens, PenaltyParams, penalize, penalties_of
+from sglang_dflash.ops.reference import (
+    accept_chain,
+    accept_greedy,
+    block_layout,
+    context_kv,
+    extend_positions,
+    gather_slots,
+    recent_slots,
+)
+from sglang_dflash.ops.tiled_attention import invariant_attention
 
 __all__ = [
+    "Emitted",
+    "EmittedTokens",
     "KVScratch",
     "PagedRows",
+    "PenaltyParams",
+    "accept_chain",
     "accept_greedy",
     "block_layout",
     "context_kv",
     "extend_positions",
     "gather_slots",
+    "install_batch_invariant_kernels",
+    "invariant_attention",
+    "murmur_hash32",
     "paged_attention",
+    "penalize",
+    "penalties_of",
+    "place_matters",
+    "recent_slots",
 ]

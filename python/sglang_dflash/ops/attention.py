@@ -45,6 +45,7 @@ class PagedRows:
         prefix_lens: per request, the tokens before its first row.
         row_lens: per request, its query rows. Rows of the requests follow each other in the query tensor.
         batched: whether all requests go through one SDPA call.
+        tile_masks: what `invariant_attention` keeps for the layers to come.
     """
 
     slots: torch.Tensor
@@ -53,6 +54,7 @@ class PagedRows:
     batched: bool
     scratch: KVScratch = field(default_factory=KVScratch)
     _masks: dict[tuple[int, bool, int | None, int], torch.Tensor | None] = field(default_factory=dict)
+    tile_masks: dict[tuple[int, int, int, bool, int | None], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def gather(

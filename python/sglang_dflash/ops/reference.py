@@ -36,6 +36,32 @@ def gather_slots(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, pos
     return req_to_token[req_pool_indices.long()[:, None], positions].long()
 
 
+def recent_slots(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    size: int,
+    page_size: int,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table of a draft that sees only the latest `size` tokens of each request, and those before them in their
+    page.
+
+    Args:
+        req_to_token: [R, C] int32; slot of each position of each request row.
+        req_pool_indices: [B] int; the batch's rows.
+        prefix_lens: [B] int.
+        width: columns to fill.
+
+    Returns:
+        [B] int64: the first position of each; [B, width] int32: the slots from there on, of the row's last position
+        where it ends before.
+    """
+    starts = (prefix_lens.long() - size).clamp(min=0) // page_size * page_size
+    positions = starts[:, None] + torch.arange(width, device=starts.device)
+    return starts, req_to_token[req_pool_indices.long()[:, None], positions.clamp(max=req_to_token.shape[1] - 1)]
+
+
 def block_layout(
     bonus_ids: torch.Tensor,
     prefix_lens: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import httpx
 from sglang_dflash.serving.client import Client
 
 STOP_SECONDS = 20.0
+PORTS = range(20000, 30000)
 
 
 class ServerError(RuntimeError):
@@ -137,6 +139,9 @@ def _group_alive(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that Linux hands out by itself: the server opens dozens of those before it binds this one."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"No port from {PORTS.start} to {PORTS.stop - 1} is free.")

@@ -10,6 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import get_exec
 
 from sglang_dflash import ops
 
@@ -30,6 +31,14 @@ class CpuAttentionBackend(AttentionBackend):
             )
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self._attend = ops.paged_attention
+        if get_exec().deterministic.enable_deterministic_inference:
+            self._attend = ops.invariant_attention
+            head_dims = (model_runner.model_config.head_dim, model_runner.model_config.v_head_dim)
+            if len(set(head_dims)) > 1:
+                raise ValueError(
+                    f"--enable-deterministic-inference on the CPU needs keys and values of one size, not {head_dims}."
+                )
         self._scratch = ops.KVScratch()
         self._rows = ops.PagedRows(torch.empty(0, 0, dtype=torch.int64), [], [], batched=False)
 
@@ -69,7 +78,7 @@ class CpuAttentionBackend(AttentionBackend):
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
         window = layer.sliding_window_size
-        out = ops.paged_attention(
+        out = self._attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),

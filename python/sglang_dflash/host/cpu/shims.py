@@ -16,6 +16,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.plugins.hook_registry import HookType
+from torch.overrides import TorchFunctionMode
 
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 from sglang_dflash.host.version import builtin_worker_requested
@@ -57,6 +58,29 @@ def assign_req_to_token_pool(
     req_to_token[rows, columns] = out_cache_loc.to(req_to_token.dtype)
 
 
+@_hook("sglang.srt.utils.numa_utils.init_threads_binding", HookType.REPLACE)
+def leave_threads_unbound(*, numa_index: int, world_size: int) -> None:
+    """The host ends where there are more ranks than NUMA nodes, and binds threads through `sgl_kernel` only."""
+
+
+class _Unpinned(TorchFunctionMode):
+    """Leaves memory unpinned: torch refuses to pin where there is no accelerator."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.pin_memory:
+            return args[0]
+        return function(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+@_hook("sglang.srt.lora.lora_manager.LoRAManager.init_state", HookType.AROUND)
+@_hook("sglang.srt.lora.lora_manager.LoRAManager.update_lora_info", HookType.AROUND)
+@_hook("sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch", HookType.AROUND)
+def leave_unpinned(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """The host's LoRA layers and batches pin their offsets, whatever the platform says."""
+    with _Unpinned():
+        return original(*args, **kwargs)
+
+
 @_hook("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", HookType.REPLACE)
 def skip_kv_copy_warmup(pool: Any) -> None:
     """With speculation on, the host warms up a Triton KV copy that only tree verification uses."""
@@ -93,9 +117,17 @@ def _require_explicit_cpu(server_args: Any, previous: Any) -> None:
 
 def _cpu_defaults(server_args: Any, previous: Any) -> None:
     cfg = resolving_view(server_args)
+    ranks = cfg.tp_size * cfg.dp_size
+    if ranks > 1 and cfg.max_total_tokens is None and cfg.mem_fraction_static is None:
+        raise SystemExit(
+            f"{ranks} ranks would each take the whole memory of this machine for their KV: say with --max-total-tokens "
+            "how many tokens each may hold."
+        )
     defaults: dict[str, Any] = {}
     if cfg.attention_backend is None:
         defaults["attention_backend"] = ATTENTION_BACKEND  # the host's default needs AMX
+    if cfg.lora_backend == "csgmv":
+        defaults["lora_backend"] = "torch_native"  # the host's default is made of Triton
     if not cfg.sleep_on_idle:
         defaults["sleep_on_idle"] = True  # an idle scheduler would spin a core
     if defaults:

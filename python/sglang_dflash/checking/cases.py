@@ -1,0 +1,197 @@
+"""The matrix of sampling parameters under which a check asks every prompt."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from sglang_dflash.checking.asking import Outcome, Request, greedy_body
+
+PLAIN, LOGPROBS_CASE = "plain", "logprobs"
+REGEX = r"(yes|no|maybe)( [a-z]{1,10}){4,24}\."
+JSON_SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 24},
+            "count": {"type": "integer", "minimum": 0, "maximum": 999},
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+        },
+        "required": ["name", "count", "tags"],
+        "additionalProperties": False,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt and its plain answer: the cases aim at what the answer holds, or they would change nothing.
+
+    Fields:
+        limit: `max_new_tokens` of every request.
+    """
+
+    prompt_id: str
+    input_ids: list[int]
+    plain: Outcome
+    limit: int
+
+    @property
+    def middle(self) -> int:
+        """Index of a token in the middle of the plain answer."""
+        return len(self.plain.ids) // 2
+
+
+Build = Callable[[Asked, Random], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the matrix.
+
+    Fields:
+        sampling: the parameters for one prompt.
+        extra: what stands beside them in the request.
+        deterministic: only a server with --enable-deterministic-inference gives the same answer twice.
+    """
+
+    name: str
+    sampling: Build
+    extra: dict[str, Any] = field(default_factory=dict)
+    deterministic: bool = False
+
+    def request(self, asked: Asked, seed: int) -> Request:
+        rng = Random(f"{seed} {self.name} {asked.prompt_id}")
+        body = greedy_body(asked.input_ids, max_new_tokens=asked.limit)
+        body["sampling_params"] |= self.sampling(asked, rng)
+        return Request(self.name, asked.prompt_id, {**body, **self.extra})
+
+
+def min_new_tokens(asked: Asked, rng: Random) -> dict[str, Any]:
+    """Past the plain answer's end, so that the end token is really held back."""
+    return {"min_new_tokens": min(asked.limit, len(asked.plain.ids) + rng.randint(2, 10))}
+
+
+def logit_bias(asked: Asked, rng: Random) -> dict[str, Any]:
+    """Against the plain answer's commonest tokens, and for one of its others."""
+    common = [token for token, _ in Counter(asked.plain.ids).most_common(3)]
+    biases = {str(token): -rng.choice((1.5, 4.0, 100.0)) for token in common}
+    others = [token for token in asked.plain.ids if token not in common]
+    return {"logit_bias": biases | ({str(rng.choice(others)): 1.25} if others else {})}
+
+
+def stop_string(asked: Asked, rng: Random) -> dict[str, Any]:
+    """Three characters from within the plain answer, which tokens seldom end with."""
+    text = asked.plain.text
+    start = rng.randint(len(text) // 3, max(len(text) // 3, len(text) - 4))
+    return {"stop": [text[start : start + 3] or "\n"]}
+
+
+def stop_token_ids(asked: Asked, rng: Random) -> dict[str, Any]:
+    return {"stop_token_ids": [asked.plain.ids[asked.middle]]}
+
+
+def penalties(asked: Asked, rng: Random) -> dict[str, Any]:
+    """All three, now and then one of them negative or below 1: it rewards repetition."""
+    ranges = (("frequency_penalty", -0.3, 1.2), ("presence_penalty", -0.3, 1.2), ("repetition_penalty", 0.95, 1.4))
+    return {name: value for each in ranges for name, value in drawn(*each)(asked, rng).items()}
+
+
+def drawn(name: str, low: float, high: float) -> Build:
+    """The parameter, drawn anew for every request."""
+    return lambda asked, rng: {name: round(rng.uniform(low, high), 2)}
+
+
+def constant(**sampling: Any) -> Build:
+    return lambda asked, rng: dict(sampling)
+
+
+def all_of(*builds: Build) -> Build:
+    return lambda asked, rng: {name: value for build in builds for name, value in build(asked, rng).items()}
+
+
+def random_sampling(asked: Asked, rng: Random) -> dict[str, Any]:
+    """Any valid greedy parameters together; every request of a batch gets its own."""
+    chosen: list[Build] = []
+    for name, values in (
+        ("frequency_penalty", (-0.4, 1.5)),
+        ("presence_penalty", (-0.4, 1.5)),
+        ("repetition_penalty", (0.9, 1.5)),
+    ):
+        if rng.random() < 0.3:
+            chosen.append(drawn(name, *values))
+    for build in (logit_bias, stop_string, stop_token_ids):
+        if rng.random() < 0.25:
+            chosen.append(build)
+    if rng.random() < 0.2:
+        chosen.append(constant(ignore_eos=True))
+    # Not both: a grammar that has ended leaves only the end token, which the minimum forbids, and beside a sampled
+    # request a row without any token ends SGLang 0.5.23 itself.
+    if rng.random() < 0.3:
+        chosen.append(rng.choice((constant(regex=REGEX), constant(json_schema=JSON_SCHEMA))))
+    elif rng.random() < 0.3:
+        chosen.append(min_new_tokens)
+    limit = rng.randint(1, asked.limit)
+    sampling = {"max_new_tokens": limit, **all_of(*chosen)(asked, rng)}
+    if "min_new_tokens" in sampling:
+        sampling["min_new_tokens"] = min(limit, sampling["min_new_tokens"])
+    return sampling
+
+
+def seeded_sampling(asked: Asked, rng: Random) -> dict[str, Any]:
+    return {
+        "temperature": round(rng.uniform(0.4, 1.2), 2),
+        "top_p": rng.choice((1.0, 0.9)),
+        "top_k": rng.choice((-1, 20)),
+        "min_p": rng.choice((0.0, 0.05)),
+        "sampling_seed": rng.randrange(2**31),
+    }
+
+
+LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2}
+CASES = [
+    Case(PLAIN, constant()),
+    Case("frequency_penalty", drawn("frequency_penalty", 0.8, 2.0)),
+    Case("presence_penalty", drawn("presence_penalty", 1.0, 2.0)),
+    Case("repetition_penalty", drawn("repetition_penalty", 1.2, 1.8)),
+    Case("min_new_tokens", min_new_tokens),
+    Case("logit_bias", logit_bias),
+    Case("stop", stop_string),
+    Case("stop_token_ids", stop_token_ids),
+    Case("ignore_eos", constant(ignore_eos=True)),
+    Case("regex", constant(regex=REGEX)),
+    Case("json_schema", constant(json_schema=JSON_SCHEMA)),
+    Case(LOGPROBS_CASE, constant(), LOGPROBS),
+    Case("penalties", all_of(penalties, min_new_tokens)),
+    Case("penalties + stop + logit_bias", all_of(penalties, stop_string, logit_bias)),
+    Case("penalties + regex + logprobs", all_of(penalties, constant(regex=REGEX)), LOGPROBS),
+    Case("json_schema + ignore_eos + presence_penalty", constant(json_schema=JSON_SCHEMA, presence_penalty=0.5)),
+    Case("ignore_eos + repetition_penalty + logprobs", constant(ignore_eos=True, repetition_penalty=1.3), LOGPROBS),
+    Case("mixed", random_sampling),
+    Case("seeded sampling", seeded_sampling, deterministic=True),
+    Case("seeded sampling + penalties", all_of(seeded_sampling, penalties), deterministic=True),
+]
+
+
+def select(names: str | None) -> list[Case]:
+    """The cases that `--cases` names, `plain` always among them; all of them where it names none.
+
+    Raises:
+        ValueError: there is no case of such a name.
+    """
+    if names is None:
+        return CASES
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = [case.name for case in CASES]
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"--cases has {name!r}; there are {', '.join(known)}.")
+    return [case for case in CASES if case.name in (PLAIN, *wanted)]
+
+
+def requests_of(case: Case, asked: Sequence[Asked], seed: int) -> list[Request]:
+    return [case.request(one, seed) for one in asked]

@@ -1,0 +1,117 @@
+"""Where SGLang 0.5.23 treats the tokens of a verified block unlike single tokens, and plain decoding's answer instead.
+
+Each hook says what the host does and why ours differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_spec
+
+PENALIZERS = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__"
+FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+REASONING = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor."
+    "SchedulerBatchResultProcessor._maybe_update_reasoning_tokens"
+)
+GRAMMAR = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor."
+    "SchedulerBatchResultProcessor._accept_grammar_tokens"
+)
+
+
+def order_penalizers(result: Any, orchestrator: Any, *_: Any, **__: Any) -> None:
+    """The host holds its penalizers in a set of classes, so that without overlap their order, and with it the result
+    of a repetition penalty beside another one, changes from process to process. With overlap, and under speculation,
+    it adds first and scales last; so does every server with this plugin."""
+    ordered = sorted(orchestrator.penalizers.items(), key=lambda item: (item[1].is_multiplicative, item[0].__name__))
+    orchestrator.penalizers = dict(ordered)
+
+
+def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) -> None:
+    """The host looks for stops in the block as a whole: stop strings before regexes before stop tokens, the first
+    listed before the first reached. Plain decoding ends at whatever comes first."""
+    params, grammar = req.sampling_params, req.grammar
+    if grammar is not None and _owes_a_token(req):
+        req.grammar = None  # its end is not yet the request's
+    if new_accepted_len > 1 and (params.stop_strs or params.stop_regex_strs):
+        _finish_at_first(original, req, new_accepted_len)
+    else:
+        original(req, new_accepted_len)
+    req.grammar = grammar
+    deferred = req.__dict__.pop("dflash_reasoning", None)
+    if deferred is not None:
+        count, tokens = deferred
+        past_stop = 0 if req.finished_len is None else max(0, len(req.output_ids) - req.finished_len)
+        count(req, tokens[: len(tokens) - past_stop])
+
+
+def _finish_at_first(original: Any, req: Any, new_accepted_len: int) -> None:
+    ids, grammar = req.output_ids, req.grammar
+    block = ids[-new_accepted_len:]
+    del ids[-new_accepted_len:]
+    req.grammar = None  # it has already gone over the whole block
+    for place, token in enumerate(block, start=1):
+        ids.append(token)
+        if place == len(block):
+            req.grammar = grammar
+        original(req, 1)
+        if req.finished():
+            ids.extend(block[place:])  # what reads the block later expects its full length
+            break
+    req.grammar = grammar
+
+
+def accept_past_the_end(original: Any, processor: Any, req: Any, tokens: int | list[int]) -> list[int]:
+    """With `ignore_eos`, plain decoding notices the end of a grammar one token late and emits that token too; the
+    host drops it from a block."""
+    if not (req.sampling_params.ignore_eos and get_spec().speculative_algorithm == "DFLASH"):
+        return original(processor, req, tokens)
+    run = [tokens] if isinstance(tokens, int) else tokens
+    if req.grammar.is_terminated():
+        req.dflash_past_grammar = True
+        return run[:1]
+    retained = original(processor, req, run)
+    if req.grammar.is_terminated() and len(retained) < len(run):
+        req.dflash_past_grammar = True
+        retained = run[: len(retained) + 1]
+    return retained
+
+
+def _owes_a_token(req: Any) -> bool:
+    """Whether the grammar has ended and the one token past its end is not out."""
+    return (
+        req.sampling_params.ignore_eos
+        and get_spec().speculative_algorithm == "DFLASH"
+        and req.grammar.is_terminated()
+        and not getattr(req, "dflash_past_grammar", False)
+    )
+
+
+def defer_reasoning_tokens(original: Any, processor: Any, req: Any, tokens: Any) -> None:
+    """The host counts a block's reasoning tokens before it looks for the stop, and so those past it."""
+    if isinstance(tokens, list) and len(tokens) > 1:
+        req.dflash_reasoning = (lambda *arguments: original(processor, *arguments)), tokens
+    else:
+        original(processor, req, tokens)
+
+
+HOOKS: dict[str, tuple[Any, HookType]] = {
+    FINISH: (finish_token_by_token, HookType.AROUND),
+    REASONING: (defer_reasoning_tokens, HookType.AROUND),
+    GRAMMAR: (accept_past_the_end, HookType.AROUND),
+}
+
+
+def restore_prefill_only() -> None:
+    """Requests for no new token are sampled by the host where speculation is on, which changes the logprobs of
+    scoring; a property, which SGLang's registry cannot hook."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    Req.is_prefill_only = property(_is_prefill_only)
+
+
+def _is_prefill_only(req: Any) -> bool:
+    return req.sampling_params.max_new_tokens == 0 and get_spec().speculative_algorithm in (None, "DFLASH")

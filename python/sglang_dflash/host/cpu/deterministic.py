@@ -1,0 +1,115 @@
+"""`--enable-deterministic-inference` on a plain CPU: a request gets the same bits alone and in any batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.choices import (
+    add_deterministic_attention_backend_choices,
+    add_radix_supported_deterministic_attention_backend_choices,
+)
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_exec
+
+from sglang_dflash import ops
+from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
+
+# A flag that brings kernels of its own, which nobody showed to be batch-invariant here -> where it asks for nothing.
+UNSERVED: dict[str, Any] = {
+    "rl_on_policy_target": None,
+    "enable_torch_compile": False,
+    "enable_lora": None,
+    "lora_paths": None,
+}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how checkpoints call their number
+MAX_RANKS = 2  # a sum of two is the same in any order; of more, Gloo's order depends on the size of the tensor
+
+_kernels: list[torch.library.Library] = []  # torch takes them back with the library
+
+
+def install() -> None:
+    """Registers the attention backend with this mode, radix cache included, and the checks of the arguments."""
+    add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    register_resolution_hook("handle_deterministic_inference")(_check_arguments)
+
+
+def use_batch_invariant_kernels(runner: Any) -> None:
+    """The host registers Triton kernels, and asks for an accelerator to register them for.
+
+    Raises:
+        RuntimeError: this machine's BLAS cannot keep a row apart from the others.
+    """
+    if not get_exec().deterministic.enable_deterministic_inference:
+        return
+    if not _kernels:
+        _kernels.append(ops.install_batch_invariant_kernels())
+    weights = {(w.shape, w.dtype): w for w in runner.model.parameters() if w.dim() == 2 and w.is_floating_point()}
+    for (shape, dtype), weight in weights.items():
+        if ops.place_matters(weight):
+            raise RuntimeError(
+                f"--enable-deterministic-inference cannot be served here: torch's product with a {dtype} weight of "
+                f"shape {tuple(shape)} rounds a row by where it stands."
+            )
+
+
+def sample_uncompiled(original: Any, *args: Any, **options: Any) -> torch.Tensor:
+    """The host compiles its seeded sampling, which needs a C++ compiler and treats a batch of one apart."""
+    with torch.compiler.set_stance("force_eager"):
+        return original(*args, **options)
+
+
+HOOKS: dict[str, tuple[Any, HookType]] = {
+    "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode": (
+        use_batch_invariant_kernels,
+        HookType.REPLACE,
+    ),
+    # The host's CPU body is in the CPU build of `sgl_kernel`.
+    "sglang.srt.layers.sampler.murmur_hash32": (ops.murmur_hash32, HookType.REPLACE),
+    "sglang.srt.layers.sampler.multinomial_with_seed": (sample_uncompiled, HookType.AROUND),
+}
+"""Hook target -> (our function, how it is applied). `hooks.install` registers them and proves them in place."""
+
+
+def _check_arguments(server_args: Any, previous: Any) -> None:
+    cfg = resolving_view(server_args)
+    if cfg.enable_deterministic_inference or cfg.rl_on_policy_target is not None:
+        reason = _unserved(cfg, model_config_of(server_args))
+        if reason is not None:
+            raise SystemExit(f"--enable-deterministic-inference is not served on the CPU {reason}.")
+        if cfg.speculative_algorithm is None:
+            # With overlap and speculation off, the host counts an emitted token for the penalties one step late, or
+            # two beside a prefill (ScheduleBatch.cumulate_penalty_output_tokens). Our worker counts for itself.
+            declare_resolution(server_args, "sglang_dflash.deterministic", disable_overlap_schedule=True)
+    previous(server_args)
+
+
+def _unserved(cfg: Any, model: Any) -> str | None:
+    """Why a row could depend on others; None where it does not.
+
+    model: the host's `ModelConfig`.
+    """
+    for name, neutral in UNSERVED.items():
+        value = getattr(cfg, name)
+        if value != neutral and value not in (None, False):
+            return f"with --{name.replace('_', '-')} {value}: leave it out"
+    backends = {cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend} - {None}
+    if backends != {ATTENTION_BACKEND}:
+        return (
+            f"with --attention-backend {', '.join(sorted(backends))}: only {ATTENTION_BACKEND}, the default, serves it"
+        )
+    if cfg.tp_size > MAX_RANKS:
+        return f"with --tp-size {cfg.tp_size}: at most {MAX_RANKS}"
+    if model.quantization is not None:
+        return f"with quantised weights ({model.quantization})"
+    experts = next((name for name in EXPERTS if (getattr(model.hf_text_config, name, None) or 0) > 0), None)
+    if experts is not None:
+        return f"with a mixture of experts ({experts} {getattr(model.hf_text_config, experts)})"
+    if mambaish_config(model) is not None:
+        return f"with recurrent state ({', '.join(model.hf_config.architectures)})"
+    return None

@@ -1,0 +1,119 @@
+"""Penalties of running requests: who asks for which, and what each has emitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_dflash import ops
+from sglang_dflash.host.draft_input import upload
+
+
+class Group(NamedTuple):
+    """The requests of a batch that ask for penalties.
+
+    Fields:
+        requests: [P] int64; their places in the batch.
+        rows: [P] int64; their rows in `ops.EmittedTokens`.
+        most: no row holds more tokens than this.
+    """
+
+    requests: torch.Tensor
+    rows: torch.Tensor
+    params: ops.PenaltyParams
+    most: int
+
+
+class RequestPenalties:
+    """Counts per request slot, rebuilt from the request's tokens at every prefill, so also after a retraction.
+
+    The host's own counts see no committed token under speculation, and one late under overlap; ours are kept on the
+    device in the order of the steps.
+    """
+
+    def __init__(self, vocab_size: int, width: int, device: Any) -> None:
+        self._emitted = ops.EmittedTokens(vocab_size, device)
+        self._width = width
+        self._device = device
+        self._row_of_slot: dict[int, int] = {}
+
+    def prefill(self, batch: Any) -> Group | None:
+        """Starts the counts of a prefill's requests, and gives the host's sampler what they imply.
+
+        A request that comes back after a retraction has emitted tokens, and so have the running ones of a mixed batch;
+        the host's counts know of neither, and under overlap its `output_ids` lack the last.
+        """
+        tails = batch.decoding_reqs or ()  # running requests of a mixed batch: already counted
+        for req in batch.reqs:
+            if asks_for_penalties(req.sampling_params) and req not in tails:
+                row = self._row_of_slot.setdefault(req.kv.req_pool_idx, len(self._row_of_slot))
+                ids = torch.tensor(list(req.output_ids), dtype=torch.int64)
+                self._emitted.start(row, upload(ids, self._device), req.sampling_params.frequency_penalty)
+        group = self.group(batch)
+        info = batch.sampling_info  # a copy of this forward's own
+        if group is not None and (tails or any(req.output_ids for req in batch.reqs)):
+            additive, scaling = ops.penalties_of(self._emitted.of(group.rows, group.most), group.params)
+            info.acc_additive_penalties[group.requests] = additive
+            if info.acc_scaling_penalties is not None:
+                info.acc_scaling_penalties[group.requests] = scaling
+        return group
+
+    def group(self, batch: Any) -> Group | None:
+        """The batch's requests with penalties; None where there are none."""
+        if batch.sampling_info.acc_additive_penalties is None:  # the host's own quick answer
+            return None
+        asking = [i for i, req in enumerate(batch.reqs) if asks_for_penalties(req.sampling_params)]
+        if not asking:
+            return None
+        reqs = [batch.reqs[i] for i in asking]
+        return Group(
+            self._upload(asking, torch.int64),
+            self._upload([self._row_of_slot[req.kv.req_pool_idx] for req in reqs], torch.int64),
+            self._params(reqs),
+            # Under overlap the host knows the tokens of all steps but the one before.
+            max(len(req.output_ids) for req in reqs) + 2 * self._width,
+        )
+
+    def _params(self, reqs: Sequence[Any]) -> ops.PenaltyParams:
+        asked = [req.sampling_params for req in reqs]
+        stops = [sorted(stop_ids(req)) if req.sampling_params.min_new_tokens else [] for req in reqs]
+        most = max(1, *(len(ids) for ids in stops))
+        # A request without stop ids masks nothing: its minimum is 0.
+        padded = [(ids + ids[:1] * most)[:most] if ids else [0] * most for ids in stops]
+        minima = [params.min_new_tokens if ids else 0 for params, ids in zip(asked, stops, strict=True)]
+        return ops.PenaltyParams(
+            self._upload([params.frequency_penalty for params in asked], torch.float32),
+            self._upload([params.presence_penalty for params in asked], torch.float32),
+            self._upload([params.repetition_penalty for params in asked], torch.float32),
+            self._upload(minima, torch.int64),
+            self._upload(padded, torch.int64),
+        )
+
+    def _upload(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+        return upload(torch.tensor(values, dtype=dtype), self._device)
+
+    def apply(self, group: Group, logits: torch.Tensor, block_ids: torch.Tensor) -> None:
+        """logits: [B, W, V], changed in place; block_ids: [B, W]."""
+        emitted = self._emitted.of(group.rows, group.most)
+        ops.penalize(logits, group.requests, block_ids[group.requests], emitted, group.params)
+
+    def commit(self, group: Group, ids: torch.Tensor, lens: torch.Tensor) -> None:
+        """Counts the first `lens` ([B]) of the `ids` ([B, W]) of every request."""
+        self._emitted.append(group.rows, ids[group.requests], lens[group.requests], group.most, group.params)
+
+
+def asks_for_penalties(params: Any) -> bool:
+    """params: the host's `SamplingParams`."""
+    return bool(
+        params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.min_new_tokens
+    )
+
+
+def stop_ids(req: Any) -> set[int]:
+    """The ids that the host masks until `min_new_tokens` are out (penaltylib/min_new_tokens.py)."""
+    tokenizer = req.tokenizer
+    ids = (req.sampling_params.stop_token_ids or set()) | (req.eos_token_ids or set())
+    ids = ids | (tokenizer.additional_stop_token_ids or set()) | {tokenizer.eos_token_id}
+    return {token for token in ids if token is not None}

@@ -1,0 +1,21 @@
+"""Sessions: a turn continues what the turn before answered, and nothing that was verified beyond its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+
+def _whole_answer(original: Any, last_req: Any, req: Any, session_params: Any) -> Any:
+    """A block may commit tokens behind a stop token. The host cuts them from the answer, but a session's next prompt
+    (other than a streaming session's) is made of the uncut ids (session_controller.py:184)."""
+    if last_req.finished_len is not None:
+        last_req.output_ids = last_req.output_ids[: last_req.finished_len]
+    return original(last_req, req, session_params)
+
+
+HOOKS: dict[str, tuple[Any, HookType]] = {
+    "sglang.srt.session.session_controller.Session._concat_token_arrays": (_whole_answer, HookType.AROUND),
+}
+"""Hook target -> (our function, how it is applied)."""

@@ -1,0 +1,96 @@
+"""Weights that change while the server runs: target and draft are two checkpoints whose tensors bear the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_spec
+from transformers import PretrainedConfig
+
+from sglang_dflash.core.draft_config import PLAIN_ARCHITECTURE
+
+SELECT_RUNNERS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._select_runners"
+UPDATE_FROM_DISK = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk"
+)
+
+
+class DraftWeights:
+    """The draft's model runner as the host's weight updates see it: after each of them, `taken_up` is called."""
+
+    def __init__(self, runner: Any, taken_up: Callable[[], None]) -> None:
+        self._runner = runner
+        self.weight_updater = _Notifying(runner.weight_updater, taken_up)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+class _Notifying:
+    """A weight updater that says when it has changed something, or may have."""
+
+    def __init__(self, updater: Any, changed: Callable[[], None]) -> None:
+        self._updater = updater
+        self._changed = changed
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._updater, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._changed()
+
+        return call
+
+
+class _Bystander:
+    """The draft in an update of the target: it can be checked, and keeps its weights."""
+
+    def __init__(self, runner: Any) -> None:
+        self.check_weights = runner.check_weights
+        self.weight_updater = self
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: (True, "Succeeded to update the target's weights; the draft keeps its own.")
+
+
+def _select_runners(original: Any, manager: Any, selector: str = "all") -> list[tuple[str, Any]]:
+    """Whom an update is for. The host's default, "all", loads the same tensors into both models, and a target's
+    `layers.0` fits into a draft's: for us it is what the open update session named, else the target."""
+    if selector == "all" and manager._session is not None:
+        selector = manager._session.selector
+    runners = original(manager, selector)
+    if selector != "all" or get_spec().speculative_algorithm != "DFLASH":
+        return runners
+    return [(role, runner if role == "target" else _Bystander(runner)) for role, runner in runners]
+
+
+def _update_from_disk(original: Any, manager: Any, request: Any) -> Any:
+    """Updates from disk are the target's; a draft's folder would fill the target's first layers."""
+    if get_spec().speculative_algorithm == "DFLASH" and _holds_draft(request.model_path):
+        return UpdateWeightFromDiskReqOutput(
+            success=False,
+            message=f"{request.model_path} holds a DFlash draft, and updates from disk are for the target: begin a "
+            "weight update with selector 'draft' and send the draft's tensors.",
+        )
+    return original(manager, request)
+
+
+def _holds_draft(path: str) -> bool:
+    try:
+        config, _ = PretrainedConfig.get_config_dict(path)
+    except (OSError, ValueError):
+        return False  # the host says what is wrong with it
+    return config.get("architectures") == [PLAIN_ARCHITECTURE]
+
+
+HOOKS: dict[str, tuple[Any, HookType]] = {
+    SELECT_RUNNERS: (_select_runners, HookType.AROUND),
+    UPDATE_FROM_DISK: (_update_from_disk, HookType.AROUND),
+}
+"""Hook target -> (our function, how it is applied)."""

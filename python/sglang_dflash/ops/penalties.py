@@ -1,0 +1,170 @@
+"""Penalties over the rows of a verified block: each row counts the drafts before it as emitted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class PenaltyParams(NamedTuple):
+    """What P requests ask for.
+
+    Fields:
+        frequency, presence, repetition: [P] float32; 0, 0 and 1 ask for nothing.
+        min_new_tokens: [P] int64.
+        stop_ids: [P, S] int64; masked until `min_new_tokens` are out. Short lists repeat one of their ids.
+    """
+
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    repetition: torch.Tensor
+    min_new_tokens: torch.Tensor
+    stop_ids: torch.Tensor
+
+
+class Emitted(NamedTuple):
+    """What P requests have emitted, the block's anchor included.
+
+    Fields:
+        ids: [P, L] int64; their tokens, in any order and as often as one likes: they say which logits to look at, and
+            `seen` says what counts. Padding is any id.
+        seen: [P, V] bool.
+        sums: [P, V] float32; the frequency penalty, added up once per occurrence as the host's penalizer does.
+        lens: [P] int64; tokens emitted.
+    """
+
+    ids: torch.Tensor
+    seen: torch.Tensor
+    sums: torch.Tensor
+    lens: torch.Tensor
+
+
+def penalize(
+    logits: torch.Tensor, requests: torch.Tensor, block_ids: torch.Tensor, emitted: Emitted, params: PenaltyParams
+) -> None:
+    """Changes, in place, the logits of the rows of P requests to what plain decoding would sample from there.
+
+    Row i of a request stands after drafts 1..i, so they count as emitted. The arithmetic per logit is that of SGLang's
+    penalizers: minus the frequency sum, minus the presence penalty, then divided (positive) or multiplied (negative)
+    by the repetition penalty; stop ids are -inf while fewer than `min_new_tokens` are out. Only emitted and drafted
+    ids are touched.
+
+    Args:
+        logits: [B, W, V] float32, strided as it likes.
+        requests: [P] int64; which of the B requests these are, each at most once.
+        block_ids: [P, W] int64; anchor first, then the drafts.
+    """
+    width = logits.shape[1]
+    entries = torch.cat((emitted.ids, block_ids), dim=1)  # [P, E]
+    times = drafted_before(entries, block_ids)  # [P, W, E]
+    seen = emitted.seen.gather(1, entries)[:, None] | (times > 0)
+    sums = emitted.sums.gather(1, entries)[:, None].expand(times.shape)
+    for time in range(width - 1):  # one addition per occurrence: the sum is rounded as the host's is
+        sums = torch.where(times > time, sums + params.frequency[:, None, None], sums)
+    presence = torch.where(seen, params.presence[:, None, None], 0.0)
+    repetition = torch.where(seen, params.repetition[:, None, None], 1.0)
+
+    # Places in [B, W, V], not in a flat view: the host's float32 logits may be a slice of a padded vocabulary.
+    columns = torch.arange(width, device=logits.device)
+    where = (requests[:, None, None], columns[:, None], entries[:, None])  # of [P, W, E]
+    x = logits[where] - sums - presence
+    logits[where] = torch.where(x < 0, x * repetition, x / repetition)  # equal entries carry equal values
+
+    too_short = emitted.lens[:, None] + columns < params.min_new_tokens[:, None]  # [P, W], before the row's token
+    where = (requests[:, None, None], columns[:, None], params.stop_ids[:, None])  # of [P, W, S]
+    logits[where] = torch.where(too_short[:, :, None], float("-inf"), logits[where])
+
+
+def penalties_of(emitted: Emitted, params: PenaltyParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same penalties for one row per request, over the whole vocabulary, in the host's two parts.
+
+    Returns:
+        additive: [P, V] float32, to be added to the logits; -inf at masked stop ids.
+        scaling: [P, V] float32, by which the sum is then divided (positive) or multiplied (negative).
+    """
+    additive = -(emitted.sums + torch.where(emitted.seen, params.presence[:, None], 0.0))
+    too_short = (emitted.lens < params.min_new_tokens)[:, None]
+    masked = torch.where(too_short, float("-inf"), additive.gather(1, params.stop_ids))
+    return additive.scatter(1, params.stop_ids, masked), torch.where(emitted.seen, params.repetition[:, None], 1.0)
+
+
+def drafted_before(entries: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    """How often each entry stands among drafts 1..i, for every row i.
+
+    Args:
+        entries: [P, E] int64.
+        block_ids: [P, W] int64.
+
+    Returns:
+        [P, W, E] int64.
+    """
+    equal = entries[:, None] == block_ids[:, 1:, None]  # [P, W-1, E]
+    return F.pad(equal.long().cumsum(1), (0, 0, 1, 0))
+
+
+class EmittedTokens:
+    """The tokens that requests have emitted, one row each, kept on the device from step to step.
+
+    Rows and columns grow as they are needed. A row starts with `start`; nothing frees it but the next `start`.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+        self._vocab_size = vocab_size
+        self._ids = torch.zeros((0, 0), dtype=torch.int64, device=device)
+        self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._sums = torch.zeros((0, vocab_size), dtype=torch.float32, device=device)
+        self._lens = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def _reserve(self, rows: int, columns: int) -> None:
+        have_rows, have_columns = self._ids.shape
+        if rows > have_rows or columns > have_columns:
+            rows = max(have_rows, 2 * rows if rows > have_rows else 0)
+            columns = max(have_columns, 2 * columns if columns > have_columns else 0)
+            grown = (0, columns - have_columns, 0, rows - have_rows)
+            self._ids = F.pad(self._ids, grown)
+            self._seen = F.pad(self._seen, (0, 0, 0, rows - have_rows))
+            self._sums = F.pad(self._sums, (0, 0, 0, rows - have_rows))
+            self._lens = F.pad(self._lens, (0, rows - have_rows))
+
+    def start(self, row: int, ids: torch.Tensor, frequency: float) -> None:
+        """Makes the row hold exactly `ids` ([N] int64, on the device)."""
+        self._reserve(row + 1, len(ids) + 1)
+        self._seen[row] = False
+        self._sums[row] = 0.0
+        self._seen[row, ids] = True
+        self._sums[row].scatter_add_(0, ids, self._sums.new_full(ids.shape, frequency))
+        self._ids[row, : len(ids)] = ids
+        self._lens[row] = len(ids)
+
+    def append(
+        self, rows: torch.Tensor, ids: torch.Tensor, lens: torch.Tensor, most: int, params: PenaltyParams
+    ) -> None:
+        """Adds the first `lens` of the `ids` to each row.
+
+        Args:
+            rows: [P] int64, each once.
+            ids: [P, W] int64; those beyond `lens` are any id.
+            lens: [P] int.
+            most: a bound that the host knows: no row holds more tokens than this beforehand.
+        """
+        width = ids.shape[1]
+        self._reserve(0, most + width)
+        columns = torch.arange(width, device=ids.device)
+        valid = columns < lens[:, None]  # [P, W]
+        # Ids beyond `lens` land where the next append overwrites them; until then `seen` says they do not count.
+        self._ids[rows[:, None], self._lens[rows][:, None] + columns] = ids
+        where = rows[:, None] * self._vocab_size + ids  # [P, W]
+        self._seen.view(-1)[where] |= valid if width == 1 else _any_equal(ids, valid)
+        self._sums.view(-1).scatter_add_(0, where.flatten(), (valid * params.frequency[:, None]).flatten())
+        self._lens[rows] += lens.long()
+
+    def of(self, rows: torch.Tensor, most: int) -> Emitted:
+        """The rows' tokens ([P] int64 rows); `most` as in `append`."""
+        return Emitted(self._ids[rows, :most], self._seen[rows], self._sums[rows], self._lens[rows])
+
+
+def _any_equal(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """[P, W] bool: whether an equal id of the row is valid; so that writes of equal ids agree."""
+    return ((ids[:, :, None] == ids[:, None]) & valid[:, None]).any(-1)

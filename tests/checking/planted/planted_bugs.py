@@ -1,0 +1,123 @@
+"""A plugin of SGLang that breaks our worker on purpose: `sglang-dflash check` must find every bug of it.
+
+The file named by PLANTED_BUG holds the bug that is active; it is read at every step, so that one server serves all.
+Bugs are rare enough for most answers to stay right.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VARIABLE = "PLANTED_BUG"
+ACCEPT, PENALTY, SWAP, LEAK = "one draft too many", "stale penalty", "swapped rows", "leaked slot"
+SKIP_DECODE, SKIP_PREFILL = "draft KV of a block not written", "draft KV behind a cached prefix not written"
+CRASH = "the scheduler ends"
+EVERY = {ACCEPT: 12, SWAP: 1, LEAK: 8, SKIP_DECODE: 3, SKIP_PREFILL: 1, CRASH: 20}
+
+
+def activate() -> None:
+    """Entry point: hooks what makes the worker, in the scheduler's process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # Not `create_worker` itself: our plugin does not call what other plugins made of it before.
+    target = "sglang.srt.managers.scheduler.Scheduler.maybe_init_draft_worker"
+    HookRegistry.register(target, _plant, HookType.BEFORE)
+
+
+def active() -> str:
+    return Path(os.environ[VARIABLE]).read_text().strip()
+
+
+class Now:
+    """Whether the bug strikes at this call: every n-th of those at which it could."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, int] = {}
+
+    def strikes(self, bug: str) -> bool:
+        if active() != bug:
+            return False
+        self._calls[bug] = self._calls.get(bug, 0) + 1
+        return self._calls[bug] % EVERY[bug] == 0
+
+
+def _plant(*arguments: Any) -> None:
+    """Wraps what the worker calls; an attribute that is gone ends the server, and with it the test."""
+    from sglang_dflash import ops
+    from sglang_dflash.host.draft_runner import DraftRunner
+    from sglang_dflash.host.sampling import RowSampler
+    from sglang_dflash.host.worker import DFlashWorker
+
+    now = Now()
+    ops.accept_chain = _one_too_many(ops.accept_chain, now)
+    RowSampler.commit = _bonus_only(RowSampler.commit)
+    DraftRunner.write_context = _write_context(DraftRunner.write_context, now)
+    DFlashWorker._decode = _decode(DFlashWorker._decode, now)
+    DFlashWorker._prefill = _prefill(DFlashWorker._prefill, now)
+
+
+def _one_too_many(original: Any, now: Now) -> Any:
+    def accept(target_ids: torch.Tensor, draft_ids: torch.Tensor) -> Any:
+        right = original(target_ids, draft_ids)
+        width = draft_ids.shape[1]
+        rows = (right.commit_lens < width).nonzero()[:, 0]
+        if not len(rows) or not now.strikes(ACCEPT):
+            return right
+        row, commit_len = rows[0], right.commit_lens[rows[0]].long()
+        out_ids, commit_lens, bonus_ids = right.out_ids.clone(), right.commit_lens.clone(), right.bonus_ids.clone()
+        out_ids[row, commit_len - 1] = draft_ids[row, commit_len]  # a rejected draft
+        out_ids[row, commit_len] = bonus_ids[row] = target_ids[row, commit_len]
+        commit_lens[row] += 1
+        return type(right)(out_ids, commit_lens, bonus_ids)
+
+    return accept
+
+
+def _bonus_only(original: Any) -> Any:
+    """Penalties never hear of accepted drafts, only of the target's own token behind them."""
+
+    def commit(self: Any, batch: Any, ids: torch.Tensor, lens: torch.Tensor) -> None:
+        if active() == PENALTY and ids.shape[1] > 1:
+            ids, lens = ids.gather(1, lens.long()[:, None] - 1), torch.ones_like(lens)
+        original(self, batch, ids, lens)
+
+    return commit
+
+
+def _write_context(original: Any, now: Now) -> Any:
+    def write(self: Any, hidden: torch.Tensor, positions: torch.Tensor, kv_plan: Any) -> None:
+        skipped = now.strikes(SKIP_DECODE) if self.decoding else positions[0] > 0 and now.strikes(SKIP_PREFILL)
+        if not skipped:
+            original(self, hidden, positions, kv_plan)
+
+    return write
+
+
+def _decode(original: Any, now: Now) -> Any:
+    def decode(self: Any, batch: Any, *rest: Any) -> Any:
+        if now.strikes(CRASH):
+            raise RuntimeError("planted")
+        self._draft.decoding = True
+        result = original(self, batch, *rest)
+        lens, width = result.accept_lens, result.speculative_num_draft_tokens
+        if len(lens) > 1 and lens[0] == lens[1] and now.strikes(SWAP):
+            rows = result.next_token_ids.view(-1, width).clone()
+            rows[[0, 1]] = rows[[1, 0]]
+            result.next_token_ids = rows.flatten()
+        return result
+
+    return decode
+
+
+def _prefill(original: Any, now: Now) -> Any:
+    def prefill(self: Any, batch: Any, *rest: Any) -> Any:
+        self._draft.decoding = False
+        if now.strikes(LEAK):
+            self._target.token_to_kv_pool_allocator.alloc(1)
+        return original(self, batch, *rest)
+
+    return prefill

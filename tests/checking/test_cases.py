@@ -1,0 +1,115 @@
+"""The matrix aims at what the plain answer holds; prompts and markers are what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from sglang_dflash.checking.asking import Outcome
+from sglang_dflash.checking.cases import CASES, REGEX, Asked, random_sampling, requests_of, select
+from sglang_dflash.checking.probes import code_words, foreign_markers
+from sglang_dflash.checking.prompts import bundled_prompts, read_prompts
+
+TEXT = "The answer is forty-two, as always."
+ASKED = [
+    Asked(f"p{n}", [1, 2, 3 + n], Outcome(ids=[5, 6, 5, 7, 8, 5, 9 + n], text=TEXT, finish={"type": "stop"}), 32)
+    for n in range(6)
+]
+BY_NAME = {case.name: case for case in CASES}
+
+
+def test_every_parameter_has_a_case() -> None:
+    """Fails where a parameter that a worker might ignore is asked by no case."""
+    asked = {name for case in CASES for request in requests_of(case, ASKED, 0) for name in _given(request.body)}
+    assert asked >= {
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "logit_bias", "stop"),
+        *("stop_token_ids", "ignore_eos", "regex", "json_schema", "return_logprob", "sampling_seed", "min_p"),
+    }
+    assert all(case.deterministic == any(r.sampled for r in requests_of(case, ASKED, 0)) for case in CASES)
+
+
+def _given(body: dict) -> set[str]:
+    return {*body["sampling_params"], *body}
+
+
+def test_cases_are_reproducible_and_differ_by_request() -> None:
+    """Fails where a seed does not give the same requests again, or `mixed` is one set of parameters for all."""
+    mixed = BY_NAME["mixed"]
+    assert requests_of(mixed, ASKED, 3) == requests_of(mixed, ASKED, 3) != requests_of(mixed, ASKED, 4)
+    assert len({json.dumps(r.body["sampling_params"], sort_keys=True) for r in requests_of(mixed, ASKED, 3)}) > 3
+
+
+def test_cases_aim_at_the_plain_answer() -> None:
+    """Fails where a stop, a bias or a minimum would change nothing."""
+    for asked in ASKED:
+
+        def sampling(name: str, asked: Asked = asked) -> dict:
+            return BY_NAME[name].request(asked, 0).body["sampling_params"]
+
+        assert sampling("stop")["stop"][0] in asked.plain.text
+        assert sampling("stop_token_ids")["stop_token_ids"][0] in asked.plain.ids
+        assert len(asked.plain.ids) < sampling("min_new_tokens")["min_new_tokens"] <= asked.limit
+        assert sampling("logit_bias")["logit_bias"]["5"] < 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_parameters_are_valid(seed: int) -> None:
+    """Fails where the mixed case asks what no server takes."""
+    sampling = random_sampling(ASKED[0], Random(seed))
+    assert 1 <= sampling["max_new_tokens"] <= 32
+    assert 0 <= sampling.get("min_new_tokens", 0) <= sampling["max_new_tokens"]
+    assert not ("regex" in sampling and "json_schema" in sampling)
+    assert 0 < sampling.get("repetition_penalty", 1) <= 2 and abs(sampling.get("frequency_penalty", 0)) <= 2
+
+
+def test_empty_answers_have_cases_too() -> None:
+    """Fails where a prompt whose answer is only its end breaks the matrix."""
+    empty = Asked("p", [1], Outcome(ids=[2], text=""), 32)
+    for case in CASES:
+        case.request(empty, 0)
+
+
+def test_select() -> None:
+    """Fails where plain can be left out, which the others are made from."""
+    assert [case.name for case in select("stop, regex")] == ["plain", "stop", "regex"]
+    with pytest.raises(ValueError, match="--cases has 'regexp'; there are plain, "):
+        select("regexp")
+
+
+def test_regex_is_one() -> None:
+    """Fails where the bundled grammar takes nothing."""
+    assert re.fullmatch(REGEX, "maybe this is how it goes.")
+
+
+def test_markers() -> None:
+    """Fails where code words repeat, hold each other, or a foreign one is overlooked."""
+    words = code_words(Random(0), 40)
+    assert len(set(words)) == 40 and not any(a in b for a in words for b in words if a != b)
+    said = Outcome(ids=[1], text=f"{words[0]} and {words[1]}")
+    assert foreign_markers(words[0], said, words) == [words[1]]
+    assert foreign_markers(words[0], Outcome(refusal="no"), words) == []
+
+
+def test_bundled_prompts_take_turns() -> None:
+    """Fails where few prompts are all of one kind."""
+    kinds = [prompt.id.split("-")[0] for prompt in bundled_prompts(7)]
+    assert kinds == ["arithmetic", "code", "chat"] * 2 + ["arithmetic"]
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    """Fails where one of the three forms is not read, or more than asked for."""
+    rows = [
+        {"text": "Hi", "id": "greeting"},
+        {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"a": 1}},
+        {"input_ids": [1, 2]},
+        {"text": "left out"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    prompts = read_prompts(path, 3)
+    assert [(p.id, p.kind) for p in prompts] == [("greeting", "text"), ("line-2", "messages"), ("line-3", "input_ids")]
+    assert prompts[1].template == {"a": 1}

@@ -1,0 +1,149 @@
+"""Pure comparisons: what counts as a difference, as a tie, as acceptance and as steps lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_dflash.checking.asking import Outcome, Request, greedy_body
+from sglang_dflash.checking.compare import Acceptance, Difference, Tolerance, first_difference, step_loss
+
+FINISH = {"type": "stop", "matched": 2}
+TOLERANCE = Tolerance.of("float32")
+
+
+def answer(ids: list[int], **fields: Any) -> Outcome:
+    return Outcome(**{"ids": ids, "text": str(ids), "finish": FINISH, **fields})
+
+
+def compare(off: Outcome, on: Outcome, temperature: float = 0.0, **body: Any) -> Difference | None:
+    request = Request("case", "prompt", {**greedy_body([1], temperature=temperature), **body})
+    return first_difference(request, off, on, TOLERANCE)
+
+
+OFF = answer([5, 6, 2], best=[[(5, -0.1), (7, -2.0)], [(6, -0.7), (8, -0.7 - 1e-6)], [(2, -0.1), (3, -4.0)]])
+
+
+def test_equal() -> None:
+    """Fails where nothing is told from something."""
+    assert compare(OFF, answer([5, 6, 2])) is None
+
+
+@pytest.mark.parametrize(
+    ("on", "kind", "index"),
+    [
+        (answer([5, 9, 2]), "token", 1),
+        (answer([9, 6, 2]), "token", 0),
+        (answer([5, 6]), "length", 2),
+        (answer([5, 6, 2, 4]), "length", 3),
+        (answer([5, 6, 2], finish={"type": "length"}), "finish", 3),
+        (answer([5, 6, 2], text="other"), "text", 3),
+        (Outcome(failure="HTTP 500: gone"), "failure", 0),
+    ],
+)
+def test_differences(on: Outcome, kind: str, index: int) -> None:
+    """Fails where an answer that is not the same passes, or is blamed at the wrong place."""
+    found = compare(OFF, on)
+    assert found is not None and (found.kind, found.index, found.tie) == (kind, index, False)
+
+
+@pytest.mark.parametrize(
+    ("on_id", "temperature", "gap", "tie"),
+    [(8, 0.0, 1e-6, True), (8, 1.0, 1e-6, False), (4, 0.0, 1e-6, False)],
+    ids=["second best", "sampled", "not among the best"],
+)
+def test_ties(on_id: int, temperature: float, gap: float, tie: bool) -> None:
+    """Fails where a tie is not excused, or what cannot be one is."""
+    found = compare(OFF, answer([5, on_id, 2]), temperature)
+    assert found is not None and found.gap == pytest.approx(gap, rel=1e-3) and found.tie == tie
+
+
+def test_a_wide_gap_is_no_tie() -> None:
+    """Fails where the distance of two tokens is not looked at."""
+    found = compare(OFF, answer([7, 6, 2]))
+    assert found is not None and found.gap == pytest.approx(1.9) and not found.tie
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "kind"),
+    [([-0.1, -0.2, -0.3], None), ([-0.1, -0.2, -0.31], "logprob"), ([-0.1, -0.2], "logprob"), ([], "logprob")],
+)
+def test_logprobs(logprobs: list[float], kind: str | None) -> None:
+    """Fails where wrong, missing or unasked-for logprobs are judged wrongly."""
+    off = answer([5, 6, 2], logprobs=[-0.1, -0.2, -0.3])
+    found = compare(off, answer([5, 6, 2], logprobs=logprobs), return_logprob=True)
+    assert (None if found is None else found.kind) == kind
+    assert compare(off, answer([5, 6, 2])) is None, "none were asked for"
+
+
+def test_logprobs_of_alternatives() -> None:
+    """Fails where only the chosen tokens' logprobs are compared."""
+    off = answer([5], logprobs=[-0.1], best=[[(5, -0.1), (6, -2.0), (7, -3.0)]])
+    assert compare(off, answer([5], logprobs=[-0.1], best=[[(5, -0.1), (6, -2.0)]]), return_logprob=True) is None
+    found = compare(off, answer([5], logprobs=[-0.1], best=[[(5, -0.1), (6, -2.5)]]), return_logprob=True)
+    assert found is not None and found.kind == "logprob"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ulps", "gap"),
+    [("float32", None, 8 * 2**-19), ("bfloat16", None, 0.5), ("float16", 2, 2 * 2**-6), ("fp8", 1, 0.125)],
+)
+def test_tie_gap(dtype: str, ulps: float | None, gap: float) -> None:
+    """Fails where a unit in the last place is not that of logits from 16 to 32."""
+    assert Tolerance.of(dtype, ulps).tie_gap == gap
+
+
+def test_acceptance() -> None:
+    """Fails where positions are counted from the wrong end, or requests with shorter histograms are dropped."""
+    acceptance = Acceptance.of([Outcome(histogram=[1, 0, 3]), Outcome(histogram=[2, 2]), Outcome()])
+    assert (acceptance.steps, acceptance.by_position) == (8, [5 / 8, 3 / 8])
+    assert acceptance.tau == 1 + (2 * 1 + 3 * 2) / 8
+    assert Acceptance.of([]).tau == 0.0
+
+
+@pytest.mark.parametrize(
+    ("steps", "fewest", "exact", "lost"),
+    [
+        ([10] * 8, [10] * 8, True, False),
+        ([10] * 7 + [13], [10] * 8, True, True),
+        ([10] * 7 + [13], [10] * 8, False, False),
+        ([12, 8, 12, 8, 11, 9, 13, 7], [10] * 8, False, False),
+        ([12] * 8, [10] * 8, False, True),
+    ],
+    ids=["equal", "float32", "one flip", "both ways", "throughout"],
+)
+def test_step_loss(steps: list[int], fewest: list[int], exact: bool, lost: bool) -> None:
+    """Fails where flips of half precision count as loss, or a loss throughout does not."""
+    assert step_loss(steps, fewest, exact).lost == lost
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "refusal", "failure"),
+    [
+        (400, {"error": {"message": "no  such\nthing"}}, "no such thing", ""),
+        (422, {"object": "error", "message": "not so"}, "not so", ""),
+        (404, "nowhere", "nowhere", ""),
+        (500, {"error": {"message": "oh"}}, "", "HTTP 500: oh"),
+        (200, {"detail": "odd"}, "", "HTTP 200: {'detail': 'odd'}"),
+    ],
+)
+def test_what_a_server_says(status: int, content: Any, refusal: str, failure: str) -> None:
+    """Fails where a refusal is taken for a failure, or its sentence is lost."""
+    outcome = Outcome.from_response(status, content)
+    assert (outcome.refusal, outcome.failure) == (refusal, failure) and not outcome.answered
+
+
+def test_aborted_answers_are_failures() -> None:
+    """Fails where an answer that the server broke off counts as one."""
+    meta = {"finish_reason": {"type": "abort", "message": "Aborted"}}
+    outcome = Outcome.from_response(200, {"text": "be", "output_ids": [4], "meta_info": meta})
+    assert (outcome.failure, outcome.ids, outcome.answered) == ("Aborted", [4], False)
+    meta["finish_reason"]["status_code"] = 400
+    assert Outcome.from_response(200, {"text": "", "meta_info": meta}).refusal == "Aborted"
+
+
+def test_outcomes_are_kept_as_json() -> None:
+    """Fails where a kept answer is not the one that was given."""
+    outcome = answer([5], logprobs=[-0.1], best=[[(5, -0.1)]], histogram=[1])
+    assert Outcome.from_json(outcome.to_json()) == outcome

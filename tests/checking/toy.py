@@ -1,0 +1,132 @@
+"""A server that is not there: answers like one, with faults to order, in no time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from sglang_dflash.serving import Client
+
+END, VOCABULARY = 9, 10
+Change = Callable[[dict[str, Any], list[int]], list[int] | None]
+
+
+def next_id(ids: Sequence[int]) -> int:
+    """The toy model's likeliest token: any rule will do. Every seventh position ends."""
+    return END if len(ids) % 7 == 0 else sum((i + 1) * token for i, token in enumerate(ids)) % END
+
+
+@dataclass
+class Faults:
+    """What the toy does wrong.
+
+    Fields:
+        change: from the request's body and the right ids to those answered; None: an internal error.
+        refuse: sampling parameters that it refuses.
+        leak: slots that each request keeps.
+        dies_after: requests, then it is gone.
+        gap: between the logprobs of its two best tokens.
+        steps: verify steps of a request of which so many prompt tokens were cached.
+    """
+
+    change: Change = lambda body, ids: ids
+    refuse: Sequence[str] = ()
+    leak: int = 0
+    dies_after: int = 10**9
+    gap: float = 1.0
+    steps: Callable[[int], int] = lambda cached: 2
+
+
+@dataclass
+class ToyClient(Client):
+    """Stands in for `Client`; prompts are cached whole, as a radix tree would."""
+
+    speculative: bool
+    faults: Faults = field(default_factory=Faults)
+
+    def __post_init__(self) -> None:
+        self.url = "toy"
+        self._lock = threading.Lock()
+        self._cached: list[list[int]] = []
+        self._asked = self._leaked = 0
+
+    def get(self, path: str) -> Any:
+        if path == "/v1/loads":
+            load = {"timestamp": time.time() + 1, "num_running_reqs": 0, "num_used_tokens": self._leaked}
+            return {"loads": [load]}
+        info = {"model_path": "/nowhere/toy", "version": "1", "dtype": "float32", "disable_overlap_schedule": True}
+        return {**info, "speculative_algorithm": "DFLASH" if self.speculative else None}
+
+    def flush_cache(self) -> None:
+        self._cached, self._leaked = [], 0
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        if path == "/tokenize":
+            text = body.get("prompt") or body["messages"][0]["content"]
+            return httpx.Response(200, json={"tokens": [ord(letter) % END for letter in text]})
+        if path == "/detokenize":
+            return httpx.Response(200, json={"text": [f"<{ids[0]}>" for ids in body["tokens"]]})
+        with self._lock:
+            return self._generate(body)
+
+    def _generate(self, body: dict[str, Any]) -> httpx.Response:
+        self._asked += 1
+        if self._asked > self.faults.dies_after:
+            raise httpx.ConnectError("gone")
+        sampling = body["sampling_params"]
+        for name in self.faults.refuse:
+            if name in sampling:
+                return httpx.Response(400, json={"error": {"message": f"{name} is not served here."}})
+        prompt = body["input_ids"]
+        self._leaked += self.faults.leak
+        cached = max((shared(prompt, other) for other in self._cached), default=0)
+        ids = self.faults.change(body, continue_ids(prompt, sampling))
+        if ids is None:
+            return httpx.Response(500, text="Internal Server Error")
+        self._cached.append([*prompt, *ids])
+        return httpx.Response(200, json=self._response(body, ids, min(cached, len(prompt) - 1)))
+
+    def _response(self, body: dict[str, Any], ids: list[int], cached: int) -> dict[str, Any]:
+        meta: dict[str, Any] = {"finish_reason": {"type": "stop"}, "cached_tokens": cached}
+        if body.get("return_logprob"):
+            meta["output_token_logprobs"] = [[-0.1, token, None] for token in ids]
+            second = -0.1 - self.faults.gap
+            meta["output_top_logprobs"] = [[[-0.1, token, None], [second, (token + 1) % END, None]] for token in ids]
+        if self.speculative:
+            meta["spec_correct_drafts_histogram"] = [0, 0, self.faults.steps(cached)]
+        return {"text": "".join(f"<{token}>" for token in ids), "output_ids": ids, "meta_info": meta}
+
+
+def continue_ids(prompt: Sequence[int], sampling: dict[str, Any]) -> list[int]:
+    """Greedy; of all parameters the toy knows the length and what to avoid."""
+    ids = list(prompt)
+    for _ in range(sampling.get("max_new_tokens", 8)):
+        ids.append(next_id(ids))
+        if ids[-1] == END and not sampling.get("ignore_eos"):
+            break
+    return ids[len(prompt) :]
+
+
+def shared(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@dataclass
+class ToyArm:
+    """Stands in for `Arm`."""
+
+    client: ToyClient
+    may_flush: bool = True
+
+    @contextmanager
+    def up(self, on_wait: Callable[[float], None]) -> Iterator[ToyClient]:
+        yield self.client
+
+    def last_words(self) -> str:
+        return "toy error"

@@ -1,0 +1,65 @@
+"""Models made from the embedded pair: other weights, other windows, adapters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
+
+ADAPTERS = ("first", "second")
+WINDOW = 24
+
+
+def sliding_draft(folder: Path) -> Path:
+    """The draft with a window in its first layer, which is then causal in the block, and none in its second."""
+    shutil.copytree(TINY_DRAFT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.update(layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=WINDOW)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def with_other_weights(source: Path, folder: Path, names: tuple[str, ...]) -> Path:
+    """A copy of a model in which the tensors whose name holds one of `names` are other ones."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in tensors.items():
+        if any(part in name for part in names):
+            noise = 1 + 0.3 * torch.randn(tensor.shape, generator=generator)
+            tensors[name] = (tensor.float() * noise).to(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def adapters(folder: Path) -> Iterator[str]:
+    """Random LoRA adapters for the target, as values of `--lora-paths`."""
+    config = json.loads((TINY_TARGET / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {
+        "self_attn.q_proj": (heads, hidden),
+        "self_attn.v_proj": (kv_heads, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    rank = 4
+    for seed, adapter in enumerate(ADAPTERS):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for layer in range(config["num_hidden_layers"]):
+            for module, (rows, columns) in shapes.items():
+                prefix = f"base_model.model.model.layers.{layer}.{module}"
+                tensors[f"{prefix}.lora_A.weight"] = 0.1 * torch.randn(rank, columns, generator=generator)
+                tensors[f"{prefix}.lora_B.weight"] = 0.1 * torch.randn(rows, rank, generator=generator)
+        (folder / adapter).mkdir(parents=True)
+        save_file(tensors, folder / adapter / "adapter_model.safetensors")
+        modules = [module.rpartition(".")[2] for module in shapes]
+        settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": modules, "bias": "none"}
+        (folder / adapter / "adapter_config.json").write_text(json.dumps(settings))
+        yield f"{adapter}={folder / adapter}"

@@ -1,0 +1,152 @@
+"""With --enable-deterministic-inference a request gets the same bits alone and beside any others, on a plain CPU.
+
+`off` holds what speculation off answers; an arm with speculation compares its own answers with `off.alone`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from arms import OPENINGS, PLAIN, POOL, TINY_POOL, to_the_limit
+from transformers import PreTrainedTokenizerBase
+
+from sglang_dflash.serving import TINY_ENVIRONMENT, Client, Server, held_out_prompts
+
+pytestmark = pytest.mark.server
+DETERMINISTIC = [*PLAIN, "--enable-deterministic-inference"]
+CONCURRENCY = 8
+MAX_NEW_TOKENS = 32
+
+# Every path of the sampler; neighbours in a batch differ.
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "sampling_seed": 7},
+    {"temperature": 0.8, "sampling_seed": 8, "top_p": 0.8},
+    {"temperature": 1.2, "sampling_seed": 2**40 + 9, "top_k": 20},
+    {"temperature": 1.0, "sampling_seed": 10, "min_p": 0.05},
+    {"temperature": 0.9, "sampling_seed": 11, "top_p": 0.95, "top_k": 50, "min_p": 0.02},
+    {"temperature": 1.0},
+    {"temperature": 1.3, "sampling_seed": 12, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    {"temperature": 0.0, "top_p": 0.5, "min_p": 0.3},
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Fields: logprobs: of the tokens, as the server wrote them, to the last bit."""
+
+    ids: list[int]
+    logprobs: list[float]
+    cached_tokens: int
+    retractions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Off:
+    """What speculation off answers: to each request alone, and otherwise.
+
+    Fields:
+        requests: prompts and sampling parameters.
+        repeated: alone once more, the prompt in the radix cache.
+        crowded: eight at a time. chunked: eight at a time, in other chunks and pages.
+        long_requests, long_alone, long_crowded: to the end of a small context, alone and in a pool that runs out.
+        by_seed: ids of one prompt with seeds 0 to 7, and with these once more.
+        without_seed, with_default_seed: ids of it without a seed, and with 42, which the host then takes.
+    """
+
+    requests: list[tuple[list[int], dict[str, Any]]]
+    alone: list[Reply]
+    repeated: list[Reply]
+    crowded: list[Reply]
+    chunked: list[Reply]
+    long_requests: list[tuple[list[int], dict[str, Any]]]
+    long_alone: list[Reply]
+    long_crowded: list[Reply]
+    by_seed: list[tuple[int, ...]]
+    without_seed: tuple[int, ...]
+    with_default_seed: tuple[int, ...]
+
+
+def ask(client: Client, request: tuple[list[int], dict[str, Any]]) -> Reply:
+    body = {"input_ids": request[0], "sampling_params": request[1], "return_logprob": True}
+    response = client.post("/generate", body).raise_for_status().json()
+    meta = response["meta_info"]
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    return Reply(response["output_ids"], logprobs, meta["cached_tokens"], meta["num_retractions"])
+
+
+def ask_all(client: Client, requests: Sequence[tuple[list[int], dict[str, Any]]], concurrency: int) -> list[Reply]:
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda request: ask(client, request), requests))
+
+
+def sampled(client: Client, prompt: list[int], **sampling: Any) -> tuple[int, ...]:
+    return tuple(client.generate(prompt, temperature=1.0, max_new_tokens=16, **sampling).ids)
+
+
+@pytest.fixture(scope="module")
+def off(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Off:
+    logs = tmp_path_factory.mktemp("deterministic")
+    source = tokenizer(Path(__file__).read_text())["input_ids"]
+    prompts = [tokenizer(p.prompt)["input_ids"] for p in held_out_prompts()[::9]][:14]
+    prompts += [source[: 512 + i] for i in (-20, -1, 0, 1)]  # about a key block of the attention
+    requests = [
+        (ids, {"max_new_tokens": MAX_NEW_TOKENS, **SAMPLINGS[i % len(SAMPLINGS)]}) for i, ids in enumerate(prompts)
+    ]
+    # Without penalties: the host forgets their counts at a retraction.
+    samplings = [sampling for sampling in SAMPLINGS if "repetition_penalty" not in sampling]
+    long_requests = [
+        (ids, {**to_the_limit(ids), **samplings[i % len(samplings)]})
+        for i, ids in enumerate(tokenizer(text)["input_ids"] for text in OPENINGS[:8])
+    ]
+    with Server([*DETERMINISTIC, *POOL], logs / "off.log", TINY_ENVIRONMENT) as server:
+        client = server.client()
+        alone, repeated = ask_all(client, requests, 1), ask_all(client, requests, 1)
+        crowded = ask_all(client, requests, CONCURRENCY)
+        by_seed = [sampled(client, prompts[0], sampling_seed=seed) for seed in [*range(8), *range(8)]]
+        seeds = (sampled(client, prompts[0]), sampled(client, prompts[0], sampling_seed=42))
+    arguments = ["--chunked-prefill-size", "48", "--page-size", "16"]
+    with Server([*DETERMINISTIC, *POOL, *arguments], logs / "chunked.log", TINY_ENVIRONMENT) as server:
+        chunked = ask_all(server.client(), requests, CONCURRENCY)
+    with Server([*DETERMINISTIC, *TINY_POOL], logs / "tiny.log", TINY_ENVIRONMENT) as server:
+        client = server.client()
+        long_alone, long_crowded = ask_all(client, long_requests, 1), ask_all(client, long_requests, CONCURRENCY)
+    return Off(requests, alone, repeated, crowded, chunked, long_requests, long_alone, long_crowded, by_seed, *seeds)
+
+
+def assert_same(replies: Sequence[Reply], alone: Sequence[Reply], requests: Sequence[tuple[list[int], Any]]) -> None:
+    """Fails where one token, or one bit of one logprob, is not as alone."""
+    for reply, expected, (_, sampling) in zip(replies, alone, requests, strict=True):
+        assert reply.ids == expected.ids, sampling
+        assert reply.logprobs == expected.logprobs, sampling
+
+
+def test_a_batch_changes_nothing(off: Off) -> None:
+    """Fails where a row of a product, a norm, an attention or the sampler depends on its batch; without the flag, half
+    of these answers differ."""
+    assert_same(off.crowded, off.alone, off.requests)
+
+
+def test_prefill_and_decode_agree(off: Off) -> None:
+    """Fails where recomputed or cached keys differ from decoded ones, or a chunk's length changes a bit."""
+    assert sum(reply.cached_tokens for reply in off.repeated) > 0, "the radix cache is off"
+    assert_same(off.repeated, off.alone, off.requests)
+    assert_same(off.chunked, off.alone, off.requests)
+
+
+def test_a_retraction_changes_nothing(off: Off) -> None:
+    """Fails where a retracted request, prefilled anew with what it had emitted, goes on otherwise."""
+    assert sum(reply.retractions for reply in off.long_crowded) > 0, "nothing was retracted"
+    assert_same(off.long_crowded, off.long_alone, off.long_requests)
+
+
+def test_seeds_are_honoured(off: Off) -> None:
+    """Fails where a seed is ignored, or one answer is all that a seed can give."""
+    assert off.by_seed[:8] == off.by_seed[8:], "the same seeds twice"
+    assert len(set(off.by_seed)) >= 6
+    assert off.without_seed == off.with_default_seed

@@ -1,0 +1,282 @@
+"""What `host/features.py` calls served: token for token as with speculation off, and it speculates."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from arms import (
+    MAX_NEW_TOKENS,
+    PLAIN,
+    POOL,
+    SPECULATE,
+    Baseline,
+    OffAnswer,
+    assert_equal_tokens,
+    assert_same_steps,
+    tau,
+)
+from changed_models import ADAPTERS, adapters, sliding_draft, with_other_weights
+from reference_pair import ReferencePair
+from safetensors.torch import load_file
+from sglang.srt.utils.common import MultiprocessingSerializer
+from test_lifecycle import assert_pool_empties, draft_kv_writes
+from test_reference_steps import streamed_lengths
+
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Answer, Client, Server
+
+pytestmark = pytest.mark.server
+MIN_TAU = 2.5
+
+BUSY = [
+    *["--max-running-requests", "4", "--chunked-prefill-size", "32", "--enable-mixed-chunk"],
+    *["--page-size", "16", "--speculative-draft-window-size", "24"],
+    *["--disable-radix-cache", "--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "1"],
+]
+
+
+def _sliding(folder: Path) -> list[str]:
+    draft = ["--speculative-draft-model-path", str(sliding_draft(folder / "draft"))]
+    return [*SPECULATE, *draft, "--schedule-policy", "lpm", "--enable-streaming-session", "--log-level", "debug"]
+
+
+# Each is up once, one at a time.
+FEATURE_ARMS: dict[str, Callable[[Path], list[str]]] = {
+    "ranks": lambda folder: [*SPECULATE, "--tp-size", "2", "--page-size", "16"],
+    "replicas": lambda folder: [*SPECULATE, "--dp-size", "2", "--enable-metrics", "--stream-interval", "4"],
+    "busy": lambda folder: [*SPECULATE, *BUSY, "--log-level", "debug"],
+    "sliding": _sliding,
+}
+
+
+@pytest.fixture(scope="module")
+def server(
+    request: pytest.FixtureRequest, baseline: Baseline, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp(request.param)
+    arguments = [*PLAIN, *POOL, *FEATURE_ARMS[request.param](folder)]
+    with Server(arguments, folder / "server.log", TINY_ENVIRONMENT) as running:
+        yield running
+
+
+def on_arm(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("server", [name], indirect=True)
+
+
+def ask(client: Client, prompt: list[int], max_new_tokens: int = MAX_NEW_TOKENS, **more: Any) -> Answer:
+    """One greedy request with fields beside its sampling parameters."""
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    response = client.post("/generate", {"input_ids": prompt, "sampling_params": sampling, **more})
+    return Answer.from_response(response.raise_for_status().json())
+
+
+def assert_served(client: Client, baseline: Baseline, concurrency: int = 8) -> list[Answer]:
+    answers = client.generate_all(baseline.prompts, concurrency, max_new_tokens=MAX_NEW_TOKENS)
+    assert_equal_tokens(answers, baseline.answers, baseline.prompts)
+    assert tau(answers) >= MIN_TAU
+    return answers
+
+
+@on_arm("ranks")
+def test_tensor_parallel(client: Client, baseline: Baseline, oracle: ReferencePair) -> None:
+    """Fails where ranks disagree, or a rank drafts or attends with another's share of vocabulary or heads."""
+    assert_served(client, baseline)
+    client.flush_cache()
+    prompts = baseline.prompts[::12]
+    for prompt, expected in zip(prompts, oracle.generate(prompts, MAX_NEW_TOKENS), strict=True):
+        answer = client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
+        assert answer.ids == expected.ids
+        assert_same_steps(answer, expected.commit_lens)
+    assert_pool_empties(client)
+
+
+@on_arm("replicas")
+def test_replicas(client: Client, server: Server, baseline: Baseline) -> None:
+    """Fails where a replica answers otherwise, none but one answers, or steps are not counted."""
+    answers = assert_served(client, baseline)
+    log = server.log.read_text()
+    assert all(re.search(rf" DP{rank}[ \]].*Prefill batch", log) for rank in (0, 1)), "one replica did all the work"
+    lengths = streamed_lengths(client, baseline.prompts[0])
+    assert lengths[-1] == len(baseline.answers[0].ids)
+    metrics = httpx.get(f"{client.url}/metrics").raise_for_status().text
+    counts = re.findall(r"^sglang:spec_verify_calls_total\{.*\} ([\d.e+]+)$", metrics, re.MULTILINE)
+    assert sum(map(float, counts)) >= sum(answer.steps for answer in answers)
+
+
+@on_arm("busy")
+def test_mixed_chunks(client: Client, server: Server, baseline: Baseline) -> None:
+    """Fails where a request that decodes along in another's prefill goes on wrong, or none ever does."""
+    log_start = server.log.stat().st_size
+    answers = assert_served(client, baseline)
+    assert not any(answer.meta["num_retractions"] or answer.cached_tokens for answer in answers)
+    decoded_along = sum(draft_kv_writes(server, log_start)) - sum(map(len, baseline.prompts))
+    assert decoded_along >= 50
+    assert_pool_empties(client)
+
+
+@on_arm("busy")
+def test_preemption(client: Client, baseline: Baseline) -> None:
+    """Fails where a preempted request comes back wrong, or none is preempted."""
+    low, high = baseline.prompts, baseline.prompts[::6]
+    with ThreadPoolExecutor(len(low) + len(high)) as pool:
+        first = [pool.submit(ask, client, prompt, priority=0) for prompt in low]
+        time.sleep(0.3)  # four of the low ones run then, and the others wait
+        second = [pool.submit(ask, client, prompt, priority=100) for prompt in high]
+        answers = [future.result() for future in (*first, *second)]
+    assert_equal_tokens(answers, [*baseline.answers, *baseline.answers[::6]], [*low, *high])
+    assert sum(answer.meta["num_retractions"] for answer in answers) > 0, "nothing was preempted"
+    assert_pool_empties(client)
+
+
+@on_arm("sliding")
+def test_sliding_draft(client: Client, server: Server, baseline: Baseline) -> None:
+    """Fails where a layer's window or its causality in the block differ from the reference in any step."""
+    draft = Path(server.arguments[server.arguments.index("lpm") - 2])
+    reference = ReferencePair(draft=draft)
+    prompts = [*baseline.prompts[::4], baseline.conversation[-1][0]]
+    answers = [client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
+    for answer, expected in zip(answers, reference.generate(prompts, MAX_NEW_TOKENS), strict=True):
+        assert answer.ids == expected.ids
+        assert_same_steps(answer, expected.commit_lens)
+    client.flush_cache()
+    assert_served(client, baseline)
+
+
+@on_arm("sliding")
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_pause_and_continue(client: Client, baseline: Baseline, mode: str) -> None:
+    """Fails where a paused request goes on wrong, or KV slots stay in use."""
+
+    def pause() -> None:
+        time.sleep(0.3)  # eight run then
+        client.post("/pause_generation", {"mode": mode}).raise_for_status()
+        time.sleep(0.3)
+        client.post("/continue_generation", {}).raise_for_status()
+
+    pausing = threading.Thread(target=pause)
+    pausing.start()
+    answers = client.generate_all(baseline.prompts, 8, max_new_tokens=MAX_NEW_TOKENS)
+    pausing.join()
+    done = [index for index, answer in enumerate(answers) if answer.finish_reason != "abort"]
+    assert (len(done) < len(answers)) == (mode == "abort")
+    assert (sum(answer.meta["num_retractions"] for answer in answers) > 0) == (mode == "retract")
+    assert_equal_tokens(
+        [answers[i] for i in done], [baseline.answers[i] for i in done], [baseline.prompts[i] for i in done]
+    )
+    assert_pool_empties(client)
+
+
+@on_arm("sliding")
+@pytest.mark.parametrize("streaming", [False, True], ids=["plain", "streaming"])
+def test_sessions(client: Client, baseline: Baseline, streaming: bool) -> None:
+    """Fails where a turn continues anything but the tokens that the turn before answered."""
+    for start in range(0, len(baseline.prompts) - 3, 8):
+        opened = client.post("/open_session", {"capacity_of_str_len": 10000, "streaming": streaming})
+        session, last, history = opened.raise_for_status().json(), None, list[int]()
+        for prompt in baseline.prompts[start : start + 3]:
+            history += prompt
+            answer = ask(client, prompt, 40, session_params={"id": session, "rid": last})
+            assert answer.meta["prompt_tokens"] == len(history)
+            assert answer.ids == ask(client, history, 40).ids
+            history += answer.ids
+            last = answer.meta["id"]
+        client.post("/close_session", {"session_id": session}).raise_for_status()
+    assert_pool_empties(client)
+
+
+def assert_like(client: Client, reference: ReferencePair, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Fails where the server does not answer as this pair, in its steps. Returns the ids."""
+    expected = reference.generate(prompts, MAX_NEW_TOKENS)
+    for prompt, answer in zip(prompts, expected, strict=True):
+        served = client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
+        assert served.ids == answer.ids
+        assert_same_steps(served, answer.commit_lens)
+    return [answer.ids for answer in expected]
+
+
+def update_from_tensors(client: Client, model: Path, **selector: str) -> None:
+    """Sends all tensors of a model; a selector is told where the session begins, as the host's engine does."""
+    tensors = list(load_file(model / "model.safetensors").items())
+    client.post("/begin_weight_update", selector).raise_for_status()
+    body = {"serialized_named_tensors": [MultiprocessingSerializer.serialize(tensors, output_str=True)]}
+    client.post("/update_weights_from_tensor", body).raise_for_status()
+    client.post("/end_weight_update", {}).raise_for_status()
+
+
+@pytest.fixture
+def shared_tensors() -> Iterator[None]:
+    """Tensors that a process can read which is no child of this one."""
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(strategy)
+
+
+@on_arm("sliding")
+def test_target_weights_change(
+    client: Client, server: Server, baseline: Baseline, tmp_path: Path, shared_tensors: None
+) -> None:
+    """Fails where the target keeps old weights, or its new ones reach the draft."""
+    draft = Path(server.arguments[server.arguments.index("lpm") - 2])
+    prompts = baseline.prompts[::12]
+    changed = with_other_weights(TINY_TARGET, tmp_path / "target", ("layers.2.", "layers.3."))
+    client.post("/update_weights_from_disk", {"model_path": str(changed)}).raise_for_status()
+    try:
+        ids = assert_like(client, ReferencePair(changed, draft), prompts)
+        assert ids != [answer.ids for answer in baseline.answers[::12]]
+    finally:
+        update_from_tensors(client, TINY_TARGET)
+    assert_like(client, ReferencePair(draft=draft), prompts)
+
+
+@on_arm("sliding")
+def test_draft_weights_change(
+    client: Client, server: Server, baseline: Baseline, tmp_path: Path, shared_tensors: None
+) -> None:
+    """Fails where the draft keeps old weights, in its layers or in its context's keys and values, or where its new
+    ones reach the target."""
+    draft = Path(server.arguments[server.arguments.index("lpm") - 2])
+    changed = with_other_weights(draft, tmp_path / "draft", ("k_proj", "v_proj", "k_norm", "fc", "mlp"))
+    refusal = client.post("/update_weights_from_disk", {"model_path": str(changed)})
+    assert refusal.status_code == 400 and "selector 'draft'" in refusal.json()["message"]
+    update_from_tensors(client, changed, selector="draft")
+    assert_like(client, ReferencePair(draft=changed), baseline.prompts[::12])
+    update_from_tensors(client, draft, selector="draft")
+    assert_like(client, ReferencePair(draft=draft), baseline.prompts[:1])
+
+
+def test_lora_and_kv_in_fewer_bits(baseline: Baseline, tmp_path: Path) -> None:
+    """Fails where an adapter reaches another request or the draft's head, or KV in eight bits is read otherwise than
+    with speculation off."""
+    adapted = [*PLAIN, *POOL, "--kv-cache-dtype", "fp8_e4m3", "--lora-paths", *adapters(tmp_path)]
+    on_flags = [*SPECULATE, "--speculative-draft-kv-cache-dtype", "bfloat16"]
+    requests = [(prompt, adapter) for prompt in baseline.prompts[::4] for adapter in (None, *ADAPTERS)]
+
+    def ask_all(client: Client, **more: Any) -> list[Answer]:
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(lambda request: ask(client, request[0], 60, lora_path=request[1], **more), requests))
+
+    with Server(adapted, tmp_path / "off.log", TINY_ENVIRONMENT) as server:
+        off = [_with_gaps(answer) for answer in ask_all(server.client(), return_logprob=True, top_logprobs_num=2)]
+    plain, first, second = (off[index :: 1 + len(ADAPTERS)] for index in range(3))
+    for one, other in ((plain, first), (plain, second), (first, second)):
+        assert sum(a.ids != b.ids for a, b in zip(one, other, strict=True)) > len(plain) / 3, "adapters change nothing"
+    with Server([*adapted, *on_flags], tmp_path / "on.log", TINY_ENVIRONMENT) as server:
+        answers = ask_all(server.client())
+        assert_pool_empties(server.client())
+    assert_equal_tokens(answers, off, requests)
+    assert tau(answers[:: 1 + len(ADAPTERS)]) >= MIN_TAU
+    assert tau(answers) > 1.2
+
+
+def _with_gaps(answer: Answer) -> OffAnswer:
+    gaps = [best[0] - second[0] for best, second in answer.meta["output_top_logprobs"]]
+    return OffAnswer(answer.ids, answer.finish_reason, gaps)

@@ -1,0 +1,132 @@
+"""Requests, batches and a sampler of the host without a server: its own classes wherever they can be made."""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.host.sampling import RowSampler
+
+
+class Tokenizer:
+    """One character per token."""
+
+    eos_token_id = 0
+    additional_stop_token_ids: set[int] | None = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def make_req(
+    rid: str = "r",
+    slot: int = 0,
+    vocab_size: int = 128,
+    output_ids: Sequence[int] = (),
+    processor: str | None = None,
+    eos_token_ids: set[int] | None = None,
+    prompt: Sequence[int] = (1, 2, 3),
+    **sampling: Any,
+) -> Req:
+    """The scheduler's `Req`, with the sampling parameters as a client would send them."""
+    params = SamplingParams(**sampling)
+    params.verify(vocab_size)
+    params.normalize(Tokenizer())
+    req = Req(
+        rid,
+        "",
+        array("q", prompt),
+        params,
+        custom_logit_processor=processor,
+        eos_token_ids=eos_token_ids,
+        vocab_size=vocab_size,
+    )
+    req.tokenizer = Tokenizer()
+    req.output_ids.extend(output_ids)
+    req.kv.req_pool_idx = slot
+    return req
+
+
+def copies(req: Req, count: int) -> list[Req]:
+    """Requests alike, without slots."""
+    made = [copy.copy(req) for _ in range(count)]
+    for other in made:
+        other.kv = ReqKvInfo()
+        other.output_ids = array("q", req.output_ids)
+    return made
+
+
+class Batch:
+    """What a worker sees of a `ScheduleBatch`."""
+
+    def __init__(self, reqs: Sequence[Req], vocab_size: int, **fields: Any) -> None:
+        self.reqs = list(reqs)
+        self.device = "cpu"
+        self.decoding_reqs: list[Req] | None = None
+        self.has_grammar = False
+        self.return_logprob = False
+        self.top_logprobs_nums = [0] * len(self.reqs)
+        self.token_ids_logprobs = [None] * len(self.reqs)
+        self.sampling_info = SamplingBatchInfo.from_schedule_batch(self, vocab_size).copy_for_forward()
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+
+def make_plan(ids: torch.Tensor, prefix_lens: torch.Tensor | None = None) -> VerifyPlan:
+    """ids: [B, W] int64."""
+    if prefix_lens is None:
+        prefix_lens = torch.full((len(ids),), 7)
+    positions = prefix_lens[:, None] + torch.arange(ids.shape[1])
+    return VerifyPlan(ids, positions, positions)
+
+
+def output_of(logits: torch.Tensor) -> LogitsProcessorOutput:
+    """What the target's forward hands over; [rows, V], to be overwritten."""
+    return LogitsProcessorOutput(next_token_logits=logits)
+
+
+def make_row_sampler(sampler: Any, vocab_size: int, width: int) -> RowSampler:
+    runner = SimpleNamespace(
+        model_config=SimpleNamespace(vocab_size=vocab_size), device="cpu", sampler=sampler, model=None
+    )
+    return RowSampler(runner, width)
+
+
+@contextmanager
+def configured(**fields: Any) -> Iterator[None]:
+    """SGLang's configuration of a server with this plugin; torch uncompiled and on one thread, for short tests.
+
+    Of `torch.compile` the host needs a compiler at every start; what it compiles here (the scaling of a repetition
+    penalty) gives the same bits uncompiled.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config = {"sampling_backend": "pytorch", "speculative_algorithm": "DFLASH", "enable_custom_logit_processor": True}
+    with (
+        get_context().override_server_args(**{**config, **fields}),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
+    torch.set_num_threads(threads)
+
+
+def make_sampler() -> Sampler:
+    """The host's, of one rank; to be made and called within `configured`."""
+    with get_parallel().override(tp_group=SimpleNamespace(device_group=None)):
+        return Sampler()

@@ -1,0 +1,276 @@
+"""A block's tokens end a request as the same tokens do one by one, by the host's own code on its own `Req`."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+from sglang.srt.session.session_controller import Session
+from stand_ins import configured, make_req
+
+from sglang_dflash.host import sessions
+from sglang_dflash.host.block_results import (
+    accept_past_the_end,
+    defer_reasoning_tokens,
+    finish_token_by_token,
+    restore_prefill_only,
+)
+
+ORIGINAL_FINISH = Req.update_finish_state
+ORIGINAL_ACCEPT = SchedulerBatchResultProcessor._accept_grammar_tokens
+ORIGINAL_REASONING = SchedulerBatchResultProcessor._maybe_update_reasoning_tokens
+EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True)
+ALPHABET = "\0ab."  # the tokenizer's end-of-sequence id is 0
+REGEXES = ["a+b", "b{2}", "b$", r"\.\.", "^a", "[ab]b", "(?<=a)a"]
+THINK_END = [ord("b"), ord("a")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _configured():
+    with configured():
+        yield
+
+
+class Grammar:
+    """Ends with a token; `accept_token` raises behind it, as the host's backends do."""
+
+    def __init__(self, end: int) -> None:
+        self._end = end
+        self._terminated = False
+        self.finished = False
+
+    def accept_token(self, token: int) -> None:
+        if self._terminated:
+            raise ValueError(token)
+        self._terminated = token == self._end
+
+    def is_terminated(self) -> bool:
+        return self._terminated
+
+
+def processor() -> SimpleNamespace:
+    """What the host's two methods read of the `SchedulerBatchResultProcessor` that they belong to."""
+    config = SimpleNamespace(think_end_ids=THINK_END, self_opened_think_start_ids=None)
+    return SimpleNamespace(model_config=config)
+
+
+def plain(req: Req, ids: list[int]) -> None:
+    """As `process_batch_result_decode` goes over plain decoding's tokens."""
+    for token in ids:
+        req.output_ids.append(token)
+        ORIGINAL_REASONING(processor(), req, [token])
+        ORIGINAL_FINISH(req, 1)
+        if req.finished():
+            break
+        if req.grammar is not None:
+            ORIGINAL_ACCEPT(processor(), req, token)
+
+
+def in_blocks(req: Req, ids: list[int], sizes: list[int]) -> None:
+    """As it goes over verified blocks: the grammar, then the ids, the reasoning, the stop; with our hooks."""
+    ids = list(ids)
+    for size in sizes:
+        block, ids = ids[:size], ids[size:]
+        if req.grammar is not None:
+            block = accept_past_the_end(ORIGINAL_ACCEPT, processor(), req, block)
+        expected = list(req.output_ids) + block
+        req.output_ids.extend(block)
+        defer_reasoning_tokens(ORIGINAL_REASONING, processor(), req, block)
+        finish_token_by_token(ORIGINAL_FINISH, req, len(block))
+        assert list(req.output_ids) == expected, "what reads the block afterwards expects all of it"
+        assert "dflash_reasoning" not in vars(req)
+        if req.finished() or not ids:
+            break
+
+
+def answer(req: Req) -> dict[str, Any]:
+    """What the client gets."""
+    reason = req.finished_reason
+    return {
+        "ids": list(req.output_ids_through_stop),
+        "reason": reason and (type(reason).__name__, reason.to_json()),
+        "reasoning": req.reasoning_tokens,
+    }
+
+
+def both(ids: list[int], sizes: list[int], grammar: int | None = None, reasoning: bool = False, **sampling: Any):
+    """The same tokens to two like requests, one by one and in blocks."""
+    reqs = [make_req(**{"max_new_tokens": 99, **sampling}) for _ in range(2)]
+    for req in reqs:
+        req.grammar = None if grammar is None else Grammar(grammar)
+        req.require_reasoning = reasoning
+    plain(reqs[0], ids)
+    in_blocks(reqs[1], ids, sizes)
+    return answer(reqs[0]), answer(reqs[1])
+
+
+def ids_of(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_blocks_end_as_tokens_do(data):
+    """Fails where a request ends elsewhere, or for another reason, than plain decoding; whatever it may end at:
+    stop strings, regexes, stop tokens, the end of sequence, the length, a grammar."""
+    text = st.text(ALPHABET[1:], min_size=1, max_size=3)
+    sampling = {
+        "stop": data.draw(st.lists(text, max_size=3)),
+        "stop_regex": data.draw(st.lists(st.sampled_from(REGEXES), max_size=2)),
+        "stop_token_ids": data.draw(st.lists(st.sampled_from(ids_of(ALPHABET)), max_size=1)),
+        "ignore_eos": data.draw(st.booleans()),
+        "max_new_tokens": data.draw(st.integers(1, 25)),
+    }
+    rare = data.draw(st.sampled_from([ALPHABET, ALPHABET[1:]]))
+    ids = ids_of(data.draw(st.text(rare, min_size=1, max_size=30)))
+    sizes = data.draw(st.lists(st.integers(1, 8), min_size=30, max_size=30))
+    one_by_one, in_one_go = both(ids, sizes, reasoning=data.draw(st.booleans()), **sampling)
+    assert in_one_go == one_by_one
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_blocks_end_a_grammar_as_tokens_do(data):
+    """Fails where the token past the end of a grammar, which plain decoding emits with `ignore_eos`, is lost or two
+    are emitted, also where the end is the last token of its block, or a stop string comes first."""
+    ignore_eos = data.draw(st.booleans())
+    sampling = {
+        "stop": data.draw(st.lists(st.text("ab\0", min_size=1, max_size=2), max_size=2)),
+        "ignore_eos": ignore_eos,
+        "max_new_tokens": data.draw(st.integers(1, 14)),
+    }
+    body = data.draw(st.text("ab", max_size=9))
+    ids = ids_of(body + "\0" + data.draw(st.text(ALPHABET, min_size=9, max_size=9)))
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=30, max_size=30))
+    one_by_one, in_one_go = both(ids, sizes, grammar=0, **sampling)
+    assert in_one_go == one_by_one
+
+
+@pytest.mark.parametrize(
+    ("text", "sampling", "end", "kind"),
+    [
+        ("xa\0bab", {"stop": ["ab"]}, 3, "FINISH_MATCHED_TOKEN"),  # the host alone: the string behind it
+        ("xabcd.", {"stop": ["cd", "ab"]}, 3, "FINISH_MATCHED_STR"),  # the host alone: "cd", listed first
+        ("xaab.ab", {"stop": ["ab"], "stop_regex": ["a{2}"]}, 3, "FINISHED_MATCHED_REGEX"),  # alone: the string
+        ("xyabz", {"stop": ["ab"], "max_new_tokens": 3}, 3, "FINISH_LENGTH"),
+        ("xyabz", {"stop": ["ab"], "max_new_tokens": 4}, 4, "FINISH_MATCHED_STR"),
+        ("xy\0bz", {"stop": ["ab"], "max_new_tokens": 3}, 3, "FINISH_MATCHED_TOKEN"),
+        ("xy\0bz", {"max_new_tokens": 2}, 2, "FINISH_LENGTH"),
+        ("xyz", {"stop": ["ab"]}, 3, "NoneType"),
+    ],
+)
+def test_whatever_comes_first_ends(text, sampling, end, kind):
+    """Fails where a block ends for another reason, or elsewhere, than at the first stop that it reaches."""
+    req = make_req(**{"max_new_tokens": 99, **sampling})
+    in_blocks(req, ids_of(text), [len(text)])
+    assert (len(req.output_ids_through_stop), type(req.finished_reason).__name__) == (end, kind)
+    assert list(req.output_ids) == ids_of(text)
+    one_by_one, in_one_go = both(ids_of(text), [len(text)], **sampling)
+    assert in_one_go == one_by_one
+
+
+def test_these_tests_see_the_hosts_own_precedence():
+    """Fails where the host began to end blocks as plain decoding does, so that the hook is needless."""
+    req = make_req(stop=["ab"], max_new_tokens=99)
+    req.output_ids.extend(ids_of("xa\0bab"))
+    ORIGINAL_FINISH(req, 6)
+    assert answer(req)["ids"] == ids_of("xa\0bab")
+
+
+@pytest.mark.parametrize("stop", [None, ["ab"]])
+def test_an_abort_ends_at_once(stop):
+    """Fails where a request that is to be aborted goes on, gets another reason, or loses tokens."""
+    req = make_req(stop=stop, max_new_tokens=99)
+    req.output_ids.append(7)
+    req.to_finish = FINISH_ABORT("gone")
+    req.output_ids.extend(ids_of("xab\0"))
+    finish_token_by_token(ORIGINAL_FINISH, req, 4)
+    assert req.finished_reason.message == "gone" and req.to_finish is None
+    assert list(req.output_ids) == [7, *ids_of("xab\0")]
+    assert isinstance(req.output_ids, array)
+    assert req.finished_len is None
+
+
+def test_a_finished_request_stays_as_it_is():
+    """Fails where a block that comes after the end moves it."""
+    req = make_req(stop=["ab"], max_new_tokens=99)
+    in_blocks(req, ids_of("xab"), [3])
+    before = answer(req)
+    req.output_ids.extend(ids_of("yab"))
+    finish_token_by_token(ORIGINAL_FINISH, req, 3)
+    assert answer(req) == before
+    assert list(req.output_ids) == ids_of("xabyab")
+
+
+@pytest.mark.parametrize("stop", [None, ["zz"]])
+def test_the_grammar_is_back_afterwards(stop):
+    """Fails where the request loses its grammar, or ends with it before the last token of the block."""
+    req = make_req(stop=stop, max_new_tokens=99, ignore_eos=True)
+    req.grammar = grammar = Grammar(0)
+    in_blocks(req, ids_of("ab\0"), [3])  # the end is the block's last: one token is owed
+    assert req.grammar is grammar and not req.finished()
+    in_blocks(req, ids_of("xyz"), [3])
+    assert req.grammar is grammar
+    assert list(req.output_ids) == ids_of("ab\0x")
+    assert req.finished_reason.to_json()["matched"] == ord("x")
+
+
+@pytest.mark.parametrize(
+    ("text", "sampling", "count"),
+    [
+        ("xxxx", {}, 4),
+        ("xbax", {}, 3),  # the end of the reasoning counts
+        ("x\0xx", {}, 2),
+        ("x\0ba", {}, 2),
+        ("xxxx", {"max_new_tokens": 3}, 3),
+        ("xybb", {"stop": ["y"]}, 2),
+    ],
+)
+def test_reasoning_tokens_end_with_the_answer(text, sampling, count):
+    """Fails where `usage.reasoning_tokens` counts tokens that the client does not get."""
+    one_by_one, in_one_go = both(ids_of(text), [len(text)], reasoning=True, **sampling)
+    assert in_one_go["reasoning"] == one_by_one["reasoning"] == count
+
+
+def test_single_tokens_are_counted_at_once():
+    """Fails where a prefill's token waits for a stop that is never looked for."""
+    req = make_req()
+    req.require_reasoning = True
+    defer_reasoning_tokens(ORIGINAL_REASONING, processor(), req, 5)
+    defer_reasoning_tokens(ORIGINAL_REASONING, processor(), req, [5])
+    assert req.reasoning_tokens == 2
+    defer_reasoning_tokens(ORIGINAL_REASONING, processor(), req, [5, 6])
+    assert req.reasoning_tokens == 2
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_session_continues_what_was_answered(drop):
+    """Fails where tokens verified beyond the end of an answer become part of the next turn's prompt."""
+    (hook, _), *others = sessions.HOOKS.values()
+    assert not others
+    req = make_req(max_new_tokens=99, prompt=[1, 2])
+    in_blocks(req, ids_of("x\0yz"), [4])
+    follow_up = SimpleNamespace(input_ids=array("q", [8, 9]))
+    params = SimpleNamespace(drop_previous_output=drop, offset=None)
+    ids, unpadded = hook(Session._concat_token_arrays, req, follow_up, params)
+    assert list(ids) == list(unpadded) == [1, 2, *([] if drop else ids_of("x\0")), 8, 9]
+    again, _ = hook(Session._concat_token_arrays, req, follow_up, params)
+    assert list(again) == list(ids)
+
+
+@pytest.mark.parametrize("algorithm", [None, "DFLASH", "EAGLE"])
+def test_prefill_only_requests_stay_so(monkeypatch, algorithm):
+    """Fails where a request for no new token, as scoring sends it, is sampled; or where another algorithm's server
+    changes."""
+    host = Req.__dict__["is_prefill_only"]
+    monkeypatch.setattr(Req, "is_prefill_only", host)  # put back afterwards
+    restore_prefill_only()
+    with configured(speculative_algorithm=algorithm):
+        assert make_req(max_new_tokens=0).is_prefill_only == (algorithm != "EAGLE")
+        assert not make_req(max_new_tokens=1).is_prefill_only

@@ -1,0 +1,250 @@
+"""Penalties of a block's rows against plain Python, one token after the other; SGLang's own are in `tests/host`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.ops import Emitted, EmittedTokens, PenaltyParams, penalize, penalties_of
+
+EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def make_params(
+    frequency: list[float],
+    presence: list[float],
+    repetition: list[float],
+    min_new_tokens: list[int] | None = None,
+    stop_ids: list[list[int]] | None = None,
+) -> PenaltyParams:
+    count = len(frequency)
+    return PenaltyParams(
+        torch.tensor(frequency),
+        torch.tensor(presence),
+        torch.tensor(repetition),
+        torch.tensor(min_new_tokens or [0] * count),
+        torch.tensor(stop_ids or [[0]] * count),
+    )
+
+
+def make_emitted(emitted: list[list[int]], frequency: list[float], vocab_size: int, padding: int = 0) -> Emitted:
+    """From the definition of the fields; lists are padded with an id."""
+    most = max(map(len, emitted))
+    seen = torch.zeros(len(emitted), vocab_size, dtype=torch.bool)
+    sums = torch.zeros(len(emitted), vocab_size)
+    for row, tokens in enumerate(emitted):
+        for token in tokens:
+            seen[row, token] = True
+            sums[row, token] += torch.tensor(frequency[row])
+    ids = torch.tensor([tokens + [padding] * (most - len(tokens)) for tokens in emitted], dtype=torch.int64)
+    return Emitted(ids.view(len(emitted), most), seen, sums, torch.tensor([len(tokens) for tokens in emitted]))
+
+
+def row_by_hand(logits: torch.Tensor, emitted: list[int], params: PenaltyParams, request: int) -> np.ndarray:
+    """One row in float32, one token after the other."""
+    row = logits.numpy().copy()
+    frequency, presence, repetition = (np.float32(x[request]) for x in params[:3])
+    for token in set(emitted):
+        times = np.float32(0)
+        for _ in range(emitted.count(token)):
+            times = times + frequency
+        x = np.float32(np.float32(row[token] - times) - presence)
+        row[token] = x * repetition if x < 0 else x / repetition
+    if len(emitted) < params.min_new_tokens[request]:
+        row[params.stop_ids[request].numpy()] = -np.inf
+    return row
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_rows_are_those_of_a_token_by_token_count(data):
+    """Fails where a row counts a draft that stands behind it, counts one twice, forgets the emitted tokens, or where
+    another request's row changes by a bit."""
+    width, vocab_size = data.draw(st.integers(2, 16)), data.draw(st.integers(17, 500))
+    batch = data.draw(st.integers(1, 5))
+    requests = data.draw(st.permutations(range(batch)).map(lambda order: order[: 1 + order[0]]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    few = data.draw(st.integers(1, vocab_size))  # of few ids, many come twice in a block
+    logits = torch.randn(batch, width, vocab_size, generator=generator) * 5
+    block_ids = torch.randint(few, (len(requests), width), generator=generator)
+    emitted = [
+        torch.randint(few, (data.draw(st.integers(0, 9)),), generator=generator).tolist()
+        + data.draw(
+            st.sampled_from([[anchor], [anchor], []])  # without any token: the anchor is the prompt's last
+        )
+        for anchor in block_ids[:, 0].tolist()
+    ]
+    values = st.lists(st.floats(-2, 2, width=32), min_size=len(requests), max_size=len(requests))
+    params = make_params(
+        data.draw(values),
+        data.draw(values),
+        [abs(value) + 0.01 for value in data.draw(values)],
+        data.draw(st.lists(st.integers(0, 14), min_size=len(requests), max_size=len(requests))),
+        torch.randint(vocab_size, (len(requests), 3), generator=generator).tolist(),
+    )
+    counted = make_emitted(emitted, params.frequency.tolist(), vocab_size, data.draw(st.integers(0, vocab_size - 1)))
+    before = logits.clone()
+    penalize(logits, torch.tensor(requests), block_ids, counted, params)
+    for request in set(range(batch)) - set(requests):
+        assert torch.equal(logits[request], before[request])
+    for place, request in enumerate(requests):
+        for row in range(width):
+            so_far = emitted[place] + block_ids[place, 1 : row + 1].tolist()
+            expected = row_by_hand(before[request, row], so_far, params, place)
+            assert logits[request, row].numpy().tolist() == expected.tolist(), (request, row)
+
+
+def test_a_block_by_hand():
+    """Fails where a number is another than on paper: token 3 emitted once and drafted twice, token 1 drafted once."""
+    logits = torch.full((1, 4, 5), 6.0)
+    params = make_params([1.0], [0.5], [2.0])
+    penalize(logits, torch.tensor([0]), torch.tensor([[3, 3, 1, 3]]), make_emitted([[3]], [1.0], 5), params)
+    assert logits[0, :, 3].tolist() == [2.25, 1.75, 1.75, 1.25]
+    assert logits[0, :, 1].tolist() == [6.0, 6.0, 2.25, 2.25]
+    assert logits[0][:, [0, 2, 4]].unique().tolist() == [6.0]
+
+
+def test_a_negative_logit_is_multiplied():
+    """Fails where a repetition penalty makes an unlikely token likelier."""
+    logits = torch.tensor([[[-2.0, 2.0, 0.0]] * 2])
+    penalize(
+        logits, torch.tensor([0]), torch.tensor([[0, 1]]), make_emitted([[0]], [0.0], 3), make_params([0.0], [0.0], [2])
+    )
+    assert logits.tolist() == [[[-4.0, 2.0, 0.0], [-4.0, 1.0, 0.0]]]
+
+
+def test_the_minimum_ends_inside_a_block():
+    """Fails where stop ids are masked one row too short or too long: 2 tokens are out and 4 are wanted, so the row
+    behind the second draft may stop."""
+    logits = torch.zeros(2, 4, 6)
+    params = make_params([0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [4, 2], [[5, 2], [5, 5]])
+    penalize(
+        logits,
+        torch.tensor([1, 0]),
+        torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]),
+        make_emitted([[4, 1], [0, 0]], [0.0, 0.0], 6),
+        params,
+    )
+    masked = logits.isneginf()
+    assert masked[1].nonzero().tolist() == [[0, 2], [0, 5], [1, 2], [1, 5]]
+    assert not masked[0].any()
+
+
+def test_neutral_parameters_change_no_bit():
+    """Fails where a request that asks for little beside one that asks for much pays for it, or where a value that is
+    no number does not survive."""
+    logits = torch.randn(3, 3, 40)
+    logits[0, :, 3], logits[1, :, :9], logits[1, :, 9:12] = torch.inf, torch.nan, -torch.inf
+    logits[2, 1] = 1e38
+    before = logits.clone()
+    params = make_params([0.0, 2.0], [0.0, -2.0], [1.0, 0.3], [0, 99])
+    block_ids = torch.tensor([[3, 4, 3], [5, 5, 5]])
+    penalize(logits, torch.tensor([0, 2]), block_ids, make_emitted([[3], [5]], [0.0, 2.0], 40), params)
+    assert torch.equal(logits[:2].view(torch.int32), before[:2].view(torch.int32))
+    assert not torch.equal(logits[2], before[2])
+
+
+@pytest.mark.parametrize("layout", ["a slice of a padded vocabulary", "columns first"])
+def test_logits_need_not_be_contiguous(layout):
+    """Fails where float32 logits, which the host hands on as it cut or gathered them, raise or are copied."""
+    width, vocab_size = 3, 10
+    own = torch.randn(2 * width, 64) if layout.startswith("a slice") else torch.randn(vocab_size, 2 * width).T
+    logits = own[:, :vocab_size].view(2, width, vocab_size)
+    assert not logits.is_contiguous()
+    expected, rest = logits.contiguous(), own[:, vocab_size:].clone()
+    block_ids, params = torch.tensor([[3, 4, 3]]), make_params([0.7], [0.2], [1.3], [9], [[1]])
+    for target in (logits, expected):
+        penalize(target, torch.tensor([1]), block_ids, make_emitted([[3]], [0.7], vocab_size), params)
+    assert torch.equal(own[:, :vocab_size].reshape(2, width, vocab_size), expected)
+    assert torch.equal(own[:, vocab_size:], rest)
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_penalties_of_one_row(data):
+    """Fails where the two parts, added and then scaled, give other logits than the first row of a block does."""
+    count, vocab_size = data.draw(st.integers(1, 4)), data.draw(st.integers(17, 200))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    tokens = st.lists(st.integers(0, vocab_size - 1), max_size=12)
+    emitted = data.draw(st.lists(tokens, min_size=count, max_size=count))
+    # Quarters: sums and differences are exact, so that the order of adding says nothing.
+    values = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=count, max_size=count)
+    frequency, presence = data.draw(values), data.draw(values)
+    params = make_params(
+        frequency,
+        presence,
+        [abs(value) + 0.25 for value in data.draw(values)],
+        data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count)),
+        torch.randint(vocab_size, (count, 2), generator=generator).tolist(),
+    )
+    logits = torch.randint(-40, 40, (count, vocab_size), generator=generator) / 4
+    additive, scaling = penalties_of(make_emitted(emitted, frequency, vocab_size), params)
+    assert additive.dtype == scaling.dtype == torch.float32
+    x = logits + additive
+    x = torch.where(x < 0, x * scaling, x / scaling)
+    for request in range(count):
+        expected = row_by_hand(logits[request], emitted[request], params, request)
+        assert x[request].numpy().tolist() == expected.tolist()
+
+
+class Model:
+    """`EmittedTokens` as lists."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.frequency: dict[int, float] = {}
+
+    def check(self, ours: EmittedTokens, rows: list[int], most: int, vocab_size: int) -> None:
+        got = ours.of(torch.tensor(rows), most)
+        expected = make_emitted([self.tokens[row] for row in rows], [self.frequency[row] for row in rows], vocab_size)
+        assert got.ids.dtype == got.lens.dtype == torch.int64
+        assert torch.equal(got.lens, expected.lens)
+        assert torch.equal(got.seen, expected.seen)
+        assert torch.equal(got.sums, expected.sums)
+        for row, ids in zip(rows, got.ids.tolist(), strict=True):
+            assert set(self.tokens[row]) <= set(ids)
+            assert all(0 <= token < vocab_size for token in ids)
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_emitted_tokens_are_lists(data):
+    """Fails where rows or columns that grow lose a token, a row that starts anew keeps one, or an id beyond the
+    accepted ones counts."""
+    vocab_size = data.draw(st.integers(3, 30))
+    ours, model = EmittedTokens(vocab_size, "cpu"), Model()
+    token = st.integers(0, vocab_size - 1)
+    for _ in range(data.draw(st.integers(1, 25))):
+        if not model.tokens or data.draw(st.integers(0, 3)) == 0:
+            row = data.draw(st.integers(0, 9))
+            model.tokens[row] = data.draw(st.lists(token, max_size=20))
+            model.frequency[row] = data.draw(st.floats(-2, 2, width=32))
+            ours.start(row, torch.tensor(model.tokens[row], dtype=torch.int64), model.frequency[row])
+        else:
+            rows = data.draw(st.lists(st.sampled_from(sorted(model.tokens)), min_size=1, unique=True))
+            width = data.draw(st.sampled_from([1, 2, 5, 16]))
+            ids = [data.draw(st.lists(token, min_size=width, max_size=width)) for _ in rows]
+            lens = [data.draw(st.integers(0, width)) for _ in rows]
+            most = max(len(model.tokens[row]) for row in rows) + data.draw(st.integers(0, width))
+            neutral = [0.0] * len(rows)
+            params = make_params([model.frequency[row] for row in rows], neutral, neutral)
+            ours.append(torch.tensor(rows), torch.tensor(ids), torch.tensor(lens, dtype=torch.int32), most, params)
+            for row, new, length in zip(rows, ids, lens, strict=True):
+                model.tokens[row] += new[:length]
+        known = sorted(model.tokens)
+        most = max(len(tokens) for tokens in model.tokens.values())
+        model.check(ours, known[::-1], most + data.draw(st.integers(0, 3)), vocab_size)
+
+
+def test_no_requests():
+    """Fails where a batch of which no request is left raises."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    params = PenaltyParams(*(torch.empty(0),) * 3, nothing, torch.empty(0, 1, dtype=torch.int64))
+    ours = EmittedTokens(5, "cpu")
+    ours.append(nothing, torch.empty(0, 4, dtype=torch.int64), nothing, 3, params)
+    logits = torch.zeros(2, 4, 5)
+    penalize(logits, nothing, torch.empty(0, 4, dtype=torch.int64), ours.of(nothing, 3), params)
+    assert not logits.any()
