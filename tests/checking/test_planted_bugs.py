@@ -164,7 +164,15 @@ def test_lost_draft_kv(planted: Callable[..., Checked], bug: str) -> None:
 def interrupt(words: list[object], ready: Callable[[], bool]) -> list[psutil.Process]:
     """Presses Ctrl-C once `ready`; returns the processes that the command had started."""
     command = [*COMMAND, *map(str, words)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **TINY_ENVIRONMENT})
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **TINY_ENVIRONMENT},
+        # Where these tests run in the background of a shell, interrupts are ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 120
     while not ready():
         assert time.monotonic() < deadline and process.poll() is None

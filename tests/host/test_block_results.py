@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.session.session_controller import Session
@@ -25,8 +24,6 @@ from sglang_dflash.host.block_results import (
 ORIGINAL_FINISH = Req.update_finish_state
 ORIGINAL_ACCEPT = SchedulerBatchResultProcessor._accept_grammar_tokens
 ORIGINAL_REASONING = SchedulerBatchResultProcessor._maybe_update_reasoning_tokens
-EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True)
-ALPHABET = "\0ab."  # the tokenizer's end-of-sequence id is 0
 REGEXES = ["a+b", "b{2}", "b$", r"\.\.", "^a", "[ab]b", "(?<=a)a"]
 THINK_END = [ord("b"), ord("a")]
 
@@ -114,42 +111,44 @@ def ids_of(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-@EXAMPLES
-@given(data=st.data())
-def test_blocks_end_as_tokens_do(data):
+def text(rng: random.Random, alphabet: str, shortest: int, longest: int) -> str:
+    return "".join(rng.choices(alphabet, k=rng.randint(shortest, longest)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_blocks_end_as_tokens_do(seed):
     """Fails where a request ends elsewhere, or for another reason, than plain decoding; whatever it may end at:
-    stop strings, regexes, stop tokens, the end of sequence, the length, a grammar."""
-    text = st.text(ALPHABET[1:], min_size=1, max_size=3)
-    sampling = {
-        "stop": data.draw(st.lists(text, max_size=3)),
-        "stop_regex": data.draw(st.lists(st.sampled_from(REGEXES), max_size=2)),
-        "stop_token_ids": data.draw(st.lists(st.sampled_from(ids_of(ALPHABET)), max_size=1)),
-        "ignore_eos": data.draw(st.booleans()),
-        "max_new_tokens": data.draw(st.integers(1, 25)),
-    }
-    rare = data.draw(st.sampled_from([ALPHABET, ALPHABET[1:]]))
-    ids = ids_of(data.draw(st.text(rare, min_size=1, max_size=30)))
-    sizes = data.draw(st.lists(st.integers(1, 8), min_size=30, max_size=30))
-    one_by_one, in_one_go = both(ids, sizes, reasoning=data.draw(st.booleans()), **sampling)
-    assert in_one_go == one_by_one
+    stop strings, regexes, stop tokens, the end of sequence, the length."""
+    rng = random.Random(seed)
+    for _ in range(100):
+        sampling = {
+            "stop": [text(rng, "ab.", 1, 3) for _ in range(rng.choice([0, 0, 1, 3]))],
+            "stop_regex": rng.sample(REGEXES, rng.choice([0, 0, 1, 2])),
+            "stop_token_ids": rng.sample(ids_of("ab."), rng.choice([0, 0, 0, 1])),
+            "ignore_eos": rng.random() < 0.3,
+            "max_new_tokens": rng.choice([rng.randint(1, 25), 99]),
+        }
+        ids = ids_of(text(rng, rng.choice(["\0ab.", "\0ab......", "ab.xyz", "\0abxyz"]), 1, 30))
+        sizes = [rng.randint(1, 8) for _ in ids]
+        one_by_one, in_one_go = both(ids, sizes, reasoning=rng.random() < 0.5, **sampling)
+        assert in_one_go == one_by_one, (sampling, ids, sizes)
 
 
-@EXAMPLES
-@given(data=st.data())
-def test_blocks_end_a_grammar_as_tokens_do(data):
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_end_a_grammar_as_tokens_do(seed):
     """Fails where the token past the end of a grammar, which plain decoding emits with `ignore_eos`, is lost or two
     are emitted, also where the end is the last token of its block, or a stop string comes first."""
-    ignore_eos = data.draw(st.booleans())
-    sampling = {
-        "stop": data.draw(st.lists(st.text("ab\0", min_size=1, max_size=2), max_size=2)),
-        "ignore_eos": ignore_eos,
-        "max_new_tokens": data.draw(st.integers(1, 14)),
-    }
-    body = data.draw(st.text("ab", max_size=9))
-    ids = ids_of(body + "\0" + data.draw(st.text(ALPHABET, min_size=9, max_size=9)))
-    sizes = data.draw(st.lists(st.integers(1, 6), min_size=30, max_size=30))
-    one_by_one, in_one_go = both(ids, sizes, grammar=0, **sampling)
-    assert in_one_go == one_by_one
+    rng = random.Random(seed)
+    for _ in range(100):
+        sampling = {
+            "stop": [text(rng, "ab\0", 1, 2) for _ in range(rng.choice([0, 0, 1, 2]))],
+            "ignore_eos": rng.random() < 0.7,
+            "max_new_tokens": rng.choice([rng.randint(1, 14), 99]),
+        }
+        ids = ids_of(text(rng, "abx", 0, 9) + "\0" + text(rng, "\0ab", 9, 9))
+        sizes = [rng.randint(1, 6) for _ in ids]
+        one_by_one, in_one_go = both(ids, sizes, grammar=0, **sampling)
+        assert in_one_go == one_by_one, (sampling, ids, sizes)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +157,8 @@ def test_blocks_end_a_grammar_as_tokens_do(data):
         ("xa\0bab", {"stop": ["ab"]}, 3, "FINISH_MATCHED_TOKEN"),  # the host alone: the string behind it
         ("xabcd.", {"stop": ["cd", "ab"]}, 3, "FINISH_MATCHED_STR"),  # the host alone: "cd", listed first
         ("xaab.ab", {"stop": ["ab"], "stop_regex": ["a{2}"]}, 3, "FINISHED_MATCHED_REGEX"),  # alone: the string
+        ("xa\0bb", {"stop_regex": ["b{2}"]}, 3, "FINISH_MATCHED_TOKEN"),  # alone: the regex
+        ("xabb", {"stop_regex": ["b{2}", "a+b"]}, 3, "FINISHED_MATCHED_REGEX"),  # alone: the first listed
         ("xyabz", {"stop": ["ab"], "max_new_tokens": 3}, 3, "FINISH_LENGTH"),
         ("xyabz", {"stop": ["ab"], "max_new_tokens": 4}, 4, "FINISH_MATCHED_STR"),
         ("xy\0bz", {"stop": ["ab"], "max_new_tokens": 3}, 3, "FINISH_MATCHED_TOKEN"),

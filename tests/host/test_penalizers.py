@@ -203,9 +203,12 @@ def test_a_request_that_cannot_stop_masks_nothing():
     req = make_req(min_new_tokens=4)
     req.tokenizer.eos_token_id = None
     assert stop_ids(req) == set()
-    params = params_of(RequestPenalties(128, 4, "cpu"), [req, make_req(min_new_tokens=2, stop_token_ids=[3, 4])])
-    assert params.min_new_tokens.tolist() == [0, 2]
-    assert [set(ids) for ids in params.stop_ids.tolist()] == [{0}, {0, 3, 4}]
+    others = [make_req(min_new_tokens=2, stop_token_ids=ids) for ids in ([3, 4], [5])]
+    for other in others:
+        other.tokenizer.eos_token_id = None
+    params = params_of(RequestPenalties(128, 4, "cpu"), [req, *others])
+    assert params.min_new_tokens.tolist() == [0, 2, 2]
+    assert [set(ids) for ids in params.stop_ids.tolist()][1:] == [{3, 4}, {5}]
 
 
 def test_a_batch_without_penalties_has_no_group():

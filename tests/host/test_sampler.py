@@ -49,7 +49,7 @@ def info_of(kinds: list[tuple[int, float, float]], seeds: list[int] | None, **fi
         need_top_k_sampling=any(k != TOP_K_ALL for k in top_ks),
         need_min_p_sampling=any(p > 0 for p in min_ps),
         max_top_k=None,
-        **{"sampling_mask_batch_indices": None, **fields},
+        **{"sampling_mask_batch_indices": None, "grammars": None, **fields},
     )
 
 
@@ -63,6 +63,19 @@ def sample(probs: torch.Tensor, info: SimpleNamespace, positions: torch.Tensor) 
 
 def rows_with_ties(count: int) -> torch.Tensor:
     return (torch.randn(count, VOCABULARY) * 8).round().div(4).softmax(-1)
+
+
+@pytest.mark.parametrize("seeds", [None, list(range(len(KINDS)))])
+def test_a_row_without_any_token_harms_nothing(seeds):
+    """Fails where the host's draw from such a row raises, which would end the scheduler, or other rows change."""
+    probs = rows_with_ties(len(KINDS))
+    dead = len(KINDS) - 2
+    expected = probs.argmax(-1)
+    probs[dead] = torch.full((VOCABULARY,), float("-inf")).softmax(-1)
+    info = info_of(KINDS, seeds, grammars=[object()])
+    tokens, _ = sample_as_if_alone(host.Sampler._sample_from_probs, None, probs, info, torch.arange(len(KINDS)), False)
+    assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
+    assert tokens[1] == expected[1], "a greedy row beside it"
 
 
 def test_a_seeded_row_is_as_alone():

@@ -19,6 +19,10 @@ def sample_as_if_alone(
     first; alone it is the argmax, the lowest id of a tie. With seeds, a row without filters goes through them too,
     where its noise is hashed from the rank of a token; alone, from its id. All is selected on the device.
     """
+    if info.grammars:
+        # Where a grammar leaves only the end, and `min_new_tokens` forbids it, a row has no token and its softmax no
+        # number, on which the host's draw ends the scheduler. Whatever is drawn instead, the grammar then aborts.
+        probs.nan_to_num_(nan=1.0 / probs.shape[-1])
     tokens, capture = original(sampler, probs, info, positions, simple)  # [N] int32; it leaves `probs` as it was
     if simple or not (info.is_any_greedy or info.sampling_seed is not None):
         return tokens, capture
