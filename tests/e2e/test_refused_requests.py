@@ -21,6 +21,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"frequency_penalty": 2.5}, {}, "frequency_penalty"),
     ({"min_new_tokens": 500}, {}, "min_new_tokens"),
     ({"temperature": -1.0}, {}, "temperature"),
+    ({"stop_token_ids": [1000000], "min_new_tokens": 5}, {}, "stop_token_ids has 1000000"),
     ({"regex": "[0-9]+", "json_schema": "{}"}, {}, "regex"),
     ({"regex": "("}, {}, "regex"),
     ({"json_schema": "{"}, {}, "json"),

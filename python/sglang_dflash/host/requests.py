@@ -32,10 +32,14 @@ def _complaint(req: Any) -> str | None:
     if ids and req.multimodal_inputs is None and not 0 <= min(ids) <= max(ids) < req.vocab_size:
         outside = next(token for token in ids if not 0 <= token < req.vocab_size)
         return f"input_ids has {outside}, and the model's token ids are 0 to {req.vocab_size - 1}"
-    beam_width = req.sampling_params.beam_width
+    params = req.sampling_params
+    stray = next((token for token in params.stop_token_ids or () if not 0 <= token < req.vocab_size), None)
+    if stray is not None and params.min_new_tokens:  # the host would mask it, which ends the scheduler
+        return f"stop_token_ids has {stray} beside min_new_tokens, and token ids are 0 to {req.vocab_size - 1}"
+    beam_width = params.beam_width
     if beam_width is not None and beam_width > 1:
         return f"beam_width={beam_width} is not served; leave it out, or send 1"
-    if req.sampling_params.watermark is not None and req.sampling_params.watermark.enabled is not False:
+    if params.watermark is not None and params.watermark.enabled is not False:
         return "watermark is not served; leave it out"
     if req.return_sampling_mask:
         return "return_sampling_mask=True is not served; leave it out"
