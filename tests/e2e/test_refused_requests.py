@@ -63,10 +63,9 @@ def test_openai_endpoint_refuses_too(client: Client) -> None:
     )
     assert refused.status_code == 400 and "return_sampling_mask=True" in refused.json()["message"]
     streamed = client.post(
-        "/v1/chat/completions",
-        {**chat, "return_sampling_mask": True, "top_k": 1, "return_meta_info": True, "stream": True},
+        "/v1/chat/completions", {**chat, "stop_token_ids": [1000000], "min_tokens": 5, "stream": True}
     )
-    assert "return_sampling_mask=True" in streamed.text and '"error"' in streamed.text
+    assert "stop_token_ids has 1000000" in streamed.text and '"error"' in streamed.text
     assert client.post("/v1/chat/completions", {**chat, "presence_penalty": 3.0}).status_code == 400
     assert client.post("/v1/chat/completions", chat).status_code == 200
 

@@ -65,6 +65,16 @@ FEATURES = (
     _served("streaming intervals", ("stream_interval",), "test_replicas"),
     _served("metrics", ("enable_metrics",), "test_replicas"),
     _served("sessions", ("enable_streaming_session",), "test_sessions"),
+    _served(
+        "answers that depend on nothing else",
+        ("enable_deterministic_inference",),
+        "test_drawn_combinations_of_seeded_requests",
+    ),
+    _served(
+        "hidden states and logit processors",
+        ("enable_return_hidden_states", "enable_custom_logit_processor"),
+        "test_each_parameter_of_a_greedy_request",
+    ),
     _served("pausing", (), "test_pause_and_continue"),
     _served("aborts", (), "test_aborted_requests_free_their_slots"),
     _served("weight updates", (), "test_target_weights_change", "test_draft_weights_change"),
@@ -114,6 +124,7 @@ FEATURES = (
     ),
     _refused("another config for the draft", ("decrypted_draft_config_file",), "its config.json is what is checked"),
     _refused("strict thinking", ("enable_strict_thinking",), UNTESTED),
+    _refused("several items in a scoring request", ("enable_mis",), UNTESTED),
     _refused("diffusion targets", ("dllm_algorithm",), "they have no next token to verify", builtin=False),
     _refused("embedding models", ("is_embedding",), "they generate nothing to draft", builtin=False),
     _refused(
