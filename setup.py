@@ -27,7 +27,10 @@ setup(
         "httpx",
         "matplotlib>=3.9",
         "openai",
+        "pandas>=2",
+        "prometheus-client",
         "rich",
+        "scipy",
         "typer>=0.16",
     ],
     extras_require={

@@ -24,7 +24,7 @@ ALLOWED = {
     "serving": set(),
     "reference": {"core", "ops"},
     "training": {"reference"},
-    "bench": {"serving", "core", "reference", "training"},
+    "bench": {"serving", "core", "reference", "checking"},
     "checking": {"serving", "core", "reference"},
     "cli": {"serving", "core", "reference", "training", "bench", "checking"},
 }
@@ -156,6 +156,7 @@ def test_tests_of_core_ops_and_reference_run_without_sglang(folder):
         (f"{PACKAGE}.training", ("torch", "sglang")),
         (f"{PACKAGE}.training.trainer", ("sglang",)),
         (f"{PACKAGE}.checking.run", ("torch", "sglang")),
+        (f"{PACKAGE}.bench.command", ("torch", "sglang")),
         (f"{PACKAGE}.cli.main", ("torch", "sglang")),
     ],
 )

@@ -205,6 +205,14 @@ def test_sessions(client: Client, baseline: Baseline, streaming: bool) -> None:
     assert_pool_empties(client)
 
 
+@on_arm("sliding")
+def test_thresholds_stay(client: Client) -> None:
+    """Fails where acceptance can be made lossy while the server runs, by a call that says it was done."""
+    for value, updated in ((0.5, False), (1.0, True)):
+        change = {"server_args": {"speculative_accept_threshold_single": value}}
+        assert client.post("/set_internal_state", change).raise_for_status().json() == [updated]
+
+
 def assert_like(client: Client, reference: ReferencePair, prompts: Sequence[list[int]]) -> list[list[int]]:
     """Fails where the server does not answer as this pair, in its steps. Returns the ids."""
     expected = reference.generate(prompts, MAX_NEW_TOKENS)

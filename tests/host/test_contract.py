@@ -362,9 +362,9 @@ def test_hooks_reach_the_scheduler(probe):
 
 def test_builtin_worker_is_left_alone(monkeypatch):
     """Fails where `SGLANG_DFLASH_WORKER=builtin` still gets our worker or our request check."""
-    from sglang_dflash.host import block_results, hooks, sampler, sessions, weights
+    from sglang_dflash.host import block_results, features, hooks, sampler, sessions, weights
 
-    seams = (block_results.HOOKS, sampler.HOOKS, sessions.HOOKS, weights.HOOKS)
+    seams = (block_results.HOOKS, sampler.HOOKS, sessions.HOOKS, weights.HOOKS, features.HOOKS)
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *(target for seam in seams for target in seam)}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")
     with_ours = set(hooks.registered_hooks())

@@ -61,7 +61,6 @@ def _finish_at_first(original: Any, req: Any, new_accepted_len: int) -> None:
         if req.finished():
             ids.extend(block[place:])  # what reads the block later expects its full length
             break
-    req.grammar = grammar
 
 
 def accept_past_the_end(original: Any, processor: Any, req: Any, tokens: int | list[int]) -> list[int]:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from typing import Any
 
 import torch
 
 from sglang_dflash.core.block import VerifyPlan
-
-
-class RowRequest:
-    """A request as it stands at one row: `output_ids` count the drafts before it; all else is the host's `Req`."""
-
-    def __init__(self, req: Any, output_ids: array) -> None:
-        self._req = req
-        self.output_ids = output_ids
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._req, name)
 
 
 class EmittedText:
@@ -28,27 +18,27 @@ class EmittedText:
     """
 
     def __init__(self) -> None:
-        self._ids: dict[int, tuple[str, array]] = {}  # request slot -> (request id, its tokens)
-        self._pending: list[tuple[list[tuple[int, int, str]], torch.Tensor, torch.Tensor]] = []
+        self._ids: dict[int, array] = {}  # by request slot
+        self._pending: list[tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]] = []
 
     def prefill(self, batch: Any) -> None:
         """Starts anew with what the host knows of a prefill's requests, which is all.
 
         Of the running requests of a mixed batch it may lack a step: processors are shown what is kept here.
         """
-        self._read_pending()
+        self._read_pending()  # before a slot of a finished request goes to another one
         info = batch.sampling_info  # a copy of this forward's own
         info.custom_params = list(info.custom_params)
         tails = batch.decoding_reqs or ()
-        for i, slot, rid, req in _tracked(batch):
+        for i, slot, req in _tracked(batch):
             if req not in tails:
-                self._ids[slot] = (rid, array("q", req.output_ids))
+                self._ids[slot] = array("q", req.output_ids)
             elif isinstance(info.custom_params[i], dict):
                 info.custom_params[i] = self._params(req, info.custom_params[i], [])
 
     def commit(self, batch: Any, ids: torch.Tensor, lens: torch.Tensor) -> None:
         """The first `lens` ([B]) of the `ids` ([B, W]) of every request are emitted; read when next needed."""
-        self._pending.append(([(i, slot, rid) for i, slot, rid, _ in _tracked(batch)], ids, lens))
+        self._pending.append(([(i, slot) for i, slot, _ in _tracked(batch)], ids, lens))
 
     def row_params(self, batch: Any, plan: VerifyPlan) -> list[Any]:
         """Custom parameters of all B * W rows."""
@@ -62,19 +52,18 @@ class EmittedText:
         return rows
 
     def _params(self, req: Any, params: dict[str, Any], drafts: list[int]) -> dict[str, Any]:
-        emitted = self._ids[req.kv.req_pool_idx][1]
-        return params | {"__req__": RowRequest(req, emitted + array("q", drafts))}
+        row_req = copy.copy(req)  # what the host computes from `output_ids`, such as `seqlen`, follows
+        row_req.output_ids = self._ids[req.kv.req_pool_idx] + array("q", drafts)
+        return params | {"__req__": row_req}
 
     def _read_pending(self) -> None:
         for tracked, ids, lens in self._pending:
             ids_cpu, lens_cpu = ids.tolist(), lens.tolist()
-            for i, slot, rid in tracked:
-                owner, emitted = self._ids[slot]
-                if owner == rid:
-                    emitted.extend(ids_cpu[i][: lens_cpu[i]])
+            for i, slot in tracked:
+                self._ids[slot].extend(ids_cpu[i][: lens_cpu[i]])
         self._pending.clear()
 
 
-def _tracked(batch: Any) -> list[tuple[int, int, str, Any]]:
-    """Place, slot, id and `Req` of every request with a processor."""
-    return [(i, req.kv.req_pool_idx, req.rid, req) for i, req in enumerate(batch.reqs) if req.custom_logit_processor]
+def _tracked(batch: Any) -> list[tuple[int, int, Any]]:
+    """Place, slot and `Req` of every request with a processor."""
+    return [(i, req.kv.req_pool_idx, req) for i, req in enumerate(batch.reqs) if req.custom_logit_processor]

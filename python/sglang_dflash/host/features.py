@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
+from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.core.draft_config import USE_BUILTIN
@@ -181,3 +183,17 @@ def spelled(flag: str, value: Any) -> str:
 def _sentence(feature: Feature, flag: str, value: Any) -> str:
     way_out = f"leave it out, or {USE_BUILTIN}" if feature.builtin else "leave it out"
     return f"{spelled(flag, value)} asks for {feature.name}, not served with DFLASH: {feature.refusal}; {way_out}."
+
+
+def _keep_thresholds(original: Any, controller: Any, key: str, value: Any) -> None:
+    """They can be changed while the server runs, too (`/set_internal_state`)."""
+    if controller.scheduler.spec_algorithm.is_dflash() and float(value) != 1.0:
+        raise UpdateRejected(f"{key}={value} would change the answers: with this worker it stays at 1.0.")
+    original(controller, key, value)
+
+
+HOOKS: dict[str, tuple[Any, HookType]] = {
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+    "._validate_accept_threshold": (_keep_thresholds, HookType.AROUND),
+}
+"""Hook target -> (our function, how it is applied)."""

@@ -38,7 +38,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
     """Every hook target of this process -> (our function, `HookType`)."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    from sglang_dflash.host import block_results, sampler, sessions, weights
+    from sglang_dflash.host import block_results, features, sampler, sessions, weights
 
     hooks: dict[str, tuple[Any, Any]] = {
         ROW_HEADROOM: (_row_headroom, HookType.AROUND),
@@ -48,7 +48,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
     if not builtin_worker_requested():
         hooks[CREATE_WORKER] = (_create_worker, HookType.AROUND)
         hooks[VALIDATE_REQUEST] = (_validate_request, HookType.REPLACE)
-        hooks |= block_results.HOOKS | sampler.HOOKS | sessions.HOOKS | weights.HOOKS
+        hooks |= block_results.HOOKS | sampler.HOOKS | sessions.HOOKS | weights.HOOKS | features.HOOKS
     if cpu_platform_in_use():
         from sglang_dflash.host.cpu import deterministic, shims
 

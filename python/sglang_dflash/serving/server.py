@@ -1,4 +1,4 @@
-"""One SGLang server as a child process: started on a free port, waited for, stopped by pid."""
+"""One server as a child process, SGLang's unless told otherwise: started on a free port, waited for, stopped by pid."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from sglang_dflash.serving.client import Client
 
 STOP_SECONDS = 20.0
 PORTS = range(20000, 30000)
+LAUNCH_SGLANG = (sys.executable, "-m", "sglang.launch_server")
 
 
 class ServerError(RuntimeError):
@@ -28,19 +29,30 @@ class ServerError(RuntimeError):
 
 
 class Server:
-    """`python -m sglang.launch_server` with the given arguments, on 127.0.0.1.
+    """`python -m sglang.launch_server`, or another server's command, with the given arguments, on 127.0.0.1.
 
     Use it as a context manager; leaving it stops the server and every process it started.
     """
 
-    def __init__(self, arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        environment: dict[str, str] | None = None,
+        launch: Sequence[str] = LAUNCH_SGLANG,
+        health: str = "/health_generate",
+    ) -> None:
         """
         Args:
-            arguments: of `sglang.launch_server`, without host and port.
+            arguments: of the command, without host and port.
             log: where the server's output goes; made anew.
             environment: variables to set on top of this process's own.
+            launch: the words before the arguments; it must take --host and --port.
+            health: the path that answers 200 once the server is up.
         """
         self.arguments = list(arguments)
+        self._launch = list(launch)
+        self._health = health
         self.log = log
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -50,7 +62,7 @@ class Server:
     @property
     def command(self) -> list[str]:
         address = ["--host", "127.0.0.1", "--port", str(self.port)]
-        return [sys.executable, "-m", "sglang.launch_server", *self.arguments, *address]
+        return [*self._launch, *self.arguments, *address]
 
     @property
     def pid(self) -> int:
@@ -95,17 +107,25 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health_generate", timeout=5.0).status_code == 200
+            return httpx.get(f"{self.url}{self._health}", timeout=5.0).status_code == 200
         except httpx.HTTPError:
             return False
 
     def client(self, timeout_s: float = 600.0) -> Client:
         return Client(self.url, timeout_s)
 
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def last_words(self) -> str:
         """The last line the server wrote: for a refused start, the sentence that says why."""
+        return (self.log_tail(1) or ["it wrote nothing"])[0]
+
+    def log_tail(self, count: int) -> list[str]:
+        """The last `count` lines of the log that are not empty."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line), "it wrote nothing")
+        return [line for line in lines if line][-count:]
 
     def stop(self) -> None:
         """Asks the server to end, which ends its children; kills the whole group where it does not."""

@@ -1,0 +1,78 @@
+"""What a sweep shows while it works: the cell under way and the time left, as a bar or as lines in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sglang_dflash.bench.measures import measure
+from sglang_dflash.bench.records import Cell, CellKey, Record
+
+
+class Board:
+    """One per sweep. `cells` are to be run, `starts` servers to be started."""
+
+    def __init__(self, console: Console, cells: int, starts: int) -> None:
+        self._console = console
+        self._cells, self._starts = cells, starts
+        self._done = 0
+        self._cell_s: list[float] = []
+        self._start_s: list[float] = []
+
+    @contextmanager
+    def starting(self, label: str) -> Iterator[Callable[[float], None]]:
+        """Yields what to call with the seconds waited."""
+        self._console.print(f"starting {label} ...", style="dim", highlight=False)
+        begin = time.monotonic()
+        with self._console.status(f"starting {label} ...") as status:
+            yield lambda seconds: status.update(f"starting {label} ... {seconds:.0f} s")
+        self._start_s.append(time.monotonic() - begin)
+        self._starts = max(0, self._starts - 1)
+
+    @contextmanager
+    def cell(self, key: CellKey, requests: int) -> Iterator[Callable[[Record], None]]:
+        """Yields what to call with each answer."""
+        begin = time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        live = self._console.is_terminal
+        with Progress(*columns, console=self._console, transient=True, disable=not live) as bar:
+            task = bar.add_task(f"[{self._done + 1}/{self._cells}] {name(key)}, {self.left()}", total=requests)
+            yield lambda record: bar.advance(task)
+        self._cell_s.append(time.monotonic() - begin)
+
+    def finished(self, cell: Cell) -> None:
+        """One line per cell stays on the screen."""
+        self._done += 1
+        head = f"[{self._done}/{self._cells}] {name(cell.key)}:"
+        if cell.failure:
+            self._console.print(f"{head} failed: {cell.failure}", style="red", highlight=False, markup=False)
+            return
+        values = measure(cell)
+        words = [f"{values['tok_s']:.0f} tok/s"]
+        if cell.equality is not None and cell.equality.withheld:
+            words = [f"tokens differ in {cell.equality.different} of {cell.equality.compared} requests"]
+        if values["tau"] == values["tau"]:
+            words.append(f"tau {values['tau']:.2f}")
+        if values["failed"]:
+            words.append(f"{values['failed']:.0f} failed")
+        words.append(f"{cell.wall_s:.1f} s; {self.left()}")
+        self._console.print(head, ", ".join(words), highlight=False, markup=False)
+
+    def left(self) -> str:
+        """How long the rest will take, from what the cells and starts so far took."""
+        if not self._cell_s:
+            return "time left unknown yet"
+        mean_cell = sum(self._cell_s) / len(self._cell_s)
+        mean_start = sum(self._start_s) / len(self._start_s) if self._start_s else 0.0
+        seconds = mean_cell * (self._cells - self._done) + mean_start * self._starts
+        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+
+
+def name(key: CellKey) -> str:
+    """A cell in a few words."""
+    words = [key.arm, key.backend, "" if key.radix else "no prefix cache", key.dataset, f"at {key.load:g}"]
+    return f"{', '.join(filter(None, words))} #{key.repeat + 1}"

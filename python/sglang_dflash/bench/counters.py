@@ -1,0 +1,43 @@
+"""Acceptance from vLLM's Prometheus counters, which tell it for the whole server, not per request."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang_dflash.bench.records import Acceptance
+
+_STEPS = "vllm:spec_decode_num_drafts"
+_DRAFTED = "vllm:spec_decode_num_draft_tokens"
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+
+
+def acceptance_between(before: str, after: str) -> Acceptance | None:
+    """What was drafted and accepted between two readings of /metrics; None where nothing was.
+
+    vLLM counts a draft per request and step, so its drafts are our verify steps.
+    """
+    old, new = _read(before), _read(after)
+    difference = {name: new[name] - old.get(name, 0.0) for name in new}
+    steps = round(difference.get((_STEPS, -1), 0.0))
+    if not steps:
+        return None
+    positions = sorted(position for name, position in difference if name == _BY_POSITION)
+    return Acceptance(
+        steps=steps,
+        drafted=round(difference.get((_DRAFTED, -1), 0.0)),
+        accepted=round(difference.get((_ACCEPTED, -1), 0.0)),
+        by_position=[round(difference[_BY_POSITION, position]) for position in positions],
+    )
+
+
+def _read(text: str) -> dict[tuple[str, int], float]:
+    """By name and position (-1 without one), summed over engines."""
+    values: dict[tuple[str, int], float] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name in (_STEPS, _DRAFTED, _ACCEPTED, _BY_POSITION):
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    key = (family.name, int(sample.labels.get("position", -1)))
+                    values[key] = values.get(key, 0.0) + sample.value
+    return values

@@ -1,0 +1,159 @@
+"""How a cell is played on an arm: over HTTP against its server, or in batches by the transformers process."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import httpx
+
+from sglang_dflash.bench.arms import Arm
+from sglang_dflash.bench.asking import Endpoint, Sampling
+from sglang_dflash.bench.counters import acceptance_between
+from sglang_dflash.bench.equality import Gap, sglang_gap
+from sglang_dflash.bench.plan import Plan
+from sglang_dflash.bench.records import Acceptance, Cell, CellKey, Record, total_acceptance
+from sglang_dflash.bench.rendering import Renderer
+from sglang_dflash.bench.sessions import Session
+from sglang_dflash.bench.traffic import Played, Player
+from sglang_dflash.bench.transformers_arm import TransformersProcess, play_batches, transformers_up
+from sglang_dflash.checking.arms import ServerInfo
+from sglang_dflash.checking.compare import Tolerance
+from sglang_dflash.serving import Client, Server
+
+WARM_TOKENS = 16
+OnAnswer = Callable[[Record], None]
+
+
+class Driver(ABC):
+    """An arm that is up."""
+
+    flushes = True
+    """Whether its prefix cache could be emptied before every cell, or there is none."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Every load once, with short answers, so that no cell pays for a first time."""
+
+    @abstractmethod
+    def play(self, key: CellKey, sessions: Sequence[Session], on_answer: OnAnswer) -> Cell:
+        """
+        Raises:
+            ServerError, httpx.HTTPError, ValueError: the arm cannot be asked any more.
+        """
+
+    def lost(self, cell: Cell) -> str:
+        """Why the arm cannot go on after this cell; "" where it can."""
+        return "" if any(not record.failure for record in cell.records) else _first_failure(cell)
+
+    def tie_gap(self) -> float:
+        """Logits that lie no farther apart tie, by the target's dtype."""
+        return 0.0
+
+    def gap(self) -> Gap | None:
+        """Asks the target about a place where two answers part; None where it cannot be asked."""
+        return None
+
+
+@contextmanager
+def driver_up(arm: Arm, plan: Plan, renderer: Renderer, on_wait: Callable[[float], None]) -> Iterator[Driver]:
+    """
+    Raises:
+        ServerError: the arm does not start.
+    """
+    log = plan.log_of(arm)
+    if arm.engine == "transformers":
+        with transformers_up(arm, log, plan.start_s, plan.stall_s) as process:
+            yield TransformersDriver(process, plan, renderer)
+        return
+    with arm.up(log, plan.start_s, on_wait) as (url, server):
+        yield ServerDriver(arm, url, server, plan, renderer)
+
+
+class ServerDriver(Driver):
+    """Asks a server over HTTP."""
+
+    def __init__(self, arm: Arm, url: str, server: Server | None, plan: Plan, renderer: Renderer) -> None:
+        self._server = server
+        self._plan = plan
+        self._renderer = renderer
+        self._url = url
+        self._engine = detect_engine(url) if arm.engine == "other" else arm.engine
+        self._radix = arm.radix
+
+    def warm_up(self) -> None:
+        sessions = next(iter(self._plan.datasets.values()))
+        short = [Session(session.id, session.turns[:1], session.template, session.input_ids) for session in sessions]
+        sampling = Sampling(WARM_TOKENS)
+        most = min(len(short), round(max(self._plan.loads))) if self._plan.workload != "open-loop" else 1
+        for load in sorted({1, most, *(round(load) for load in self._plan.loads if load <= most)}):
+            asyncio.run(self._ask(short[:load], sampling, load, lambda record: None, "closed"))
+
+    def play(self, key: CellKey, sessions: Sequence[Session], on_answer: OnAnswer) -> Cell:
+        played, acceptance = asyncio.run(
+            self._ask(sessions, self._plan.sampling, key.load, on_answer, self._plan.workload)
+        )
+        acceptance = total_acceptance(played.records) or acceptance
+        return Cell(key, played.records, played.wall_s, acceptance, unasked=played.unasked)
+
+    async def _ask(
+        self, sessions: Sequence[Session], sampling: Sampling, load: float, on_answer: OnAnswer, workload: str
+    ) -> tuple[Played, Acceptance | None]:
+        async with Endpoint(self._url, self._engine, self._plan.stall_s) as endpoint:
+            self.flushes = await endpoint.flush() or not self._radix
+            before = await endpoint.metrics() if self._engine == "vllm" else ""
+            player = Player(endpoint, self._renderer, sampling, on_answer)
+            if workload == "open-loop":
+                played = await player.open_loop(sessions, load, self._plan.seed)
+            else:
+                played = await player.closed(sessions, round(load))
+            after = await endpoint.metrics() if self._engine == "vllm" else ""
+            return played, acceptance_between(before, after)
+
+    def lost(self, cell: Cell) -> str:
+        if self._server is not None and not self._server.alive:
+            return f"the server ended: {self._server.last_words()}"
+        stalled = [record.failure for record in cell.records if "--stall-s" in record.failure]
+        return stalled[0] if stalled else super().lost(cell)
+
+    def tie_gap(self) -> float:
+        return Tolerance.of(ServerInfo.ask(Client(self._url)).dtype).tie_gap
+
+    def gap(self) -> Gap | None:
+        return sglang_gap(Client(self._url)) if self._engine == "sglang" else None
+
+
+class TransformersDriver(Driver):
+    """Hands batches to the transformers process."""
+
+    def __init__(self, process: TransformersProcess, plan: Plan, renderer: Renderer) -> None:
+        self._process = process
+        self._plan = plan
+        self._renderer = renderer
+
+    def warm_up(self) -> None:
+        sessions = next(iter(self._plan.datasets.values()))
+        play_batches(self._process, self._renderer, sessions[:1], 1, Sampling(WARM_TOKENS), lambda record: None)
+
+    def play(self, key: CellKey, sessions: Sequence[Session], on_answer: OnAnswer) -> Cell:
+        played: Played = play_batches(
+            self._process, self._renderer, sessions, round(key.load), self._plan.sampling, on_answer
+        )
+        return Cell(key, played.records, played.wall_s, total_acceptance(played.records))
+
+
+def detect_engine(url: str) -> str:
+    """Which engine answers at `url`, by the doors it has: sglang, vllm or other."""
+    for engine, path in (("sglang", "/server_info"), ("vllm", "/version")):
+        try:
+            if httpx.get(f"{url}{path}", timeout=10.0).status_code == 200:
+                return engine
+        except httpx.HTTPError:
+            return "other"
+    return "other"
+
+
+def _first_failure(cell: Cell) -> str:
+    return cell.records[0].failure if cell.records else "no request was sent"

@@ -1,0 +1,224 @@
+"""The command line's words, checked: each wrong one is refused in a sentence that names its flag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.bench.arms import ARMS, VLLM_ARMS
+from sglang_dflash.bench.measures import Limits
+from sglang_dflash.bench.plan import WORKLOADS
+
+RADIX = {"on": (True,), "off": (False,), "both": (True, False)}
+EXTENDABLE = ("arms", "loads", "datasets", "repeats", "base_urls", "interleave")
+"""What a resumed run may have more of than the run it goes on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """As `benchmark_sglang.py --help` describes them; texts with commas still whole."""
+
+    target_model: str | None
+    draft_model: str | None
+    draft_tokens: int | None
+    eagle3_draft: str | None
+    standalone_draft: str | None
+    arms: str | None
+    vllm_python: str
+    base_url: Sequence[str]
+    workload: str
+    dataset_name: str | None
+    num_prompts: int | None
+    max_new_tokens: int | None
+    temperature: float
+    top_p: float
+    seed: int
+    ignore_eos: bool
+    enable_thinking: bool
+    concurrencies: str
+    request_rate: str
+    ttft_limit_ms: float | None
+    tpot_limit_ms: float | None
+    think_s: float
+    context_tokens: int | None
+    attention_backends: str
+    radix_cache: str
+    tp_size: int
+    dtype: str
+    server_flags: str
+    arm_flags: Sequence[str]
+    env: Sequence[str]
+    repeats: int
+    interleave: bool
+    warm_up: bool
+    stall_s: float
+    start_s: float
+    output_md: Path
+    logs: Path | None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: a value is not allowed.
+        """
+        if (self.target_model is None) != (self.draft_model is None) and self.wants_draft():
+            raise ValueError("--target-model and --draft-model belong together: give both, or neither for the pair.")
+        _one_of("--workload", self.workload, WORKLOADS)
+        _one_of("--radix-cache", self.radix_cache, RADIX)
+        for flag, value, least in (
+            ("--num-prompts", self.num_prompts, 1),
+            ("--max-new-tokens", self.max_new_tokens, 1),
+            ("--repeats", self.repeats, 1),
+            ("--tp-size", self.tp_size, 1),
+            ("--draft-tokens", self.draft_tokens, 2),
+            ("--context-tokens", self.context_tokens, 256),
+            ("--temperature", self.temperature, 0.0),
+            ("--think-s", self.think_s, 0.0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{flag} is {value}; it must be at least {least}.")
+        for flag, number in (("--stall-s", self.stall_s), ("--start-s", self.start_s)):
+            if number <= 0:
+                raise ValueError(f"{flag} is {number}; it must be more than 0.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
+        self._check_arms()
+        self.loads()
+        self.urls()
+        self.flags_by_arm()
+        self.environment()
+
+    def _check_arms(self) -> None:
+        for name in self.arm_names():
+            _one_of("--arms", name, ARMS)
+        names = self.arm_names()
+        needed = {"eagle3": self.eagle3_draft, "standalone": self.standalone_draft}
+        for name, draft in needed.items():
+            if name in names and draft is None:
+                raise ValueError(f"--arms has {name}; it needs --{name}-draft.")
+        if not self.vllm_python and set(names) & set(VLLM_ARMS):
+            raise ValueError("--arms has vllm; --vllm-python must name the Python of an environment with vLLM.")
+        if "transformers" in names and (self.workload != "closed" or self.top_p != 1):
+            raise ValueError("--arms has transformers; it serves --workload closed with --top-p 1 only.")
+        if not names and not self.base_url:
+            raise ValueError("--arms is empty; name at least one arm, or give --base-url.")
+
+    def wants_draft(self) -> bool:
+        return bool(set(self.arm_names()) & {"dflash", "builtin", "vllm", "transformers"})
+
+    def arm_names(self) -> list[str]:
+        """Those of --arms, or off and dflash and whatever else was given a draft or a Python."""
+        if self.arms is not None:
+            return words(self.arms)
+        extra = {"eagle3": self.eagle3_draft, "standalone": self.standalone_draft, "vllm": self.vllm_python}
+        return ["off", "dflash", *(name for name, given in extra.items() if given)]
+
+    def loads(self) -> tuple[float, ...]:
+        """Concurrencies, or request rates where the workload is open-loop."""
+        if self.workload == "open-loop":
+            return _numbers("--request-rate", self.request_rate, float)
+        return tuple(float(number) for number in _numbers("--concurrencies", self.concurrencies, int))
+
+    def urls(self) -> dict[str, str]:
+        urls = {}
+        for given in self.base_url:
+            name, _, url = given.partition("=")
+            if not name or name in ARMS or not url.startswith("http"):
+                raise ValueError(f"--base-url is {given}; it must be NAME=http://..., NAME none of {', '.join(ARMS)}.")
+            urls[name] = url
+        return urls
+
+    def flags_by_arm(self) -> dict[str, str]:
+        flags: dict[str, str] = {}
+        for given in self.arm_flags:
+            name, equals, rest = given.partition("=")
+            if name not in ARMS or not equals:
+                raise ValueError(f"--arm-flags is {given}; it must be ARM=FLAGS, ARM one of {', '.join(ARMS)}.")
+            flags[name] = f"{flags.get(name, '')} {rest}"
+        return flags
+
+    def environment(self) -> dict[str, dict[str, str]]:
+        """Variables by arm, those of all arms under ""."""
+        found: dict[str, dict[str, str]] = {}
+        for given in self.env:
+            name, equals, value = given.partition("=")
+            arm, colon, variable = name.rpartition(":")
+            if not equals or not variable or (colon and arm not in ARMS):
+                raise ValueError(f"--env is {given}; it must be NAME=VALUE or ARM:NAME=VALUE.")
+            found.setdefault(arm, {})[variable] = value
+        return found
+
+    def backends(self) -> tuple[str, ...]:
+        return tuple(words(self.attention_backends)) or ("",)
+
+    def limits(self) -> Limits | None:
+        given = self.ttft_limit_ms is not None or self.tpot_limit_ms is not None
+        return Limits(self.ttft_limit_ms, self.tpot_limit_ms) if given else None
+
+    def to_json(self, datasets: Sequence[str]) -> dict[str, Any]:
+        """What decides the numbers: a run that is resumed must have the same."""
+        limits = self.limits()
+        return {
+            "target_model": self.target_model,
+            "draft_model": self.draft_model,
+            "draft_tokens": self.draft_tokens,
+            "eagle3_draft": self.eagle3_draft,
+            "standalone_draft": self.standalone_draft,
+            "arms": self.arm_names(),
+            "base_urls": list(self.base_url),
+            "datasets": list(datasets),
+            "loads": list(self.loads()),
+            "num_prompts": self.num_prompts,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+            "enable_thinking": self.enable_thinking,
+            "think_s": self.think_s,
+            "context_tokens": self.context_tokens,
+            "attention_backends": list(self.backends()),
+            "radix_cache": self.radix_cache,
+            "tp_size": self.tp_size,
+            "dtype": self.dtype,
+            "server_flags": self.server_flags,
+            "arm_flags": self.flags_by_arm(),
+            "environment": self.environment(),
+            "repeats": self.repeats,
+            "interleave": self.interleave,
+            "limits": None if limits is None else {"ttft_ms": limits.ttft_ms, "tpot_ms": limits.tpot_ms},
+        }
+
+
+def check_resumable(workload: str, options: dict[str, Any], held_workload: str, held: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: the finished cells were measured with other options.
+    """
+    if workload != held_workload:
+        raise ValueError(f"--workload is {workload}; the run to --resume has {held_workload}.")
+    for name, value in options.items():
+        if name not in EXTENDABLE and value != held.get(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is {value}; the run to --resume has {held.get(name)}.")
+
+
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _one_of(flag: str, value: str, allowed: Sequence[str] | dict[str, Any]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{flag} has {value}; it must be one of {', '.join(allowed)}.")
+
+
+def _numbers(flag: str, text: str, kind: type) -> tuple[Any, ...]:
+    try:
+        numbers = tuple(dict.fromkeys(kind(word) for word in words(text)))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) <= 0:
+        raise ValueError(f"{flag} is {text}; it must be numbers above 0 with commas between, such as 1,4,16.")
+    return numbers

@@ -1,0 +1,62 @@
+"""What a sweep does, decided before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from sglang_dflash.bench.arms import Arm
+from sglang_dflash.bench.asking import Sampling
+from sglang_dflash.bench.records import CellKey
+from sglang_dflash.bench.sessions import Session
+
+WORKLOADS = ("closed", "open-loop", "agent")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """
+    Fields:
+        arms: in the order in which they are started.
+        workload: one of WORKLOADS.
+        loads: requests (agent: sessions) in flight, or requests per second.
+        datasets: sessions by name; a cell plays the first `counts[load]` of them.
+        repeats: of every cell, one after the other; `interleave`: round by round, every arm once per round.
+        stall_s, start_s: how long a request or a starting server may say nothing.
+        logs: folder of the servers' logs.
+    """
+
+    arms: tuple[Arm, ...]
+    workload: str
+    loads: tuple[float, ...]
+    datasets: dict[str, list[Session]]
+    counts: dict[float, int]
+    repeats: int
+    interleave: bool
+    sampling: Sampling
+    seed: int
+    stall_s: float
+    start_s: float
+    warm_up: bool
+    logs: Path
+
+    def servers(self, done: set[CellKey]) -> list[tuple[Arm, list[CellKey]]]:
+        """Each server to be started, in order, with the cells that are still to be run on it."""
+        every = list(range(self.repeats))
+        rounds = [[repeat] for repeat in every] if self.interleave else [every]
+        todo = [(arm, [key for key in self._keys(arm, one) if key not in done]) for one in rounds for arm in self.arms]
+        return [(arm, keys) for arm, keys in todo if keys]
+
+    def _keys(self, arm: Arm, repeats: Sequence[int]) -> list[CellKey]:
+        return [
+            CellKey(arm.name, arm.backend, arm.radix, dataset, load, repeat)
+            for dataset, load, repeat in product(self.datasets, self.loads, repeats)
+        ]
+
+    def sessions(self, key: CellKey) -> list[Session]:
+        return self.datasets[key.dataset][: self.counts[key.load]]
+
+    def log_of(self, arm: Arm) -> Path:
+        return self.logs / f"{arm.label.replace(', ', '-').replace(' ', '-')}.log"

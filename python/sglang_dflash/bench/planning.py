@@ -1,0 +1,129 @@
+"""From options to a plan: the models, the servers' flags on this machine, the sessions of every dataset."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from sglang_dflash.bench.agent import AgentShape, agent_sessions
+from sglang_dflash.bench.arms import Models, Serving, arms_of, split_flags
+from sglang_dflash.bench.asking import Sampling
+from sglang_dflash.bench.datasets import load
+from sglang_dflash.bench.options import RADIX, Options, words
+from sglang_dflash.bench.plan import Plan
+from sglang_dflash.core.draft_config import DraftConfig
+from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET
+
+TINY_DATASETS = "arithmetic,code,chat"
+TINY_FLAGS = ("--max-total-tokens", "32768")
+AGENT_CONTEXT = 32768  # prompts of agent sessions grow up to here where the model's context is longer
+
+
+def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None) -> Plan:
+    """
+    Args:
+        count_tokens: of a text, by the target's tokenizer; sizes agent sessions.
+
+    Raises:
+        ValueError: a model or dataset cannot be read.
+    """
+    tiny = options.target_model is None
+    target = options.target_model or str(TINY_TARGET)
+    tokens = options.max_new_tokens or _answer_tokens(options.workload, tiny)
+    counts = {load_: _count(options, load_) for load_ in options.loads()}
+    names = words(options.dataset_name or (TINY_DATASETS if tiny else "gsm8k"))
+    most = max(counts.values())
+    datasets = {name: load(name, most, options.seed) for name in names}
+    if options.workload == "agent":
+        context = options.context_tokens or min(_context(target), AGENT_CONTEXT)
+        shape = AgentShape.fitting(context, tokens, count_tokens, options.think_s)
+        datasets = {name: agent_sessions(tasks, most, shape, options.seed) for name, tasks in datasets.items()}
+    return Plan(
+        arms=tuple(arms_of(options.arm_names(), _models(options, target), _serving(options, tiny), options.urls())),
+        workload=options.workload,
+        loads=options.loads(),
+        datasets=datasets,
+        counts=counts,
+        repeats=options.repeats,
+        interleave=options.interleave,
+        sampling=Sampling(tokens, options.temperature, options.top_p, options.seed, options.ignore_eos),
+        seed=options.seed,
+        stall_s=options.stall_s,
+        start_s=options.start_s,
+        warm_up=options.warm_up,
+        logs=options.logs or Path(tempfile.mkdtemp(prefix="sglang-dflash-bench-")),
+    )
+
+
+def _answer_tokens(workload: str, tiny: bool) -> int:
+    if workload == "agent":
+        return 48 if tiny else 512
+    return 128 if tiny else 2048
+
+
+def _count(options: Options, load_: float) -> int:
+    """Sessions of a cell: enough that the start and the end of a cell weigh little."""
+    if options.num_prompts is not None:
+        return options.num_prompts
+    least, per_load = {"closed": (16, 4), "open-loop": (32, 16), "agent": (4, 2)}[options.workload]
+    return max(least, round(per_load * load_))
+
+
+def _context(target: str) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(target)
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or AGENT_CONTEXT
+
+
+def _models(options: Options, target: str) -> Models:
+    drafts = {"eagle3": options.eagle3_draft, "standalone": options.standalone_draft, "dflash": options.draft_model}
+    if options.target_model is None and options.draft_model is None:
+        drafts["dflash"] = str(TINY_DRAFT)
+    known = {name: draft for name, draft in drafts.items() if draft}
+    block_size = options.draft_tokens or (_block_size(known["dflash"]) if options.wants_draft() else 0)
+    return Models(target, known, options.draft_tokens, block_size)
+
+
+def _block_size(draft: str) -> int:
+    from transformers.utils import cached_file
+
+    try:
+        config = cached_file(draft, "config.json")
+    except OSError as error:
+        raise ValueError(f"--draft-model {draft} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    return DraftConfig.from_dict(json.loads(Path(config).read_text(encoding="utf-8"))).block_size
+
+
+def _serving(options: Options, tiny: bool) -> Serving:
+    cuda = _cuda()
+    given = split_flags(options.server_flags)
+    dtype = options.dtype or ("float32" if tiny and not cuda else "")
+    flags = [*(TINY_FLAGS if tiny else ()), *(("--dtype", dtype) if dtype else ())]
+    flags += [] if cuda or "--device" in given else ["--device", "cpu"]
+    environment = options.environment()
+    common = {**(TINY_ENVIRONMENT if tiny and not cuda else {}), **environment.pop("", {})}
+    if not cuda:
+        # Otherwise vLLM takes half of the memory for its cache.
+        environment["vllm"] = {"VLLM_CPU_KVCACHE_SPACE": "1" if tiny else "8", **environment.get("vllm", {})}
+        environment["vllm-off"] = {**environment["vllm"], **environment.get("vllm-off", {})}
+    return Serving(
+        flags=(*flags, *given),
+        arm_flags={name: split_flags(text) for name, text in options.flags_by_arm().items()},
+        environment=common,
+        arm_environment=environment,
+        backends=options.backends(),
+        radix=RADIX[options.radix_cache],
+        tp_size=options.tp_size,
+        vllm_python=options.vllm_python,
+        dtype=dtype,
+        device="cuda" if cuda else "cpu",
+    )
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,336 @@
+"""A run as pictures: speedup, total against per-user speed, acceptance, tau, and agent sessions turn by turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sglang_dflash.bench.details import positions
+from sglang_dflash.bench.layout import LOADS, Section, identical_share, limit_words, must_agree, sections, value
+from sglang_dflash.bench.records import Run
+from sglang_dflash.bench.turns import turn_frame
+
+COLOURS = {
+    "off": "#8c8c8c",
+    "dflash": "#d1123f",
+    "builtin": "#1f6fb4",
+    "eagle3": "#2f9e5b",
+    "standalone": "#8a5fbf",
+    "ngram": "#b8860b",
+    "transformers": "#5f4b3c",
+    "vllm": "#e07b1a",
+    "vllm-off": "#c9b79c",
+}
+_SPARE = ("#0b7a75", "#c2559d", "#5a6acf", "#6b8e23")
+_DASHES = {"-": "o", "--": "s", ":": "^", "-.": "D"}  # with the marker that tells a lone point
+_COLUMNS = 3
+_WIDTH_IN = 9.0
+_DPI = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One arm in one section, and how it is drawn."""
+
+    arm: str
+    section: Section
+    label: str
+    colour: str
+    dash: str
+
+    @property
+    def marker(self) -> str:
+        return _DASHES[self.dash]
+
+    def points(self, *names: str) -> list[tuple[float, ...]]:
+        """Load and the named measures, where all of them exist; a failed row has none."""
+        rows = [(load, self.section.row(self.arm, load)) for load in self.section.loads()]
+        held = [(load, *(value(row, name) for name in names)) for load, row in rows]
+        return [point for point in held if all(math.isfinite(number) for number in point)]
+
+
+def draw(run: Run, table: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
+    """Writes each plot that has data as `stem-name.png` and `.svg`.
+
+    Args:
+        table: `frame(run)`.
+
+    Returns:
+        What was written; a plot without data is left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    panels = _panels(table)
+    figures = {
+        "speedup": _speedup(run, panels),
+        "goodput": _goodput(run, panels),
+        "pareto": _pareto(run, panels),
+        "acceptance": _acceptance(panels),
+        "tau": _tau(panels),
+    }
+    if run.workload == "agent":
+        figures |= _turns(turn_frame(run), panels)
+    written = []
+    for name, figure in figures.items():
+        for suffix in ("png", "svg") if figure is not None else ():
+            written.append(folder / f"{stem}-{name}.{suffix}")
+            figure.savefig(written[-1], dpi=_DPI, facecolor="white")
+    return written
+
+
+def _panels(table: pd.DataFrame) -> dict[str, list[Line]]:
+    """The lines of each dataset: colour tells the arm, dashes the backend and cache."""
+    spare = cycle(_SPARE)
+    colours = {arm: COLOURS.get(arm) or next(spare) for arm in dict.fromkeys(table["arm"])}
+    shares = {arm: _share(table[table["arm"] == arm]) for arm in colours}
+    panels: dict[str, list[Line]] = {}
+    variants: dict[tuple[str, bool], str] = {}
+    for section in sections(table):
+        variant = (section.backend, section.radix)
+        dash = variants.setdefault(variant, list(_DASHES)[len(variants) % len(_DASHES)])
+        beyond = section.title.removeprefix(section.dataset)
+        for arm in section.arms():
+            line = Line(arm, section, f"{arm}{shares[arm]}{beyond}", colours[arm], dash)
+            panels.setdefault(section.dataset, []).append(line)
+    return panels
+
+
+def _share(rows: pd.DataFrame) -> str:
+    """What must stand beside speeds of other tokens."""
+    return "" if must_agree(rows) else f" ({identical_share(rows):.0%} identical)"
+
+
+def _over_load(
+    run: Run, panels: dict[str, list[Line]], name: str, title: str, label: str, skip: str = ""
+) -> tuple[Figure, list[Axes]] | None:
+    """A measure over the load, its repeats as error bars; None without data."""
+    drawn = {
+        dataset: [(line, points) for line in lines if line.arm != skip and (points := line.points(*_with_range(name)))]
+        for dataset, lines in panels.items()
+    }
+    drawn = {dataset: lines for dataset, lines in drawn.items() if lines}
+    if not drawn:
+        return None
+    figure, axes = _grid(list(drawn), title)
+    for axis, lines in zip(axes, drawn.values(), strict=True):
+        for line, points in lines:
+            loads, middles, lows, highs = map(list, zip(*points, strict=True))
+            below = [m - low for m, low in zip(middles, lows, strict=True)]
+            above = [high - m for m, high in zip(middles, highs, strict=True)]
+            style = {"color": line.colour, "linestyle": line.dash, "label": line.label}
+            axis.errorbar(loads, middles, yerr=[below, above], marker=line.marker, markersize=4, capsize=3, **style)
+        _load_axis(axis, sorted({point[0] for _, points in lines for point in points}), run)
+    _from_zero(axes)
+    _label_left(axes, label)
+    return figure, axes
+
+
+def _with_range(name: str) -> tuple[str, str, str]:
+    return name, f"{name}_low", f"{name}_high"
+
+
+def _speedup(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
+    title = "Speedup of output tok/s over off (higher is better; bars: lowest and highest repeat)"
+    held = _over_load(run, panels, "speedup_off", title, "times the speed of off", skip="off")
+    if held is None:
+        return None
+    figure, axes = held
+    for axis in axes:
+        axis.axhline(1.0, color=COLOURS["off"], linewidth=1.5, label="off", zorder=1)
+    return _with_legend(figure, axes)
+
+
+def _goodput(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
+    title = f"Goodput: requests that keep {limit_words(run)} (higher is better)"
+    held = _over_load(run, panels, "goodput_rps", title, "good requests/s")
+    return None if held is None else _with_legend(*held)
+
+
+def _pareto(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
+    drawn = {
+        dataset: [(line, points) for line in lines if (points := line.points("user_tok_s", "tok_s"))]
+        for dataset, lines in panels.items()
+    }
+    drawn = {dataset: lines for dataset, lines in drawn.items() if lines}
+    if not drawn:
+        return None
+    unit = LOADS.get(run.workload, "load")
+    figure, axes = _grid(list(drawn), f"Total against per-user speed (up and right is better; numbers: {unit})")
+    for axis, lines in zip(axes, drawn.values(), strict=True):
+        for line, points in lines:
+            users, totals = [point[1] for point in points], [point[2] for point in points]
+            marks = {"marker": line.marker, "markersize": 7, "markerfacecolor": "white"}
+            axis.plot(users, totals, line.dash, color=line.colour, label=line.label, **marks)
+            for point in points:
+                _numbered(axis, line, *point)
+        axis.set_xlabel("per user (tok/s)")
+        axis.set_xlim(0, 1.1 * max(point[1] for _, points in lines for point in points))
+    _from_zero(axes)
+    _label_left(axes, "all users (tok/s)")
+    return _with_legend(figure, axes)
+
+
+def _numbered(axis: Axes, line: Line, load: float, x: float, y: float) -> None:
+    """A point with its load in it: beside it, the numbers of close lines would cover each other."""
+    over = len(axis.texts) / 1000 + 3  # a later point hides an earlier one together with its number
+    axis.plot([x], [y], line.marker, markersize=12, markerfacecolor="white", color=line.colour, zorder=over)
+    size = {1: 8, 2: 7}.get(len(f"{load:g}"), 5.5)
+    centred = {"ha": "center", "va": "center_baseline"}
+    axis.text(x, y, f"{load:g}", color=line.colour, fontsize=size, zorder=over, **centred)
+
+
+def _acceptance(panels: dict[str, list[Line]]) -> Figure | None:
+    drawn = {
+        dataset: [(line, shares) for line in lines if (shares := positions(line.section, line.arm))]
+        for dataset, lines in panels.items()
+    }
+    drawn = {dataset: lines for dataset, lines in drawn.items() if lines}
+    if not drawn:
+        return None
+    figure, axes = _grid(list(drawn), "Acceptance by position (higher is better)")
+    for axis, lines in zip(axes, drawn.values(), strict=True):
+        for line, shares in lines:
+            at = range(1, len(shares) + 1)
+            axis.plot(at, shares, line.dash, color=line.colour, label=line.label, marker=line.marker, markersize=3)
+        longest = max(len(shares) for _, shares in lines)
+        axis.set_xticks(range(1, longest + 1, 1 if longest <= 8 else 2))
+        axis.set_ylim(0, 100)
+        axis.set_xlabel("draft position")
+    _label_left(axes, "steps that accept it (%)")
+    return _with_legend(figure, axes)
+
+
+def _tau(panels: dict[str, list[Line]]) -> Figure | None:
+    heights = {
+        dataset: {
+            line.label: (line, _mean(tau for _, tau in points)) for line in lines if (points := line.points("tau"))
+        }
+        for dataset, lines in panels.items()
+    }
+    heights = {dataset: held for dataset, held in heights.items() if held}
+    if not heights:
+        return None
+    labels = list(dict.fromkeys(label for held in heights.values() for label in held))
+    width = 0.8 / len(labels)
+    figure = Figure(figsize=(_WIDTH_IN, 3.6), layout="constrained")
+    figure.suptitle("Tokens per verify step (tau), mean over the loads (higher is better)", fontsize=11)
+    axis = _plain(figure.subplots())
+    for i, label in enumerate(labels):
+        held = [(x, *bars[label]) for x, bars in enumerate(heights.values()) if label in bars]
+        line = held[0][1]
+        at = [x + (i - (len(labels) - 1) / 2) * width for x, _, _ in held]
+        hatch = "" if line.dash == "-" else "//"
+        style = {"color": line.colour, "label": label, "hatch": hatch, "edgecolor": "white"}
+        bars = axis.bar(at, [tau for _, _, tau in held], width * 0.94, **style)
+        size = 8 if len(labels) * len(heights) <= 24 else 6
+        axis.bar_label(bars, fmt="%.2f", fontsize=size, padding=1)
+    axis.set_xticks(range(len(heights)), list(heights))
+    axis.set_xlim(-0.6, len(heights) - 0.4)
+    axis.tick_params(axis="x", length=0)
+    axis.set_ylabel("tau")
+    return _with_legend(figure, [axis])
+
+
+def _turns(table: pd.DataFrame, panels: dict[str, list[Line]]) -> dict[str, Figure | None]:
+    """One figure per load: TTFT and tau over the turn, a row per dataset."""
+    loads = list(dict.fromkeys(table["load"]))
+    names = ["turns"] if len(loads) == 1 else [f"turns-{load:g}" for load in loads]
+    return {
+        name: _turn_figure(table[table["load"] == load], panels, load) for name, load in zip(names, loads, strict=True)
+    }
+
+
+def _turn_figure(table: pd.DataFrame, panels: dict[str, list[Line]], load: float) -> Figure | None:
+    columns = [("ttft_ms_p50", "TTFT p50 (ms), lower is better"), ("tau", "tau, higher is better")]
+    columns = [(name, label) for name, label in columns if name in table and table[name].notna().any()]
+    datasets = [dataset for dataset in panels if dataset in set(table["dataset"])]
+    if not columns or not datasets:
+        return None
+    figure = Figure(figsize=(_WIDTH_IN, 1.0 + 2.8 * len(datasets)), layout="constrained")
+    figure.suptitle(f"Turn by turn, {load:g} sessions", fontsize=11)
+    grid = figure.subplots(len(datasets), len(columns), squeeze=False)
+    for axes, dataset in zip(grid, datasets, strict=True):
+        for axis, (name, label) in zip(axes, columns, strict=True):
+            _plain(axis).set(xlabel="turn", ylabel=label)
+            axis.set_title(dataset, fontsize=10)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            for line in panels[dataset]:
+                rows = _of_line(table, line)
+                rows = rows[rows[name].notna()]
+                if not rows.empty:
+                    style = {"color": line.colour, "label": line.label, "marker": line.marker, "markersize": 4}
+                    axis.plot(rows["turn"], rows[name], line.dash, **style)
+            _from_zero([axis])
+    return _with_legend(figure, list(grid.flat))
+
+
+def _of_line(table: pd.DataFrame, line: Line) -> pd.DataFrame:
+    held = line.section.rows
+    backends = set(held.loc[held["arm"] == line.arm, "backend"])
+    same = (table["arm"] == line.arm) & (table["radix"] == line.section.radix)
+    return table[same & (table["dataset"] == line.section.dataset) & table["backend"].isin(backends)]
+
+
+def _grid(titles: list[str], title: str) -> tuple[Figure, list[Axes]]:
+    """A small panel per title, sharing the y axis."""
+    columns = min(_COLUMNS, len(titles))
+    rows = math.ceil(len(titles) / columns)
+    figure = Figure(figsize=(_WIDTH_IN, 0.9 + 2.7 * rows), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+    for axis in axes[len(titles) :]:
+        axis.remove()
+    for axis, text in zip(axes, titles, strict=False):
+        _plain(axis).set_title(text, fontsize=10)
+    return figure, axes[: len(titles)]
+
+
+def _plain(axis: Axes) -> Axes:
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=9)
+    return axis
+
+
+def _from_zero(axes: list[Axes]) -> None:
+    """Axes that share one y axis begin at zero and end above the highest of all."""
+    axes[0].set_ylim(0, 1.07 * max(axis.dataLim.ymax for axis in axes))
+
+
+def _label_left(axes: list[Axes], label: str) -> None:
+    for axis in axes[:: min(_COLUMNS, len(axes))]:
+        axis.set_ylabel(label)
+
+
+def _load_axis(axis: Axes, loads: list[float], run: Run) -> None:
+    if min(loads) > 0:
+        axis.set_xscale("log", base=2)
+    axis.set_xticks(loads, [f"{load:g}" for load in loads])
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel(LOADS.get(run.workload, "load"))
+
+
+def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
+    """One legend below all panels, so that it lies over no data."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    longest = max(map(len, handles))
+    columns = max(1, min(len(handles), 90 // (longest + 6)))
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+    )
+    return figure
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    held = list(numbers)
+    return sum(held) / len(held)

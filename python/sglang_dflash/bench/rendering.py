@@ -1,0 +1,56 @@
+"""Turns chats into token ids with the target's own tokenizer, so that every arm is asked for the same ids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sglang_dflash.bench.sessions import Message
+
+
+class Renderer:
+    """Holds the tokenizer and the chat template's keyword arguments."""
+
+    def __init__(self, model: str, template: dict[str, Any]) -> None:
+        """
+        Args:
+            model: the target: a folder, or a hub name that is cached or can be fetched.
+            template: keyword arguments of the chat template, such as enable_thinking.
+
+        Raises:
+            ValueError: it has no tokenizer or no chat template.
+        """
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from transformers import AutoTokenizer  # takes seconds: not for --help
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"--target-model {model}: no tokenizer can be read from it: {reason}") from None
+        if not self._tokenizer.chat_template:
+            raise ValueError(f"--target-model {model}: its tokenizer has no chat template, which the prompts need.")
+        self._template = template
+
+    def __call__(self, messages: Sequence[Message], template: dict[str, Any]) -> list[int]:
+        """The prompt that asks for the next answer to `messages`.
+
+        Args:
+            template: more keyword arguments of the chat template; they win.
+        """
+        text = self._tokenizer.apply_chat_template(
+            [asdict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=True,
+            **{**self._template, **template},
+        )
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def count(self, text: str) -> int:
+        """Tokens of a text as it stands."""
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def text(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id])

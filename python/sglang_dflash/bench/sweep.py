@@ -1,0 +1,160 @@
+"""A sweep from beginning to end: one server up at a time, cell after cell, each one kept as soon as it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+
+from sglang_dflash.bench.arms import Arm
+from sglang_dflash.bench.board import Board
+from sglang_dflash.bench.drivers import Driver, driver_up
+from sglang_dflash.bench.equality import Reference, judge
+from sglang_dflash.bench.plan import Plan
+from sglang_dflash.bench.records import Cell, CellKey, Run
+from sglang_dflash.bench.rendering import Renderer
+from sglang_dflash.bench.traffic import prompts_of
+from sglang_dflash.serving import ServerError
+
+LOG_LINES = 15
+
+
+class Sweep:
+    """Runs a plan into a run. Whatever happens to a server, the other cells are measured."""
+
+    def __init__(self, plan: Plan, run: Run, renderer: Renderer, results: Path) -> None:
+        """
+        Args:
+            run: empty, or with the cells that a former sweep finished.
+            results: where the run is kept after every cell.
+        """
+        self._plan = plan
+        self._run = run
+        self._renderer = renderer
+        self._results = results
+        self._reference_arm = _reference_arm(plan.arms)
+        self._references: dict[tuple[str, str], Reference] = {}
+
+    def go(self, make_board: Callable[[int, int], Board]) -> None:
+        """
+        Args:
+            make_board: from the numbers of cells and of servers to start.
+        """
+        done = self._run.done()
+        for cell in self._run.cells:
+            if cell.key in done and cell.key.arm == self._reference_arm.name:
+                self._learn(cell)
+        todo = self._plan.servers(done)
+        board = make_board(sum(len(keys) for _, keys in todo), len(todo))
+        for arm, keys in todo:
+            waiting = list(keys)
+            while waiting:
+                self._serve(arm, waiting, board)
+
+    def _serve(self, arm: Arm, waiting: list[CellKey], board: Board) -> None:
+        """Starts the arm and takes cells off `waiting` until none is left or the server is lost: that costs the cell
+        under way, and whoever calls starts the server once more for the rest."""
+        with ExitStack() as stack:
+            try:
+                with board.starting(arm.label) as on_wait:
+                    driver = stack.enter_context(driver_up(arm, self._plan, self._renderer, on_wait))
+                    if self._plan.warm_up:
+                        driver.warm_up()
+                self._note_server(arm)
+            except (ServerError, httpx.HTTPError, ValueError, OSError) as error:
+                while waiting:
+                    self._keep(self._failed(arm, waiting.pop(0), f"{arm.label} did not start: {error}"), board)
+                return
+            while waiting:
+                key = waiting.pop(0)
+                cell, lost = self._play(arm, driver, key, board)
+                self._keep(cell, board)
+                if lost:
+                    return
+
+    def _play(self, arm: Arm, driver: Driver, key: CellKey, board: Board) -> tuple[Cell, bool]:
+        """One cell, and whether the arm is lost."""
+        sessions = self._plan.sessions(key)
+        requests = sum(len(session.turns) for session in sessions)
+        cell = Cell(key)
+        try:
+            with board.cell(key, requests) as on_answer:
+                cell = driver.play(key, sessions, on_answer)
+            lost = driver.lost(cell)
+            if not lost:
+                self._compare(arm, driver, cell)
+        except (ServerError, httpx.HTTPError, ValueError) as error:
+            lost = str(error) or type(error).__name__
+        if lost:
+            cell.failure, cell.log_tail = _sentence(lost), self._tail(arm)
+        if cell.unasked:
+            self._note(f"{key.dataset}: some sessions end early, because the context is full.")
+        if not driver.flushes:
+            self._note(f"{arm.name}: its prefix cache could not be emptied between cells, so TTFT may profit from it.")
+        return cell, bool(lost)
+
+    def _compare(self, arm: Arm, driver: Driver, cell: Cell) -> None:
+        """Fills in the cell's equality; the reference arm's own answers are the yardstick from the first one on."""
+        prompts = prompts_of(self._plan.sessions(cell.key), cell.records, self._renderer)
+        if arm.name == self._reference_arm.name:
+            self._learn(cell)
+        reference = self._reference(cell.key)
+        greedy = self._plan.sampling.temperature == 0
+        same = arm.engine == self._reference_arm.engine == "sglang"
+        must_agree = greedy and same and not arm.simulated and not self._reference_arm.simulated
+        gap, tie_gap = (driver.gap(), driver.tie_gap()) if must_agree else (None, 0.0)
+        cell.equality = judge(reference, cell.records, prompts, must_agree, gap, tie_gap)
+        if arm.simulated:
+            self._note(f"{arm.name}: acceptance is simulated, so its tokens are not the target's.")
+
+    def _learn(self, cell: Cell) -> None:
+        prompts = prompts_of(self._plan.sessions(cell.key), cell.records, self._renderer)
+        self._reference(cell.key).learn(cell.records, prompts)
+
+    def _reference(self, key: CellKey) -> Reference:
+        """Per dataset and attention backend; arms without SGLang's backends compare with the first one's."""
+        backends = [arm.backend for arm in self._plan.arms if arm.name == self._reference_arm.name]
+        backend = key.backend if key.backend in backends else backends[0]
+        return self._references.setdefault((key.dataset, backend), Reference(self._reference_arm.name))
+
+    def _failed(self, arm: Arm, key: CellKey, failure: str) -> Cell:
+        return Cell(key, failure=_sentence(failure), log_tail=self._tail(arm))
+
+    def _tail(self, arm: Arm) -> list[str]:
+        log = self._plan.log_of(arm)
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        return [line for line in lines if line.strip()][-LOG_LINES:]
+
+    def _keep(self, cell: Cell, board: Board) -> None:
+        self._run.cells = [held for held in self._run.cells if held.key != cell.key] + [cell]
+        self._run.save(self._results)
+        board.finished(cell)
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self._run.notes:
+            self._run.notes.append(sentence)
+
+    def _note_server(self, arm: Arm) -> None:
+        entry = {
+            "arm": arm.label,
+            "command": [*arm.launch, *arm.arguments],
+            "environment": arm.environment,
+            "url": arm.url,
+        }
+        if entry not in self._run.servers:
+            self._run.servers.append(entry)
+
+
+def _reference_arm(arms: Sequence[Arm]) -> Arm:
+    """Whose tokens others are compared with: speculation off, else SGLang's first arm, else the first."""
+    for wanted in (lambda arm: arm.name == "off", lambda arm: arm.engine == "sglang" and not arm.simulated):
+        for arm in arms:
+            if wanted(arm):
+                return arm
+    return arms[0]
+
+
+def _sentence(text: str) -> str:
+    return " ".join(text.split())[:600]

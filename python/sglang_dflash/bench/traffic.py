@@ -1,0 +1,141 @@
+"""Plays sessions against an endpoint: so many at a time (closed), or arriving at random (open loop)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from sglang_dflash.bench.asking import Endpoint, Sampling
+from sglang_dflash.bench.records import Record
+from sglang_dflash.bench.rendering import Renderer
+from sglang_dflash.bench.sessions import Message, Session
+
+
+@dataclass(slots=True)
+class Played:
+    """What a run of sessions gave.
+
+    Fields:
+        records: in the order of the sessions and their turns.
+        wall_s: from the first request sent to the last token here.
+        unasked: turns left out because the context was full.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    wall_s: float = 0.0
+    unasked: int = 0
+
+
+class Player:
+    """Plays the sessions of one cell."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        renderer: Renderer,
+        sampling: Sampling,
+        on_answer: Callable[[Record], None] = lambda record: None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._renderer = renderer
+        self._sampling = sampling
+        self._on_answer = on_answer
+        self._begin = 0.0
+
+    async def closed(self, sessions: Sequence[Session], concurrency: int) -> Played:
+        """All sessions, `concurrency` at a time, each next one as soon as one ends."""
+        waiting = iter(enumerate(sessions))
+
+        async def worker(play: Callable[[int, Session], Awaitable[None]]) -> None:
+            for index, session in waiting:
+                await play(index, session)
+
+        return await self._run(sessions, lambda play: [worker(play) for _ in range(concurrency)])
+
+    async def open_loop(self, sessions: Sequence[Session], rate: float, seed: int) -> Played:
+        """Each session starts at its own time: a Poisson process of `rate` per second, the same for every arm."""
+        gaps = random.Random(seed)
+        starts, at = [], 0.0
+        for _ in sessions:
+            starts.append(at)
+            at += gaps.expovariate(rate)
+
+        async def late(play: Callable[[int, Session], Awaitable[None]], index: int) -> None:
+            await asyncio.sleep(max(0.0, self._begin + starts[index] - time.perf_counter()))
+            await play(index, sessions[index])
+
+        return await self._run(sessions, lambda play: [late(play, index) for index in range(len(sessions))])
+
+    async def _run(
+        self,
+        sessions: Sequence[Session],
+        workers: Callable[[Callable[[int, Session], Awaitable[None]]], list[Awaitable[None]]],
+    ) -> Played:
+        played = Played()
+        by_session: list[list[Record]] = [[] for _ in sessions]
+        firsts = [prompt_of(session, _after(session, 0, []), self._renderer) for session in sessions]
+
+        async def play(index: int, session: Session) -> None:
+            await self._play(session, firsts[index], by_session[index], played)
+
+        self._begin = time.perf_counter()
+        await asyncio.gather(*workers(play))
+        played.records = [record for records in by_session for record in records]
+        if played.records:
+            played.wall_s = max(r.end_s for r in played.records) - min(r.start_s for r in played.records)
+        return played
+
+    async def _play(self, session: Session, first: list[int], records: list[Record], played: Played) -> None:
+        messages: list[Message] = []
+        for number, turn in enumerate(session.turns):
+            messages = _after(session, number, messages)
+            if turn.think_s:
+                await asyncio.sleep(turn.think_s)
+            # Rendering a long chat takes milliseconds, which other streams must not wait for.
+            prompt = first
+            if number:
+                prompt = await asyncio.to_thread(prompt_of, session, messages, self._renderer)
+            if number and self._endpoint.context and len(prompt) >= self._endpoint.context:
+                played.unasked += len(session.turns) - number
+                return
+            record = await self._endpoint.ask(prompt, self._sampling, session.id, number, self._begin)
+            records.append(record)
+            self._on_answer(record)
+            if record.failure:
+                return
+            messages = [*messages, Message("assistant", record.text)]
+
+
+def prompt_of(session: Session, messages: Sequence[Message], renderer: Renderer) -> list[int]:
+    """The token ids that ask for the next answer to `messages`."""
+    return list(session.input_ids) or renderer(messages, session.template)
+
+
+def prompts_of(sessions: Sequence[Session], records: Sequence[Record], renderer: Renderer) -> dict[str, list[int]]:
+    """By each record's id, the prompt it was asked with, from what its session was answered before.
+
+    Args:
+        records: of one cell; a session's turns in order.
+    """
+    by_session: dict[str, list[Record]] = {}
+    for record in records:
+        by_session.setdefault(record.session, []).append(record)
+    prompts = {}
+    for session in sessions:
+        messages: list[Message] = []
+        for record in by_session.get(session.id, []):
+            messages = _after(session, record.turn, messages)
+            prompts[record.id] = prompt_of(session, messages, renderer)
+            messages = [*messages, Message("assistant", record.text)]
+    return prompts
+
+
+def _after(session: Session, number: int, messages: Sequence[Message]) -> list[Message]:
+    """The chat once turn `number` has edited it and added to it."""
+    turn = session.turns[number]
+    edits = {edit.index: edit.content for edit in turn.edits}
+    edited = [Message(m.role, edits.get(index, m.content)) for index, m in enumerate(messages)]
+    return [*edited, *turn.messages]

@@ -1,0 +1,147 @@
+"""The transformers arm: our reference's `spec_generate` in a process of its own, in static batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from sglang_dflash.bench.arms import Arm
+from sglang_dflash.bench.asking import Sampling
+from sglang_dflash.bench.records import Record
+from sglang_dflash.bench.rendering import Renderer
+from sglang_dflash.bench.sessions import Session
+from sglang_dflash.bench.traffic import Played, prompt_of
+from sglang_dflash.serving import ServerError
+
+
+class TransformersProcess:
+    """Talks to `transformers_worker` over its standard streams."""
+
+    def __init__(self, arm: Arm, log: IO[bytes], stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._process = subprocess.Popen(
+            [*arm.launch, *arm.arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **arm.environment},
+            text=True,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def hear(self, timeout_s: float) -> dict[str, Any]:
+        """The next line it says.
+
+        Raises:
+            ServerError: it ended, stalls or reports an error.
+        """
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise ServerError(f"transformers said nothing for {timeout_s:g} s") from None
+        if not line:
+            raise ServerError("the process of the transformers arm ended")
+        said = json.loads(line)
+        if "error" in said:
+            raise ServerError(said["error"])
+        return said
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        request = {
+            "prompts": prompts,
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+            "ignore_eos": sampling.ignore_eos,
+        }
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ServerError("the process of the transformers arm ended") from None
+        return self.hear(self._stall_s)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def transformers_up(arm: Arm, log: Path, timeout_s: float, stall_s: float) -> Iterator[TransformersProcess]:
+    """
+    Raises:
+        ServerError: the models do not load.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = TransformersProcess(arm, output, stall_s)
+        try:
+            process.hear(timeout_s)
+            yield process
+        finally:
+            process.stop()
+
+
+def play_batches(
+    process: TransformersProcess,
+    renderer: Renderer,
+    sessions: Sequence[Session],
+    batch: int,
+    sampling: Sampling,
+    on_answer: Callable[[Record], None],
+) -> Played:
+    """The first turn of all sessions, `batch` at a time; a batch ends with its longest answer.
+
+    A request's first token counts as come when the batch's prefill ends, its last one when the batch ends.
+    """
+    played = Played()
+    prompts = [prompt_of(session, session.turns[0].messages, renderer) for session in sessions]
+    begin = time.perf_counter()
+    for first in range(0, len(sessions), batch):
+        start_s = time.perf_counter() - begin
+        group = prompts[first : first + batch]
+        said = process.generate(group, sampling)
+        for index, session in enumerate(sessions[first : first + batch]):
+            record = _record(session, group[index], said, index, start_s, renderer)
+            played.records.append(record)
+            on_answer(record)
+    played.wall_s = time.perf_counter() - begin
+    return played
+
+
+def _record(
+    session: Session, prompt: list[int], said: dict[str, Any], index: int, start_s: float, renderer: Renderer
+) -> Record:
+    ids, commit_lens = said["ids"][index], said["commit_lens"][index]
+    histogram = [commit_lens.count(length) for length in range(1, max(commit_lens, default=0) + 1)]
+    return Record(
+        session=session.id,
+        turn=0,
+        start_s=start_s,
+        first_s=start_s + said["prefill_s"],
+        end_s=start_s + said["prefill_s"] + said["decode_s"],
+        prompt_tokens=len(prompt),
+        tokens=len(ids),
+        ids=ids,
+        text="".join(renderer.text(token) for token in ids),
+        finish="stop",
+        steps=len(commit_lens),
+        drafted=len(commit_lens) * (said["block_size"] - 1),
+        accept_histogram=histogram,
+    )

@@ -1,0 +1,132 @@
+"""An OpenAI-compatible server without a model, as a process: known tokens at known times, and faults on demand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+CONTEXT = 512
+
+
+def answer_ids(prompt: list[int], count: int) -> list[int]:
+    """What the model says: a function of the prompt alone."""
+    return [(sum(prompt) + 7 * index) % 1000 for index in range(count)]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    options: argparse.Namespace
+    lock = threading.Lock()
+    asked = 0
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        pages = {
+            "/health": {},
+            "/v1/models": {"data": [{"id": "fake", "max_model_len": CONTEXT}]},
+            "/server_info": {"model_path": "fake", "dtype": "float32", "version": "0"},
+        }
+        self._json(pages.get(self.path))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+        if self.path == "/flush_cache":
+            self._json({})
+        elif self.path == "/generate":
+            self._gap(body)
+        elif self.path == "/v1/completions":
+            self._complete(body)
+        else:
+            self._json(None)
+
+    def _gap(self, body: dict[str, Any]) -> None:
+        """Both tokens lie `--gap` and nothing below the best logit."""
+        one, other = body["token_ids_logprob"]
+        meta = {
+            "output_top_logprobs": [[[-1.0, one, None]]],
+            "output_token_ids_logprobs": [[[-1.0, one, None], [-1.0 - self.options.gap, other, None]]],
+        }
+        self._json({"text": "", "meta_info": meta})
+
+    def _complete(self, body: dict[str, Any]) -> None:
+        with Handler.lock:
+            Handler.asked += 1
+            number = Handler.asked
+        if self.options.refuse_every and number % self.options.refuse_every == 0:
+            return self._json({"message": "not this one"}, 400)
+        ids = answer_ids(body["prompt"], body["max_tokens"])
+        if self.options.wrong_from is not None:
+            ids = [token + 1 if index >= self.options.wrong_from else token for index, token in enumerate(ids)]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        time.sleep(self.options.first_ms / 1e3)
+        for start in range(0, len(ids), self.options.chunk):
+            if number == self.options.die_at and start:
+                print("the fake server falls over", flush=True)
+                os._exit(3)
+            if number == self.options.stall_at and start:
+                time.sleep(60)
+            if start:
+                time.sleep(self.options.step_ms / 1e3)
+            chunk = ids[start : start + self.options.chunk]
+            reason = "length" if start + self.options.chunk >= len(ids) else None
+            text = "".join(f" {token}" for token in chunk)
+            self._event({"choices": [{"text": text, "token_ids": chunk, "finish_reason": reason}]})
+        steps = -(-len(ids) // self.options.chunk)
+        details = {
+            "spec_verify_ct": steps,
+            "spec_num_proposed_drafts": steps * self.options.chunk,
+            "spec_correct_drafts_histogram": [0] * (self.options.chunk - 1) + [steps],
+        }
+        if self.options.chunk > 1:
+            self._event({"choices": [], "sglext": {"spec_tokens_details": details}})
+        cached = {"device": 3, "host": 1}
+        self._event({"choices": [], "sglext": {"cached_tokens_details": cached}})
+        self._event({"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}})
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def _event(self, content: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
+        self.wfile.flush()
+
+    def _json(self, content: dict[str, Any] | None, status: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(404 if content is None else status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--first-ms", type=float, default=0.0, help="until the first chunk")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="between chunks")
+    parser.add_argument("--chunk", type=int, default=1, help="tokens of a chunk")
+    parser.add_argument("--gap", type=float, default=1.0, help="between the logits of two tokens that are asked about")
+    parser.add_argument("--wrong-from", type=int, help="index from which tokens are not the model's")
+    parser.add_argument("--die-at", type=int, help="the request during which the process ends")
+    parser.add_argument("--stall-at", type=int, help="the request during which nothing comes any more")
+    parser.add_argument("--refuse-every", type=int, help="every so many requests one gets a 400")
+    parser.add_argument("--refuse-start", action="store_true")
+    parser.add_argument("--mark", help="a word by which a test finds this process")
+    Handler.options = parser.parse_args()
+    if Handler.options.refuse_start:
+        print("ValueError: this server does not want to start", flush=True)
+        raise SystemExit(1)
+    ThreadingHTTPServer((Handler.options.host, Handler.options.port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Agent sessions keep their shape, share what they should and no more, and fit the context that they are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import mean, median
+
+import pytest
+
+from sglang_dflash.bench.agent import FOLLOW_UPS, LEAST_RESULT_CHARS, NOUNS, VERBS, AgentShape, agent_sessions
+from sglang_dflash.bench.datasets import load
+from sglang_dflash.bench.rendering import Renderer
+from sglang_dflash.bench.sessions import Message, Session, Turn
+from sglang_dflash.serving import TINY_TARGET
+
+CONTEXT = 2_048
+SEEDS = load("tiny", 40, 0)
+SMALL = AgentShape.fitting(CONTEXT, 64)
+MANY = agent_sessions(SEEDS, 300, SMALL, 5)
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer(str(TINY_TARGET), {})
+
+
+def counter(renderer: Renderer) -> Callable[[str], int]:
+    return lambda text: len(renderer._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def prompts(session: Session, answer: str) -> list[list[Message]]:
+    """What each turn asks, where every answer is `answer`."""
+    chat: list[Message] = []
+    asked = []
+    for turn in session.turns:
+        for edit in turn.edits:
+            chat[edit.index] = replace(chat[edit.index], content=edit.content)
+        chat += turn.messages
+        asked.append(list(chat))
+        chat.append(Message("assistant", answer))
+    return asked
+
+
+def test_deterministic_and_independent_of_the_count() -> None:
+    """Fails where a seed does not give the same sessions again, or more sessions change the first ones."""
+    assert agent_sessions(SEEDS, 300, SMALL, 5) == MANY
+    assert agent_sessions(SEEDS, 7, SMALL, 5) == MANY[:7]
+    assert agent_sessions(SEEDS, 7, SMALL, 6) != MANY[:7]
+    assert len({session.id for session in MANY}) == len(MANY)
+
+
+def test_turns_are_six_to_twelve() -> None:
+    """Fails where a session is shorter or longer, or a number of turns never comes."""
+    assert {len(session.turns) for session in MANY} == set(range(6, 13))
+
+
+def test_roles_alternate() -> None:
+    """Fails where a strict chat template would refuse a session: two messages of the user without an answer between."""
+    for session in MANY:
+        assert [message.role for message in session.turns[0].messages] == ["system", "user"]
+        assert all([message.role for message in turn.messages] == ["user"] for turn in session.turns[1:])
+
+
+def test_prefixes_are_shared_within_a_group_only() -> None:
+    """Fails where sessions of a group differ in their system message, or groups share more than its first word."""
+    prefixes = [session.turns[0].messages[0].content for session in MANY]
+    assert prefixes == [prefixes[index % SMALL.groups] for index in range(len(MANY))]
+    first_words = {" ".join(prefix.split()[:2]) for prefix in prefixes}
+    assert len(first_words) == SMALL.groups
+    tasks = [session.turns[0].messages[1].content for session in MANY[: len(SEEDS)]]
+    assert len(set(tasks)) == len(SEEDS)
+
+
+def test_tasks_are_the_datasets() -> None:
+    """Fails where a session asks for something else than its dataset's prompt, or drops its template's arguments."""
+    seed = Session("s", (Turn((Message("system", "S"), Message("user", "Do it."))),), {"enable_thinking": False})
+    (session,) = agent_sessions([seed], 1, SMALL, 0)
+    assert session.turns[0].messages[1] == Message("user", "Do it.")
+    assert session.template == seed.template and session.id == "agent-0-s"
+    long = Session.of_texts("long", ["word " * 1_000])
+    cut = agent_sessions([long], 1, SMALL, 0)[0].turns[0].messages[1].content
+    assert len(cut) == SMALL.task_chars and cut.endswith("[...]")
+
+
+def test_token_ids_cannot_be_a_task() -> None:
+    """Fails where a dataset of token ids makes empty tasks."""
+    with pytest.raises(ValueError, match="ids has no user message"):
+        agent_sessions([Session("ids", (Turn(()),), {}, (1, 2))], 1, SMALL, 0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.6])
+def test_share_of_edits(share: float) -> None:
+    """Fails where turns change earlier messages clearly more or less often than asked."""
+    sessions = agent_sessions(SEEDS, 300, replace(SMALL, edit_share=share), 5)
+    later = [bool(turn.edits) for session in sessions for turn in session.turns[2:]]
+    assert share * 0.85 - 0.01 <= mean(later) <= share * 1.1
+    assert not any(turn.edits for session in sessions for turn in session.turns[:2])
+
+
+def test_edits_change_what_is_there() -> None:
+    """Fails where an edit names a message of the future or the server's own, changes nothing, or miscounts lines."""
+    kinds = set()
+    for session in agent_sessions(SEEDS, 300, replace(SMALL, edit_share=0.6), 5):
+        chat: list[Message] = []
+        for turn in session.turns:
+            for edit in turn.edits:
+                assert 0 < edit.index < len(chat), session.id
+                old = chat[edit.index]
+                assert old.role == "user" and old.content != edit.content
+                if old.content.startswith("<tool_response>"):
+                    lines = old.content.count("\n") - 1
+                    assert edit.content == f"<tool_response>\n[output of {lines} lines removed]\n</tool_response>"
+                    kinds.add("result")
+                else:
+                    assert edit.index == 1 and edit.content.startswith(old.content)
+                    kinds.add("task")
+                chat[edit.index] = replace(old, content=edit.content)
+            chat += [*turn.messages, Message("assistant", "")]
+    assert kinds == {"result", "task"}
+
+
+def test_edits_leave_a_shared_prefix() -> None:
+    """Fails where an edit changes the system message, which other sessions share."""
+    assert all(edit.index > 0 for session in MANY for turn in session.turns for edit in turn.edits)
+
+
+def test_think_times() -> None:
+    """Fails where pauses do not have their mean, the first turn waits, or a mean of 0 leaves a pause or other texts."""
+    thinks = [turn.think_s for session in MANY for turn in session.turns[1:]]
+    assert 0.9 < mean(thinks) < 1.1 and 0.6 < median(thinks) < 0.78  # exponential: ln 2
+    assert all(session.turns[0].think_s == 0 for session in MANY)
+    still = agent_sessions(SEEDS, 300, AgentShape.fitting(CONTEXT, 64, think_s=0), 5)
+    assert not any(turn.think_s for session in still for turn in session.turns)
+    assert [[turn.messages for turn in session.turns] for session in still] == [
+        [turn.messages for turn in session.turns] for session in MANY
+    ]
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("max_new_tokens", [32, 64])
+def test_the_longest_session_fits_the_embedded_pair(renderer: Renderer, max_new_tokens: int, measured: bool) -> None:
+    """Fails where a turn's prompt and answer exceed 2,048 tokens, or shapes are so small that little of it is used."""
+    answer = " result" * max_new_tokens
+    assert counter(renderer)(answer) == max_new_tokens
+    shape = AgentShape.fitting(CONTEXT, max_new_tokens, counter(renderer) if measured else None)
+    assert shape.turns == (6, 12)
+    totals = []
+    for session in agent_sessions(load("tiny", None, 0), 60, replace(shape, turns=(12, 12)), 1):
+        sizes = [len(renderer(chat, {})) + max_new_tokens for chat in prompts(session, answer)]
+        totals.append(max(sizes))
+    assert max(totals) <= CONTEXT
+    assert max(totals) > CONTEXT * 0.65
+
+
+def test_the_worst_texts_fit_the_embedded_pair(renderer: Renderer) -> None:
+    """Fails where sessions fit only because dense tool results (sums: digits) are rare."""
+    shape = replace(SMALL, turns=(12, 12), edit_share=0.0, follow_up_share=0.0)
+    answer = " result" * 64
+    worst = max(agent_sessions(SEEDS, 300, shape, 9), key=lambda s: str(s).count(" = "))
+    assert len(renderer(prompts(worst, answer)[-1], {})) + 64 <= CONTEXT
+
+
+def test_small_contexts_get_fewer_turns_then_a_sentence() -> None:
+    """Fails where a small context is refused too early, overfilled, or the context that would do is not named."""
+    assert AgentShape.fitting(CONTEXT, 128).turns == (6, 8)
+    with pytest.raises(ValueError, match="--workload agent does not fit: 6 turns with answers of 400") as caught:
+        AgentShape.fitting(CONTEXT, 400)
+    needed = int(str(caught.value).split("context of ")[1].split()[0])
+    assert AgentShape.fitting(needed, 400).turns == (6, 6)
+    with pytest.raises(ValueError):
+        AgentShape.fitting(needed - 20, 400)
+
+
+def test_large_contexts_get_sessions_as_agents_have() -> None:
+    """Fails where prompts do not grow to 10,000 to 60,000 tokens, at three to four characters each."""
+    for context, least, most in ((40_960, 30_000, 60_000), (131_072, 60_000, 180_000), (1_000_000, 60_000, 180_000)):
+        sessions = agent_sessions(SEEDS, 20, AgentShape.fitting(context, 512), 0)
+        chars = [sum(len(message.content) for message in prompts(s, "")[-1]) for s in sessions]
+        assert least * 0.6 < mean(chars) and max(chars) < most, (context, mean(chars), max(chars))
+
+
+def test_tool_results_keep_their_total() -> None:
+    """Fails where many long tool results make a session longer than its shape allows."""
+    shape = replace(AgentShape.fitting(40_960, 512), follow_up_share=0.0)
+    for session in agent_sessions(SEEDS, 60, replace(shape, result_chars=3 * shape.result_chars), 0):
+        texts = [message.content for turn in session.turns[1:] for message in turn.messages]
+        wrapper = len("<tool_response>\n\n</tool_response>")
+        assert sum(len(text) - wrapper for text in texts) <= shape.results_chars
+
+
+def test_sizes_vary() -> None:
+    """Fails where tool results are all alike, or one is cut below what an edit leaves."""
+    shape = AgentShape.fitting(131_072, 512)
+    results = [
+        len(message.content)
+        for session in agent_sessions(SEEDS, 60, shape, 0)
+        for turn in session.turns[1:]
+        for message in turn.messages
+        if message.content.startswith("<tool_response>")
+    ]
+    assert 0.7 * shape.result_chars < median(results) < 1.3 * shape.result_chars
+    assert max(results) > 4 * min(results)
+
+
+def test_texts_keep_to_ascii_and_follow_ups_to_their_size() -> None:
+    """Fails where a text would be many tokens of the embedded pair, or a follow-up is longer than is planned for."""
+    assert all(message.content.isascii() for s in MANY for turn in s.turns for message in turn.messages)
+    longest = max((f"{verb}_{noun}" for verb in VERBS for noun in NOUNS), key=len)
+    assert max(len(text.format(name=longest, number=99)) for text in FOLLOW_UPS) <= LEAST_RESULT_CHARS

@@ -1,0 +1,33 @@
+"""Acceptance from vLLM's counters."""
+
+from __future__ import annotations
+
+from sglang_dflash.bench.counters import acceptance_between
+
+
+def page(steps: int, drafted: int, accepted: int, positions: list[int]) -> str:
+    lines = []
+    for name, value in (("num_drafts", steps), ("num_draft_tokens", drafted), ("num_accepted_tokens", accepted)):
+        lines += [
+            f"# TYPE vllm:spec_decode_{name}_total counter",
+            f'vllm:spec_decode_{name}_total{{engine="0"}} {value}.0',
+        ]
+        lines.append(f'vllm:spec_decode_{name}_created{{engine="0"}} 1.7e9')
+    lines.append("# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter")
+    for index, value in enumerate(positions):
+        lines.append(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{index}"}} {value}.0')
+    return "\n".join([*lines, ""])
+
+
+def test_the_difference_of_two_readings():
+    """Fails where what came before the cell is counted, or positions are mixed up."""
+    found = acceptance_between(page(10, 70, 30, [9, 8, 7]), page(14, 98, 42, [13, 11, 9]))
+    assert (found.steps, found.drafted, found.accepted, found.by_position) == (4, 28, 12, [4, 3, 2])
+    assert found.tau == 4.0
+
+
+def test_nothing_drafted_is_no_acceptance():
+    """Fails where an arm without speculation gets a tau, or a server without metrics an error."""
+    assert acceptance_between(page(3, 21, 9, [3]), page(3, 21, 9, [3])) is None
+    assert acceptance_between("", "") is None
+    assert acceptance_between("", page(2, 14, 4, [2, 2])).steps == 2

@@ -1,0 +1,153 @@
+"""Words of the command line: what they mean, and the sentence that refuses them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash.bench import command
+from sglang_dflash.bench.options import Options, check_resumable
+from sglang_dflash.bench.planning import make_plan
+from sglang_dflash.bench.records import Run
+from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
+
+DEFAULTS: dict[str, Any] = {
+    **{"target_model": None, "draft_model": None, "draft_tokens": None, "eagle3_draft": None},
+    **{"standalone_draft": None, "arms": None, "vllm_python": "", "base_url": [], "workload": "closed"},
+    **{"dataset_name": None, "num_prompts": None, "max_new_tokens": None, "temperature": 0.0, "top_p": 1.0},
+    **{"seed": 0, "ignore_eos": False, "enable_thinking": False, "concurrencies": "1,2,4,8", "request_rate": "1,2"},
+    **{"ttft_limit_ms": None, "tpot_limit_ms": None, "think_s": 0.5, "context_tokens": None},
+    **{"attention_backends": "", "radix_cache": "on", "tp_size": 1, "dtype": "", "server_flags": "", "arm_flags": []},
+    **{"env": [], "repeats": 1, "interleave": False, "warm_up": True, "stall_s": 300.0, "start_s": 1800.0},
+    **{"output_md": Path("results.md"), "logs": Path("logs")},
+}
+
+
+def options(**changes: Any) -> Options:
+    return Options(**{**DEFAULTS, **changes})
+
+
+def test_the_command_line_people_know(monkeypatch):
+    """Fails where a flag of the known command is missing, or means something else."""
+    seen: dict[str, Options] = {}
+    monkeypatch.setattr(command, "_sweep", lambda given, resume, overwrite: seen.update(options=given) or 0)
+    words = (
+        "benchmark_sglang.py --target-model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16 "
+        "--concurrencies 1,4,8,16,32 --dataset-name math500 --attention-backends fa3,flashinfer --tp-size 1 "
+        "--output-md sglang_results.md"
+    )
+    monkeypatch.setattr("sys.argv", words.split())
+    with pytest.raises(SystemExit) as end:
+        command.run()
+    assert end.value.code == 0
+    given = seen["options"]
+    assert given.loads() == (1.0, 4.0, 8.0, 16.0, 32.0)
+    assert given.backends() == ("fa3", "flashinfer")
+    assert given.arm_names() == ["off", "dflash"]
+    assert (given.dataset_name, given.tp_size, given.output_md) == ("math500", 1, Path("sglang_results.md"))
+    assert {field.name for field in fields(Options)} == set(DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"target_model": "x"}, "--target-model and --draft-model belong together"),
+        ({"arms": "off,eagle4"}, "--arms has eagle4; it must be one of off, dflash"),
+        ({"arms": "eagle3"}, "--eagle3-draft"),
+        ({"arms": "vllm"}, "--vllm-python"),
+        ({"arms": ""}, "--arms is empty"),
+        ({"arms": "transformers", "workload": "agent"}, "--workload closed"),
+        ({"workload": "burst"}, "--workload has burst; it must be one of closed, open-loop, agent"),
+        ({"radix_cache": "maybe"}, "--radix-cache has maybe"),
+        ({"concurrencies": "1,two"}, "--concurrencies is 1,two"),
+        ({"concurrencies": "0"}, "--concurrencies is 0"),
+        ({"workload": "open-loop", "request_rate": "-1"}, "--request-rate is -1"),
+        ({"repeats": 0}, "--repeats is 0; it must be at least 1"),
+        ({"temperature": -1.0}, "--temperature is -1.0"),
+        ({"top_p": 0.0}, "--top-p is 0.0"),
+        ({"stall_s": 0.0}, "--stall-s is 0.0"),
+        ({"base_url": ["http://localhost"]}, "--base-url is http://localhost; it must be NAME="),
+        ({"base_url": ["off=http://localhost"]}, "--base-url is off=http://localhost"),
+        ({"arm_flags": ["--flag"]}, "--arm-flags is --flag"),
+        ({"env": ["X"]}, "--env is X"),
+        ({"env": ["other:X=1"]}, "--env is other:X=1"),
+    ],
+)
+def test_wrong_words_are_refused(changes, said):
+    """Fails where a wrong value is taken, or the sentence does not name it."""
+    with pytest.raises(ValueError, match=re.escape(said)):
+        options(**changes)
+
+
+def test_no_words_run_the_embedded_pair():
+    """Fails where the defaults are not the embedded pair, its three kinds, off and dflash, on this machine."""
+    plan = make_plan(options())
+    assert [arm.name for arm in plan.arms] == ["off", "dflash"]
+    assert list(plan.datasets) == ["arithmetic", "code", "chat"]
+    assert plan.counts == {1.0: 16, 2.0: 16, 4.0: 16, 8.0: 32}
+    off, on = plan.arms
+    assert str(TINY_TARGET) in off.arguments and "--speculative-algorithm" not in off.arguments
+    assert str(TINY_DRAFT) in on.arguments
+    assert plan.sampling.max_new_tokens == 128
+
+
+def test_every_arm_gets_its_command():
+    """Fails where an arm is started with another arm's flags, drafts or environment."""
+    given = options(
+        arms="off,builtin,eagle3,standalone,ngram,transformers,vllm,vllm-off",
+        eagle3_draft="e3",
+        standalone_draft="small",
+        vllm_python="/v/python",
+        attention_backends="triton,fa3",
+        radix_cache="both",
+        arm_flags=["eagle3=--speculative-num-steps 3"],
+        env=["A=1", "vllm:B=2"],
+        draft_tokens=6,
+        base_url=["theirs=http://127.0.0.1:1/"],
+    )
+    plan = make_plan(given)
+    arms = {arm.name: arm for arm in plan.arms}
+    assert len(plan.arms) == 5 * 4 + 1 + 2 * 2 + 1
+    assert {(arm.backend, arm.radix) for arm in plan.arms if arm.name == "off"} == {
+        (backend, radix) for backend in ("triton", "fa3") for radix in (True, False)
+    }
+    assert "--disable-radix-cache" in arms["off"].arguments  # the last of its variants
+    assert arms["builtin"].environment["SGLANG_DFLASH_WORKER"] == "builtin"
+    assert arms["eagle3"].arguments[-6:] == (
+        *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "e3"),
+        *("--speculative-num-steps", "3"),
+    )
+    assert arms["ngram"].arguments[-2:] == ("--speculative-algorithm", "NGRAM")
+    words = arms["vllm"].arguments
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert config == {"method": "dflash", "model": str(TINY_DRAFT), "num_speculative_tokens": 5}
+    assert arms["vllm"].launch[0] == "/v/python"
+    assert (arms["vllm"].environment["B"], arms["off"].environment.get("B")) == ("2", None)
+    assert all(arm.environment["A"] == "1" for arm in plan.arms if not arm.url)
+    assert arms["transformers"].arguments[-2:] == ("--block-size", "6")
+    assert arms["theirs"].url == "http://127.0.0.1:1"
+
+
+def test_only_the_same_run_is_resumed():
+    """Fails where cells measured otherwise would stand in one table, or more arms and repeats are refused."""
+    held = options().to_json(["code"])
+    check_resumable("closed", options(arms="off,dflash,builtin", repeats=3).to_json(["code", "chat"]), "closed", held)
+    with pytest.raises(ValueError, match="--temperature is 1"):
+        check_resumable("closed", options(temperature=1.0).to_json(["code"]), "closed", held)
+    with pytest.raises(ValueError, match="--workload is agent"):
+        check_resumable("agent", held, "closed", held)
+
+
+def test_a_finished_run_is_not_overwritten_by_accident(tmp_path, monkeypatch, capsys):
+    """Fails where hours of measurements are lost to the same command given twice."""
+    Run("test", "closed", {}).save(tmp_path / "results.json")
+    monkeypatch.setattr("sys.argv", ["benchmark_sglang.py", "--output-md", str(tmp_path / "results.md")])
+    with pytest.raises(SystemExit) as end:
+        command.run()
+    assert end.value.code == 2
+    assert "--resume goes on with it, --overwrite replaces it" in capsys.readouterr().err

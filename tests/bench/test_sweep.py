@@ -1,0 +1,200 @@
+"""Sweeps over fake servers: what is measured, what is withheld, and what becomes of servers that fail."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_server import answer_ids
+from fakes import fake_arm, go, key, make_plan, render
+
+from sglang_dflash.bench.asking import Sampling
+from sglang_dflash.bench.frame import frame
+from sglang_dflash.bench.measures import measure
+from sglang_dflash.bench.records import Run
+from sglang_dflash.bench.sessions import Session
+
+
+def cells_of(run: Run) -> dict:
+    return {cell.key: cell for cell in run.cells}
+
+
+def test_every_cell_is_measured_and_kept(tmp_path):
+    """Fails where a cell is missing, asked the wrong prompts, or not in the file on disk."""
+    plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--chunk", "3"), repeats=2)
+    run = go(plan, tmp_path)
+    assert [cell.key for cell in run.cells] == [
+        key(arm, load, repeat) for arm in ("off", "dflash") for load in (1.0, 2.0) for repeat in (0, 1)
+    ]
+    assert all(not cell.failure and len(cell.records) == 4 for cell in run.cells)
+    record = cells_of(run)[key("dflash")].records[2]
+    assert record.ids == answer_ids(render(plan.datasets["letters"][2].turns[0].messages, {}), 6)
+    assert (record.tokens, record.cached_tokens, record.steps, record.accept_histogram) == (6, 4, 2, [0, 0, 2])
+    acceptance = cells_of(run)[key("dflash")].acceptance
+    assert (acceptance.tau, acceptance.by_position, acceptance.drafted) == (3.0, [8, 8], 24)
+    assert Run.load(tmp_path / "run.json").cells == run.cells
+    assert [server["arm"] for server in run.servers] == ["off", "dflash"]
+
+
+def test_times_are_those_of_the_stream(tmp_path):
+    """Fails where TTFT or TPOT are not what the server did: 80 ms to the first token, 30 ms between chunks."""
+    plan = make_plan(tmp_path, fake_arm("off", "--first-ms", "80", "--step-ms", "30"), loads=(2.0,))
+    values = measure(go(plan, tmp_path).cells[0])
+    assert 80 <= values["ttft_ms_p50"] < 160
+    assert 30 <= values["tpot_ms_p50"] < 45
+    # Two at a time, two rounds of 80 + 5 * 30 ms for 4 * 6 tokens.
+    assert 24 / 0.80 < values["tok_s"] <= 24 / 0.46
+
+
+def test_tokens_that_differ_withhold_speeds(tmp_path):
+    """Fails where a wrong token (no tie) goes unnoticed, or is not named."""
+    run = go(make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--wrong-from", "4")), tmp_path)
+    equality = cells_of(run)[key("dflash")].equality
+    assert (equality.compared, equality.identical, equality.different, equality.ties) == (4, 0, 4, 0)
+    assert equality.withheld
+    assert "token 4" in equality.examples[0] and "1.00e+00" in equality.examples[0]
+    row = frame(run).set_index(["arm", "load"]).loc[("dflash", 1.0)]
+    assert row["withheld"] and row["tok_s"] != row["tok_s"] and row["speedup_off"] != row["speedup_off"]
+    assert not cells_of(run)[key("off", 2.0)].equality.withheld
+
+
+def test_ties_are_counted_not_withheld(tmp_path):
+    """Fails where a difference between logits that are equal up to rounding counts as one, or is not counted."""
+    arm = fake_arm("dflash", "--wrong-from", "4", "--gap", "1e-6")
+    equality = cells_of(go(make_plan(tmp_path, fake_arm("off"), arm), tmp_path))[key("dflash")].equality
+    assert (equality.identical, equality.ties, equality.different, equality.withheld) == (0, 4, 0, False)
+
+
+@pytest.mark.parametrize("case", ["sampled", "other engine", "simulated"])
+def test_arms_that_need_not_agree_keep_their_speeds(tmp_path, case):
+    """Fails where sampling, another engine or simulated acceptance would withhold a speed; the share still stands."""
+    engine = "other" if case == "other engine" else "sglang"
+    environment = {"SGLANG_SIMULATE_ACC_LEN": "4"} if case == "simulated" else {}
+    arm = fake_arm("theirs", "--wrong-from", "4", engine=engine, environment=environment)
+    sampling = Sampling(6, temperature=1.0) if case == "sampled" else Sampling(6)
+    run = go(make_plan(tmp_path, fake_arm("off"), arm, sampling=sampling), tmp_path)
+    equality = cells_of(run)[key("theirs")].equality
+    assert (equality.compared, equality.identical, equality.withheld) == (4, 0, False)
+    assert any("simulated" in note for note in run.notes) == (case == "simulated")
+
+
+def test_a_server_that_dies_costs_its_cell_only(tmp_path):
+    """Fails where the sweep ends, the cell counts as measured, or the log's last words are lost."""
+    run = go(make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--die-at", "3"), fake_arm("last")), tmp_path)
+    cells = cells_of(run)
+    assert "the server ended" in cells[key("dflash")].failure
+    assert cells[key("dflash")].log_tail[-1] == "the fake server falls over"
+    assert cells[key("last", 2.0)].failure == "" and len(cells) == 6
+    # Started again for its next cell, where it dies again.
+    assert "the server ended" in cells[key("dflash", 2.0)].failure
+
+
+def test_a_server_that_does_not_start_costs_its_cells(tmp_path):
+    """Fails where the other arms are not measured, or the sentence is lost."""
+    cells = cells_of(go(make_plan(tmp_path, fake_arm("off", "--refuse-start"), fake_arm("dflash")), tmp_path))
+    assert "does not want to start" in cells[key("off", 2.0)].failure
+    assert not cells[key("dflash")].failure
+
+
+def test_a_stalled_server_is_given_up(tmp_path):
+    """Fails where a request that gets nothing any more holds up the sweep, or its cell counts as measured."""
+    begin = time.monotonic()
+    cells = cells_of(go(make_plan(tmp_path, fake_arm("off", "--stall-at", "6"), stall_s=1.0), tmp_path))
+    assert cells[key("off")].failure == ""
+    assert "nothing came for 1 s" in cells[key("off", 2.0)].failure
+    assert time.monotonic() - begin < 30
+
+
+def test_refused_requests_are_counted(tmp_path):
+    """Fails where a failed request ends its cell, or counts as answered."""
+    (cell,) = go(make_plan(tmp_path, fake_arm("off", "--refuse-every", "4"), loads=(2.0,)), tmp_path).cells
+    values = measure(cell)
+    assert (values["requests"], values["failed"], values["tokens"]) == (4, 1, 18)
+    assert "not this one" in next(record.failure for record in cell.records if record.failure)
+
+
+def test_prompts_that_do_not_fit_are_failures_of_their_own(tmp_path):
+    """Fails where the server is asked for more than its context of 512."""
+    sessions = [Session.of_texts("long", ["x" * 600]), Session.of_texts("edge", ["x" * 500])]
+    plan = make_plan(tmp_path, fake_arm("off"), loads=(1.0,), counts={1.0: 2}, datasets={"letters": sessions})
+    long, edge = go(plan, tmp_path).cells[0].records
+    assert "the context 512" in long.failure
+    assert edge.tokens == 512 - 500 - len("user:\n")
+
+
+def test_interleaved_arms_take_turns(tmp_path):
+    """Fails where a repeat of one arm is not followed by the other arm's."""
+    plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash"), loads=(1.0,), repeats=2, interleave=True)
+    order = [(cell.key.arm, cell.key.repeat) for cell in go(plan, tmp_path).cells]
+    assert order == [("off", 0), ("dflash", 0), ("off", 1), ("dflash", 1)]
+
+
+def test_a_resumed_run_measures_only_what_is_missing(tmp_path):
+    """Fails where finished cells are run again, failed ones are not, or what they are compared with is forgotten."""
+    broken = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--die-at", "1"))
+    go(broken, tmp_path)
+    held = Run.load(tmp_path / "run.json")
+    kept = [cell for cell in held.cells if not cell.failure]
+    assert [cell.key.arm for cell in kept] == ["off", "off"]
+    mended = replace(broken, arms=(fake_arm("off", "--refuse-start"), fake_arm("dflash")))
+    run = go(mended, tmp_path, held)
+    assert all(not cell.failure for cell in run.cells) and len(run.cells) == 4
+    assert run.cells[:2] == kept
+    assert cells_of(run)[key("dflash")].equality.identical == 4
+
+
+SLOW_SWEEP = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from fakes import fake_arm, go, make_plan
+folder = Path({folder!r})
+go(make_plan(folder, fake_arm("off"), fake_arm("dflash", "--step-ms", "500", "--mark", str(folder))), folder)
+"""
+
+
+def in_the_middle(folder: Path) -> subprocess.Popen:
+    """A sweep as a process, two cells finished and the third one under way."""
+    script = SLOW_SWEEP.format(tests=str(Path(__file__).parent), folder=str(folder))
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    results = folder / "run.json"
+    deadline = time.monotonic() + 60
+    while not results.exists() or len(Run.load(results).cells) < 2 or not servers_of(folder):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.0)
+    return process
+
+
+def servers_of(folder: Path) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]
+
+
+def test_a_killed_sweep_leaves_a_run_to_resume(tmp_path):
+    """Fails where kill -9 in the middle of a cell loses or spoils the cells before it."""
+    process = in_the_middle(tmp_path)
+    process.kill()
+    process.wait()
+    for orphan in servers_of(tmp_path):
+        orphan.kill()
+    held = Run.load(tmp_path / "run.json")
+    kept = list(held.cells)
+    assert [cell.key for cell in kept] == [key("off"), key("off", 2.0)]
+    run = go(make_plan(tmp_path, fake_arm("off"), fake_arm("dflash")), tmp_path, held)
+    assert run.cells[:2] == kept and len(run.cells) == 4
+    assert not any(cell.failure for cell in run.cells)
+
+
+def test_ctrl_c_stops_the_server_and_keeps_finished_cells(tmp_path):
+    """Fails where an interrupt leaves a server behind or loses finished cells."""
+    process = in_the_middle(tmp_path)
+    process.send_signal(signal.SIGINT)
+    process.wait(30)
+    assert len(Run.load(tmp_path / "run.json").cells) == 2
+    assert servers_of(tmp_path) == []

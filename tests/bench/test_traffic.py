@@ -1,0 +1,102 @@
+"""Sessions as they are played: order, history, edits, pauses, arrivals."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from fakes import render
+
+from sglang_dflash.bench.asking import Sampling
+from sglang_dflash.bench.records import Record
+from sglang_dflash.bench.sessions import Edit, Message, Session, Turn
+from sglang_dflash.bench.traffic import Player, prompts_of
+
+
+class FakeEndpoint:
+    """Answers after `seconds`, and writes down who was asked when."""
+
+    def __init__(self, context: int = 0, seconds: float = 0.01, fail: str = "") -> None:
+        self.context = context
+        self._seconds = seconds
+        self._fail = fail
+        self.asked: list[tuple[str, list[int]]] = []
+        self.under_way = self.most = 0
+
+    async def ask(self, prompt: list[int], sampling: Sampling, session: str, turn: int, begin: float) -> Record:
+        self.asked.append((f"{session}/{turn}", prompt))
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        start = time.perf_counter() - begin
+        await asyncio.sleep(self._seconds)
+        self.under_way -= 1
+        end = time.perf_counter() - begin
+        failure = "refused" if f"{session}/{turn}" == self._fail else ""
+        return Record(session, turn, start, end, end, len(prompt), 1, [1], f"answer {turn}", "stop", failure=failure)
+
+
+def text(prompt: list[int]) -> str:
+    return "".join(map(chr, prompt))
+
+
+SESSION = Session(
+    "s",
+    (
+        Turn((Message("system", "rules"), Message("user", "task"))),
+        Turn((Message("user", "tool result"),), think_s=0.2),
+        Turn((Message("user", "go on"),), edits=(Edit(3, "[removed]"),)),
+    ),
+)
+
+
+def test_a_session_is_asked_with_its_history():
+    """Fails where an answer, a new message or an edit is missing or in the wrong place."""
+    endpoint = FakeEndpoint()
+    played = asyncio.run(Player(endpoint, render, Sampling(4)).closed([SESSION], 1))
+    assert [text(prompt) for _, prompt in endpoint.asked] == [
+        "system:rules\nuser:task\n",
+        "system:rules\nuser:task\nassistant:answer 0\nuser:tool result\n",
+        "system:rules\nuser:task\nassistant:answer 0\nuser:[removed]\nassistant:answer 1\nuser:go on\n",
+    ]
+    # The pause before the second turn is in no request's time, but in the cell's.
+    first, second, _ = played.records
+    assert second.start_s - first.end_s >= 0.2
+    assert prompts_of([SESSION], played.records, render) == dict(endpoint.asked)
+
+
+def test_so_many_sessions_are_in_flight():
+    """Fails where more than `concurrency` are asked at once, or fewer while others wait."""
+    endpoint = FakeEndpoint()
+    sessions = [Session.of_texts(f"s{i}", ["x"]) for i in range(9)]
+    played = asyncio.run(Player(endpoint, render, Sampling(4)).closed(sessions, 3))
+    assert endpoint.most == 3
+    assert [record.session for record in played.records] == [session.id for session in sessions]
+
+
+def test_a_failed_turn_ends_its_session():
+    """Fails where a session goes on without an answer in its history, or other sessions stop with it."""
+    endpoint = FakeEndpoint(fail="s/1")
+    played = asyncio.run(Player(endpoint, render, Sampling(4)).closed([SESSION, Session.of_texts("t", ["x"])], 1))
+    assert [record.id for record in played.records] == ["s/0", "s/1", "t/0"]
+
+
+def test_a_session_ends_where_the_context_does():
+    """Fails where a later turn is asked although it does not fit, or nobody is told."""
+    endpoint = FakeEndpoint(context=50)
+    played = asyncio.run(Player(endpoint, render, Sampling(4)).closed([SESSION], 1))
+    assert (len(played.records), played.unasked) == (1, 2)
+
+
+def test_arrivals_are_poisson_and_the_same_for_every_arm():
+    """Fails where requests wait for each other, the rate is off, or two arms see other arrivals."""
+    sessions = [Session.of_texts(f"s{i}", ["x"]) for i in range(60)]
+    starts = []
+    for _ in range(2):
+        endpoint = FakeEndpoint(seconds=0.2)
+        played = asyncio.run(Player(endpoint, render, Sampling(4)).open_loop(sessions, 100.0, seed=3))
+        starts.append([record.start_s for record in played.records])
+        assert endpoint.most > 8
+    assert max(abs(a - b) for a, b in zip(*starts, strict=True)) < 0.05
+    assert 0.3 < starts[0][-1] < 1.0  # 60 arrivals at 100 per second
+    gaps = [b - a for a, b in zip(starts[0], starts[0][1:], strict=False)]
+    assert max(gaps) > 3 * sorted(gaps)[len(gaps) // 2]  # not evenly spaced

@@ -1,0 +1,55 @@
+"""The benchmark as a user starts it, with real servers and the embedded pair."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.bench.records import Run
+
+pytestmark = pytest.mark.server
+SCRIPT = Path(__file__).parents[2] / "benchmark_sglang.py"
+
+
+def benchmark(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(SCRIPT), *words, "--output-md", str(folder / "results.md"), "--logs", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+
+
+def test_a_small_sweep(tmp_path):
+    """Fails where an arm does not run, tokens differ, tau is lost, or a file is not written."""
+    words = ["--arms", "off,dflash,transformers", "--dataset-name", "arithmetic,chat", "--concurrencies", "1,4"]
+    done = benchmark(tmp_path, *words, "--num-prompts", "6", "--max-new-tokens", "48")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["cells"], said["failed"]) == (12, 0)
+    run = Run.load(tmp_path / "results.json")
+    for cell in run.cells:
+        equality = cell.equality
+        assert (equality.compared, equality.identical + equality.ties) == (6, 6), cell.key
+        tau = cell.acceptance.tau if cell.acceptance else None
+        assert tau is None if cell.key.arm == "off" else tau > 2, cell.key
+    taus = {(c.key.arm, c.key.dataset): c.acceptance.tau for c in run.cells if c.acceptance and c.key.load == 1}
+    for dataset in ("arithmetic", "chat"):  # the server takes the reference's steps
+        assert taus["dflash", dataset] == pytest.approx(taus["transformers", dataset])
+    text = (tmp_path / "results.md").read_text()
+    assert "dflash" in text and "off" in text
+    assert (tmp_path / "results.csv").exists() and list(tmp_path.glob("results*.png"))
+
+
+def test_agent_sessions_hit_the_prefix_cache(tmp_path):
+    """Fails where sessions do not grow, the cache is not told, or `--radix-cache off` leaves it on."""
+    words = ["--arms", "dflash", "--workload", "agent", "--radix-cache", "both", "--dataset-name", "code"]
+    words += ["--concurrencies", "2", "--num-prompts", "3", "--max-new-tokens", "24", "--think-s", "0.05"]
+    done = benchmark(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    on, off = Run.load(tmp_path / "results.json").cells
+    assert on.key.radix and not off.key.radix
+    late = [record for record in on.records if record.turn >= 4]
+    assert late and sum(r.cached_tokens for r in late) > 0.5 * sum(r.prompt_tokens for r in late)
+    assert sum(record.cached_tokens or 0 for record in off.records) == 0
+    assert off.equality.identical + off.equality.ties + off.equality.unjudged >= off.equality.compared - 1
