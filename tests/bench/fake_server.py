@@ -31,13 +31,13 @@ class Handler(BaseHTTPRequestHandler):
         pages = {
             "/health": {},
             "/v1/models": {"data": [{"id": "fake", "max_model_len": CONTEXT}]},
-            "/server_info": {"model_path": "fake", "dtype": "float32", "version": "0"},
+            "/server_info": {"model_path": "fake", "dtype": self.options.dtype, "version": "0"},
         }
         self._json(pages.get(self.path))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
-        if self.path == "/flush_cache":
+        if self.path.startswith("/flush_cache"):
             self._json({})
         elif self.path == "/generate":
             self._gap(body)
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=0.0, help="between chunks")
     parser.add_argument("--chunk", type=int, default=1, help="tokens of a chunk")
     parser.add_argument("--gap", type=float, default=1.0, help="between the logits of two tokens that are asked about")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--wrong-from", type=int, help="index from which tokens are not the model's")
     parser.add_argument("--die-at", type=int, help="the request during which the process ends")
     parser.add_argument("--stall-at", type=int, help="the request during which nothing comes any more")

@@ -75,6 +75,12 @@ def test_the_command_line_people_know(monkeypatch):
         ({"base_url": ["off=http://localhost"]}, "--base-url is off=http://localhost"),
         ({"arm_flags": ["--flag"]}, "--arm-flags is --flag"),
         ({"env": ["X"]}, "--env is X"),
+        ({"temperature": float("nan")}, "--temperature is nan"),
+        ({"workload": "open-loop", "request_rate": "inf"}, "--request-rate is inf"),
+        ({"base_url": ["x=http://localhost:notaport"]}, "--base-url is x=http://localhost:notaport"),
+        ({"arm_flags": ["transformers=--x"]}, "takes no flags"),
+        ({"output_md": Path("x.json")}, "--output-md is x.json"),
+        ({"dataset_name": ","}, "--dataset-name is empty"),
         ({"env": ["other:X=1"]}, "--env is other:X=1"),
     ],
 )
@@ -88,6 +94,7 @@ def test_no_words_run_the_embedded_pair():
     """Fails where the defaults are not the embedded pair, its three kinds, off and dflash, on this machine."""
     plan = make_plan(options())
     assert [arm.name for arm in plan.arms] == ["off", "dflash"]
+    assert [arm.name for arm in make_plan(options(arms="dflash,off")).arms] == ["off", "dflash"]
     assert list(plan.datasets) == ["arithmetic", "code", "chat"]
     assert plan.counts == {1.0: 16, 2.0: 16, 4.0: 16, 8.0: 32}
     off, on = plan.arms
@@ -108,7 +115,7 @@ def test_every_arm_gets_its_command():
         arm_flags=["eagle3=--speculative-num-steps 3"],
         env=["A=1", "vllm:B=2"],
         draft_tokens=6,
-        base_url=["theirs=http://127.0.0.1:1/"],
+        base_url=["theirs=http://127.0.0.1:1/v1/"],
     )
     plan = make_plan(given)
     arms = {arm.name: arm for arm in plan.arms}
@@ -135,10 +142,16 @@ def test_every_arm_gets_its_command():
 
 def test_only_the_same_run_is_resumed():
     """Fails where cells measured otherwise would stand in one table, or more arms and repeats are refused."""
-    held = options().to_json(["code"])
-    check_resumable("closed", options(arms="off,dflash,builtin", repeats=3).to_json(["code", "chat"]), "closed", held)
+    held = options().to_json({"code": "a"})
+    check_resumable(
+        "closed", options(arms="off,dflash,builtin", repeats=3).to_json({"code": "a", "chat": "b"}), "closed", held
+    )
     with pytest.raises(ValueError, match="--temperature is 1"):
-        check_resumable("closed", options(temperature=1.0).to_json(["code"]), "closed", held)
+        check_resumable("closed", options(temperature=1.0).to_json({"code": "a"}), "closed", held)
+    with pytest.raises(ValueError, match="--concurrencies"):
+        check_resumable("closed", options(concurrencies="16").to_json({"code": "a"}), "closed", held)
+    with pytest.raises(ValueError, match="the content of --dataset-name"):
+        check_resumable("closed", options().to_json({"code": "other"}), "closed", held)
     with pytest.raises(ValueError, match="--workload is agent"):
         check_resumable("agent", held, "closed", held)
 

@@ -20,6 +20,7 @@ class FakeEndpoint:
         self.context = context
         self._seconds = seconds
         self._fail = fail
+        self.stalled = False
         self.asked: list[tuple[str, list[int]]] = []
         self.under_way = self.most = 0
 

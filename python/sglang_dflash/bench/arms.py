@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ class Arm:
     """One server of a sweep: an arm with its attention backend and prefix cache.
 
     Fields:
-        engine: sglang, vllm, transformers or other; arms of one engine must give the same greedy tokens.
+        engine: sglang, vllm, transformers or other; arms of SGLang must give the same greedy tokens.
         launch, arguments: the command without host and port; empty for a server that runs already.
         url: of a server that runs already.
         simulated: its acceptance is a simulation, so that its tokens mean nothing.
@@ -57,7 +58,13 @@ class Arm:
 
     @property
     def simulated(self) -> bool:
-        return bool(self.environment.get("SGLANG_SIMULATE_ACC_LEN"))
+        return bool(self.variables.get("SGLANG_SIMULATE_ACC_LEN"))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the server sees of SGLang's, vLLM's and OpenMP's variables, those of the shell included."""
+        shell = {name: value for name, value in os.environ.items() if name.startswith(("SGLANG_", "VLLM_", "OMP_"))}
+        return {} if self.url else {**shell, **self.environment}
 
     @property
     def label(self) -> str:
@@ -119,11 +126,21 @@ def arms_of(names: Sequence[str], models: Models, serving: Serving, urls: dict[s
     return arms + [Arm(name, "other", url=url.rstrip("/")) for name, url in urls.items()]
 
 
+def reference_arm(arms: Sequence[Arm]) -> Arm:
+    """Whose tokens others are compared with: speculation off, else SGLang's first arm, else the first."""
+    for wanted in (lambda arm: arm.name == "off", lambda arm: arm.engine == "sglang" and not arm.simulated):
+        for arm in arms:
+            if wanted(arm):
+                return arm
+    return arms[0]
+
+
 def _sglang(name: str, models: Models, serving: Serving, backend: str, radix: bool) -> Arm:
     arguments = ["--model-path", models.target, "--tp-size", str(serving.tp_size), *serving.flags]
     arguments += ["--attention-backend", backend] if backend else []
     arguments += [] if radix else ["--disable-radix-cache"]
-    environment = {"SGLANG_DFLASH_WORKER": "builtin"} if name == "builtin" else {}
+    # Said to every arm: the shell's own setting must not turn one arm into another.
+    environment = {"SGLANG_DFLASH_WORKER": "builtin" if name == "builtin" else "plugin"}
     return Arm(
         name,
         "sglang",

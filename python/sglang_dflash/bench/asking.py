@@ -62,8 +62,10 @@ class _Stream:
     def take(self, event: dict[str, Any], now: float) -> None:
         """
         Raises:
-            ValueError: the event is an error.
+            ValueError: the event is an error, or none of OpenAI's.
         """
+        if not isinstance(event, dict):
+            raise ValueError(f"the stream holds {str(event)[:80]}")
         if event.get("error"):
             said = event["error"]
             raise ValueError(said.get("message", str(said)) if isinstance(said, dict) else str(said))
@@ -80,11 +82,18 @@ class _Stream:
         self.details = extension.get("spec_tokens_details") or self.details
         self.cached = extension.get("cached_tokens_details") or self.cached
 
+    def _flaw(self, counted: int) -> str:
+        if self.first_s is None:
+            return "the answer holds no token"
+        if self.finish in ("", "abort"):
+            return f"the answer ends without a reason but {self.finish!r}"
+        return "" if counted else "the server tells neither usage nor token ids"
+
     def record(self, session: str, turn: int, start_s: float, failure: str, now: float) -> Record:
         text = "".join(self.texts)
-        if not failure and self.first_s is None:
-            failure = "the answer holds no token"
         counted = self.usage.get("completion_tokens") or len(self.ids)
+        if not failure:
+            failure = self._flaw(counted)
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if self.cached:
             cached = self.cached.get("device", 0) + self.cached.get("host", 0) + (self.cached.get("storage") or 0)
@@ -110,20 +119,25 @@ class _Stream:
 class Endpoint:
     """One running server. Use it as an asynchronous context manager."""
 
-    def __init__(self, url: str, engine: str, stall_s: float) -> None:
+    def __init__(self, url: str, engine: str, stall_s: float, headers: dict[str, str] | None = None) -> None:
         """
         Args:
             url: without /v1.
             engine: a key of EXTRAS.
             stall_s: a request fails where nothing comes for so long.
+            headers: sent with every request, such as an API key.
         """
         self.url = url
         self.engine = engine
         self.stall_s = stall_s
+        self.stalled = False
+        """Whether nothing came in any stream while a request waited `stall_s`."""
+        self._heard_at = 0.0
         self.model = ""
         self.context = 0
         self._http = httpx.AsyncClient(
             base_url=url,
+            headers=headers or {},
             timeout=httpx.Timeout(stall_s, connect=30.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
@@ -137,7 +151,7 @@ class Endpoint:
             models = (await self._http.get("/v1/models")).raise_for_status().json()["data"]
             self.model = models[0]["id"]
             self.context = models[0].get("max_model_len") or 0
-        except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
             await self._http.aclose()
             raise ValueError(f"{self.url}/v1/models names no model: {_sentence(error)}") from None
         return self
@@ -165,9 +179,11 @@ class Endpoint:
         }
         try:
             async for event in self._events(body):
-                stream.take(event, time.perf_counter() - begin)
+                self._heard_at = time.perf_counter()
+                stream.take(event, self._heard_at - begin)
         except httpx.ReadTimeout:
             failure = f"nothing came for {self.stall_s:g} s (--stall-s)"
+            self.stalled = time.perf_counter() - self._heard_at >= self.stall_s
         except (httpx.HTTPError, ValueError) as error:
             failure = _sentence(error)
         return stream.record(session, turn, start_s, failure, time.perf_counter() - begin)
@@ -182,7 +198,7 @@ class Endpoint:
 
     async def flush(self) -> bool:
         """Empties the prefix cache; False where the server has no such door."""
-        path = {"sglang": "/flush_cache", "vllm": "/reset_prefix_cache"}.get(self.engine)
+        path = {"sglang": "/flush_cache?timeout=30", "vllm": "/reset_prefix_cache"}.get(self.engine)
         if path is None:
             return False
         try:

@@ -28,10 +28,10 @@ class Board:
         """Yields what to call with the seconds waited."""
         self._console.print(f"starting {label} ...", style="dim", highlight=False)
         begin = time.monotonic()
+        self._starts = max(0, self._starts - 1)
         with self._console.status(f"starting {label} ...") as status:
             yield lambda seconds: status.update(f"starting {label} ... {seconds:.0f} s")
         self._start_s.append(time.monotonic() - begin)
-        self._starts = max(0, self._starts - 1)
 
     @contextmanager
     def cell(self, key: CellKey, requests: int) -> Iterator[Callable[[Record], None]]:
@@ -54,7 +54,9 @@ class Board:
         values = measure(cell)
         words = [f"{values['tok_s']:.0f} tok/s"]
         if cell.equality is not None and cell.equality.withheld:
-            words = [f"tokens differ in {cell.equality.different} of {cell.equality.compared} requests"]
+            differ = f"tokens differ in {cell.equality.different} of {cell.equality.compared} requests"
+            self._console.print(head, f"{differ}; {self.left()}", style="red", highlight=False, markup=False)
+            return
         if values["tau"] == values["tau"]:
             words.append(f"tau {values['tau']:.2f}")
         if values["failed"]:

@@ -21,7 +21,7 @@ from sglang_dflash.bench.compare import comparison_console, comparison_markdown
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.machine import machine, versions
 from sglang_dflash.bench.options import Options, check_resumable
-from sglang_dflash.bench.planning import make_plan
+from sglang_dflash.bench.planning import digests, make_plan
 from sglang_dflash.bench.plots import draw
 from sglang_dflash.bench.records import Run
 from sglang_dflash.bench.rendering import Renderer
@@ -71,7 +71,7 @@ def benchmark(
     ignore_eos: Annotated[bool, _option(_ASKED, "Every answer to its full length.", "--ignore-eos")] = False,
     enable_thinking: Annotated[bool, _option(_ASKED, "For templates that can.", "--enable-thinking")] = False,
     concurrencies: Annotated[str, _option(_ASKED, "Requests (agent: sessions) in flight.")] = "1,2,4,8",
-    request_rate: Annotated[str, _option(_ASKED, "open-loop: requests per second, commas between.")] = "1,2,4",
+    request_rate: Annotated[str, _option(_ASKED, "open-loop: arrivals per second, commas between.")] = "1,2,4",
     ttft_limit_ms: Annotated[float | None, _option(_ASKED, "For goodput.")] = None,
     tpot_limit_ms: Annotated[float | None, _option(_ASKED, "For goodput.")] = None,
     think_s: Annotated[float, _option(_ASKED, "agent: mean pause before a turn.")] = 0.5,
@@ -105,7 +105,7 @@ def benchmark(
     """How fast SGLang serves with DFLASH, beside speculation off and its peers: tokens compared first, then speeds.
 
     The last line on standard output is JSON. Exit code: 0 all cells measured, 1 some failed or tokens differ, 2 it
-    could not run.
+    could not run, 130 stopped by Ctrl-C.
     """
     given = dict(locals())
     for name in ("resume", "overwrite", "compare"):
@@ -120,17 +120,16 @@ def _sweep(options: Options, resume: bool, overwrite: bool) -> int:
     """The exit code."""
     screen = Console(stderr=True, highlight=False)
     results = options.output_md.with_suffix(".json")
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite exclude each other.")
     if results.exists() and not resume and not overwrite:
         raise ValueError(f"{results} is there already: --resume goes on with it, --overwrite replaces it.")
     renderer = Renderer(options.target_model or str(TINY_TARGET), {"enable_thinking": options.enable_thinking})
     plan = make_plan(options, renderer.count)
-    said = options.to_json(list(plan.datasets))
-    run = Run(shlex.join(["python", *sys.argv]), options.workload, said)
-    if resume and results.exists():
-        held = Run.load(results)
-        check_resumable(run.workload, said, held.workload, held.options)
-        run.cells, run.notes, run.servers = held.cells, held.notes, held.servers
+    run = Run(shlex.join(["python", *sys.argv]), options.workload, options.to_json(digests(plan)))
     run.versions, run.machine = versions(options.vllm_python), machine()
+    if resume and results.exists():
+        _go_on(run, Run.load(results))
     screen.print(f"logs: {plan.logs}", style="dim")
     signal.signal(signal.SIGTERM, _interrupt)
     code = 0
@@ -139,7 +138,17 @@ def _sweep(options: Options, resume: bool, overwrite: bool) -> int:
     except KeyboardInterrupt:
         screen.print(f"stopped; {len(run.done())} finished cells are kept, --resume goes on with the rest")
         code = 130
-    return _report(run, options.output_md, screen) or code
+    found = _report(run, options.output_md, screen)
+    return code or found
+
+
+def _go_on(run: Run, held: Run) -> None:
+    check_resumable(run.workload, run.options, held.workload, held.options)
+    run.cells, run.notes, run.servers = held.cells, held.notes, held.servers
+    changed = [name for name, said in run.versions.items() if held.versions.get(name) != said]
+    if changed and held.cells:
+        former = ", ".join(f"{name} {held.versions.get(name, 'unknown')}" for name in changed)
+        run.notes.append(f"{len(held.cells)} cells were measured before a resume, with {former}.")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -148,8 +157,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _report(run: Run, output_md: Path, screen: Console) -> int:
     """Writes and prints what the run holds so far; 1 where a cell failed or tokens differ."""
-    if not run.cells:
-        return 0
     table = frame(run)
     output_md.parent.mkdir(parents=True, exist_ok=True)
     output_md.write_text(markdown(run, table), encoding="utf-8")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
@@ -21,7 +23,7 @@ from sglang_dflash.bench.traffic import Played, Player
 from sglang_dflash.bench.transformers_arm import TransformersProcess, play_batches, transformers_up
 from sglang_dflash.checking.arms import ServerInfo
 from sglang_dflash.checking.compare import Tolerance
-from sglang_dflash.serving import Client, Server
+from sglang_dflash.serving import Client, Server, ServerError
 
 WARM_TOKENS = 16
 OnAnswer = Callable[[Record], None]
@@ -35,7 +37,11 @@ class Driver(ABC):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Every load once, with short answers, so that no cell pays for a first time."""
+        """Every load once, with short answers, so that no cell pays for a first time.
+
+        Raises:
+            ServerError, httpx.HTTPError, ValueError: no request was answered.
+        """
 
     @abstractmethod
     def play(self, key: CellKey, sessions: Sequence[Session], on_answer: OnAnswer) -> Cell:
@@ -58,12 +64,13 @@ class Driver(ABC):
 
 
 @contextmanager
-def driver_up(arm: Arm, plan: Plan, renderer: Renderer, on_wait: Callable[[float], None]) -> Iterator[Driver]:
+def driver_up(
+    arm: Arm, plan: Plan, renderer: Renderer, log: Path, on_wait: Callable[[float], None]
+) -> Iterator[Driver]:
     """
     Raises:
         ServerError: the arm does not start.
     """
-    log = plan.log_of(arm)
     if arm.engine == "transformers":
         with transformers_up(arm, log, plan.start_s, plan.stall_s) as process:
             yield TransformersDriver(process, plan, renderer)
@@ -82,6 +89,8 @@ class ServerDriver(Driver):
         self._url = url
         self._engine = detect_engine(url) if arm.engine == "other" else arm.engine
         self._radix = arm.radix
+        self._key = os.environ.get("OPENAI_API_KEY") if arm.url else None
+        self._stalled = ""
 
     def warm_up(self) -> None:
         sessions = next(iter(self._plan.datasets.values()))
@@ -89,19 +98,23 @@ class ServerDriver(Driver):
         sampling = Sampling(WARM_TOKENS)
         most = min(len(short), round(max(self._plan.loads))) if self._plan.workload != "open-loop" else 1
         for load in sorted({1, most, *(round(load) for load in self._plan.loads if load <= most)}):
-            asyncio.run(self._ask(short[:load], sampling, load, lambda record: None, "closed"))
+            played, _ = asyncio.run(self._ask(short[:load], sampling, load, lambda record: None, "closed"))
+            if all(record.failure for record in played.records):
+                raise ServerError(played.records[0].failure)
 
     def play(self, key: CellKey, sessions: Sequence[Session], on_answer: OnAnswer) -> Cell:
         played, acceptance = asyncio.run(
             self._ask(sessions, self._plan.sampling, key.load, on_answer, self._plan.workload)
         )
+        self._stalled = played.stalled
         acceptance = total_acceptance(played.records) or acceptance
         return Cell(key, played.records, played.wall_s, acceptance, unasked=played.unasked)
 
     async def _ask(
         self, sessions: Sequence[Session], sampling: Sampling, load: float, on_answer: OnAnswer, workload: str
     ) -> tuple[Played, Acceptance | None]:
-        async with Endpoint(self._url, self._engine, self._plan.stall_s) as endpoint:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
+        async with Endpoint(self._url, self._engine, self._plan.stall_s, headers) as endpoint:
             self.flushes = await endpoint.flush() or not self._radix
             before = await endpoint.metrics() if self._engine == "vllm" else ""
             player = Player(endpoint, self._renderer, sampling, on_answer)
@@ -115,8 +128,7 @@ class ServerDriver(Driver):
     def lost(self, cell: Cell) -> str:
         if self._server is not None and not self._server.alive:
             return f"the server ended: {self._server.last_words()}"
-        stalled = [record.failure for record in cell.records if "--stall-s" in record.failure]
-        return stalled[0] if stalled else super().lost(cell)
+        return self._stalled or super().lost(cell)
 
     def tie_gap(self) -> float:
         return Tolerance.of(ServerInfo.ask(Client(self._url)).dtype).tie_gap
@@ -150,7 +162,7 @@ def detect_engine(url: str) -> str:
         try:
             if httpx.get(f"{url}{path}", timeout=10.0).status_code == 200:
                 return engine
-        except httpx.HTTPError:
+        except (httpx.HTTPError, httpx.InvalidURL):
             return "other"
     return "other"
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from sglang_dflash.bench.arms import ARMS, VLLM_ARMS
 from sglang_dflash.bench.measures import Limits
 from sglang_dflash.bench.plan import WORKLOADS
 
 RADIX = {"on": (True,), "off": (False,), "both": (True, False)}
-EXTENDABLE = ("arms", "loads", "datasets", "repeats", "base_urls", "interleave")
+EXTENDABLE = ("arms", "loads", "datasets", "base_urls", "repeats")
 """What a resumed run may have more of than the run it goes on with."""
+FLAGS = {
+    "loads": "--concurrencies (or --request-rate)",
+    "datasets": "--dataset-name",
+    "prompts": "the content of --dataset-name",
+    "base_urls": "--base-url",
+    "environment": "--env",
+    "limits": "--ttft-limit-ms and --tpot-limit-ms",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,10 @@ class Options:
             raise ValueError("--target-model and --draft-model belong together: give both, or neither for the pair.")
         _one_of("--workload", self.workload, WORKLOADS)
         _one_of("--radix-cache", self.radix_cache, RADIX)
+        if self.output_md.suffix != ".md":
+            raise ValueError(f"--output-md is {self.output_md}; its name must end in .md: JSON and CSV go beside it.")
+        if self.dataset_name is not None and not words(self.dataset_name):
+            raise ValueError("--dataset-name is empty; name at least one dataset, or leave it out.")
         for flag, value, least in (
             ("--num-prompts", self.num_prompts, 1),
             ("--max-new-tokens", self.max_new_tokens, 1),
@@ -77,10 +92,10 @@ class Options:
             ("--temperature", self.temperature, 0.0),
             ("--think-s", self.think_s, 0.0),
         ):
-            if value is not None and value < least:
+            if value is not None and not value >= least:
                 raise ValueError(f"{flag} is {value}; it must be at least {least}.")
         for flag, number in (("--stall-s", self.stall_s), ("--start-s", self.start_s)):
-            if number <= 0:
+            if not number > 0:
                 raise ValueError(f"{flag} is {number}; it must be more than 0.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
@@ -94,6 +109,8 @@ class Options:
         for name in self.arm_names():
             _one_of("--arms", name, ARMS)
         names = self.arm_names()
+        if "transformers" in self.flags_by_arm():
+            raise ValueError("--arm-flags has transformers; that arm has no server and takes no flags.")
         needed = {"eagle3": self.eagle3_draft, "standalone": self.standalone_draft}
         for name, draft in needed.items():
             if name in names and draft is None:
@@ -111,7 +128,7 @@ class Options:
     def arm_names(self) -> list[str]:
         """Those of --arms, or off and dflash and whatever else was given a draft or a Python."""
         if self.arms is not None:
-            return words(self.arms)
+            return list(dict.fromkeys(words(self.arms)))
         extra = {"eagle3": self.eagle3_draft, "standalone": self.standalone_draft, "vllm": self.vllm_python}
         return ["off", "dflash", *(name for name, given in extra.items() if given)]
 
@@ -125,9 +142,9 @@ class Options:
         urls = {}
         for given in self.base_url:
             name, _, url = given.partition("=")
-            if not name or name in ARMS or not url.startswith("http"):
+            if not name or name in ARMS or name in urls or not _is_url(url):
                 raise ValueError(f"--base-url is {given}; it must be NAME=http://..., NAME none of {', '.join(ARMS)}.")
-            urls[name] = url
+            urls[name] = url.rstrip("/").removesuffix("/v1")
         return urls
 
     def flags_by_arm(self) -> dict[str, str]:
@@ -151,14 +168,18 @@ class Options:
         return found
 
     def backends(self) -> tuple[str, ...]:
-        return tuple(words(self.attention_backends)) or ("",)
+        return tuple(dict.fromkeys(words(self.attention_backends))) or ("",)
 
     def limits(self) -> Limits | None:
         given = self.ttft_limit_ms is not None or self.tpot_limit_ms is not None
         return Limits(self.ttft_limit_ms, self.tpot_limit_ms) if given else None
 
-    def to_json(self, datasets: Sequence[str]) -> dict[str, Any]:
-        """What decides the numbers: a run that is resumed must have the same."""
+    def to_json(self, prompts: dict[str, str]) -> dict[str, Any]:
+        """What decides the numbers: a run that is resumed must have the same.
+
+        Args:
+            prompts: a digest of each dataset's prompts.
+        """
         limits = self.limits()
         return {
             "target_model": self.target_model,
@@ -168,7 +189,8 @@ class Options:
             "standalone_draft": self.standalone_draft,
             "arms": self.arm_names(),
             "base_urls": list(self.base_url),
-            "datasets": list(datasets),
+            "datasets": list(prompts),
+            "prompts": prompts,
             "loads": list(self.loads()),
             "num_prompts": self.num_prompts,
             "max_new_tokens": self.max_new_tokens,
@@ -187,7 +209,7 @@ class Options:
             "arm_flags": self.flags_by_arm(),
             "environment": self.environment(),
             "repeats": self.repeats,
-            "interleave": self.interleave,
+            "warm_up": self.warm_up,
             "limits": None if limits is None else {"ttft_ms": limits.ttft_ms, "tpot_ms": limits.tpot_ms},
         }
 
@@ -200,9 +222,25 @@ def check_resumable(workload: str, options: dict[str, Any], held_workload: str, 
     if workload != held_workload:
         raise ValueError(f"--workload is {workload}; the run to --resume has {held_workload}.")
     for name, value in options.items():
-        if name not in EXTENDABLE and value != held.get(name):
-            flag = f"--{name.replace('_', '-')}"
+        former = held.get(name)
+        more = value == former
+        if name == "repeats":
+            more = value >= (former or 0)
+        elif name in EXTENDABLE:
+            more = set(value) >= set(former or [])
+        elif name == "prompts":
+            more = all(value.get(dataset) == digest for dataset, digest in (former or {}).items())
+        if not more:
+            flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
             raise ValueError(f"{flag} is {value}; the run to --resume has {held.get(name)}.")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host)
 
 
 def words(text: str) -> list[str]:
@@ -219,6 +257,6 @@ def _numbers(flag: str, text: str, kind: type) -> tuple[Any, ...]:
         numbers = tuple(dict.fromkeys(kind(word) for word in words(text)))
     except ValueError:
         numbers = ()
-    if not numbers or min(numbers) <= 0:
+    if not numbers or not all(0 < number < math.inf for number in numbers):
         raise ValueError(f"{flag} is {text}; it must be numbers above 0 with commas between, such as 1,4,16.")
     return numbers

@@ -57,6 +57,3 @@ class Plan:
 
     def sessions(self, key: CellKey) -> list[Session]:
         return self.datasets[key.dataset][: self.counts[key.load]]
-
-    def log_of(self, arm: Arm) -> Path:
-        return self.logs / f"{arm.label.replace(', ', '-').replace(' ', '-')}.log"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from sglang_dflash.bench.agent import AgentShape, agent_sessions
-from sglang_dflash.bench.arms import Models, Serving, arms_of, split_flags
+from sglang_dflash.bench.arms import Models, Serving, arms_of, reference_arm, split_flags
 from sglang_dflash.bench.asking import Sampling
 from sglang_dflash.bench.datasets import load
 from sglang_dflash.bench.options import RADIX, Options, words
@@ -40,8 +41,9 @@ def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None
         context = options.context_tokens or min(_context(target), AGENT_CONTEXT)
         shape = AgentShape.fitting(context, tokens, count_tokens, options.think_s)
         datasets = {name: agent_sessions(tasks, most, shape, options.seed) for name, tasks in datasets.items()}
+    arms = arms_of(options.arm_names(), _models(options, target), _serving(options, tiny), options.urls())
     return Plan(
-        arms=tuple(arms_of(options.arm_names(), _models(options, target), _serving(options, tiny), options.urls())),
+        arms=tuple(sorted(arms, key=lambda arm: arm.name != reference_arm(arms).name)),  # others compare with it
         workload=options.workload,
         loads=options.loads(),
         datasets=datasets,
@@ -55,6 +57,15 @@ def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None
         warm_up=options.warm_up,
         logs=options.logs or Path(tempfile.mkdtemp(prefix="sglang-dflash-bench-")),
     )
+
+
+def digests(plan: Plan) -> dict[str, str]:
+    """Of each dataset's first sessions, which every load has: a resumed run must ask the same."""
+    least = min(plan.counts.values())
+    return {
+        name: hashlib.sha256(repr(sessions[:least]).encode()).hexdigest()[:16]
+        for name, sessions in plan.datasets.items()
+    }
 
 
 def _answer_tokens(workload: str, tiny: bool) -> int:

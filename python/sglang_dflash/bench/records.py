@@ -56,8 +56,10 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """Per token after the first; None where there is only one."""
-        return None if self.first_s is None or self.tokens < 2 else (self.end_s - self.first_s) / (self.tokens - 1)
+        """Per token after the first; None where there is only one, or all came at once."""
+        if self.first_s is None or self.tokens < 2 or self.end_s == self.first_s:
+            return None
+        return (self.end_s - self.first_s) / (self.tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)

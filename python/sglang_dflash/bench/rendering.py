@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from jinja2.exceptions import TemplateError
+
 from sglang_dflash.bench.sessions import Message
 
 
@@ -39,13 +41,20 @@ class Renderer:
 
         Args:
             template: more keyword arguments of the chat template; they win.
+
+        Raises:
+            ValueError: the template refuses such a chat.
         """
-        text = self._tokenizer.apply_chat_template(
-            [asdict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=True,
-            **{**self._template, **template},
-        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [asdict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **{**self._template, **template},
+            )
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in messages)
+            raise ValueError(f"The target's chat template refuses a chat of the roles {roles}: {error}") from None
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def count(self, text: str) -> int:

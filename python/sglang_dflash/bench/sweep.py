@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 
-from sglang_dflash.bench.arms import Arm
-from sglang_dflash.bench.board import Board
+from sglang_dflash.bench.arms import Arm, reference_arm
+from sglang_dflash.bench.board import Board, name
 from sglang_dflash.bench.drivers import Driver, driver_up
 from sglang_dflash.bench.equality import Reference, judge
 from sglang_dflash.bench.plan import Plan
@@ -34,8 +35,10 @@ class Sweep:
         self._run = run
         self._renderer = renderer
         self._results = results
-        self._reference_arm = _reference_arm(plan.arms)
+        self._reference_arm = reference_arm(plan.arms)
         self._references: dict[tuple[str, str], Reference] = {}
+        self._starts = 0
+        self._log = plan.logs
 
     def go(self, make_board: Callable[[int, int], Board]) -> None:
         """
@@ -45,27 +48,32 @@ class Sweep:
         done = self._run.done()
         for cell in self._run.cells:
             if cell.key in done and cell.key.arm == self._reference_arm.name:
-                self._learn(cell)
+                self._reference(cell.key).learn(cell.records, self._prompts(cell))
         todo = self._plan.servers(done)
         board = make_board(sum(len(keys) for _, keys in todo), len(todo))
         for arm, keys in todo:
             waiting = list(keys)
             while waiting:
                 self._serve(arm, waiting, board)
+        self._settle()
 
     def _serve(self, arm: Arm, waiting: list[CellKey], board: Board) -> None:
         """Starts the arm and takes cells off `waiting` until none is left or the server is lost: that costs the cell
         under way, and whoever calls starts the server once more for the rest."""
+        self._starts += 1
+        self._log = self._plan.logs / f"{self._starts:02}-{arm.label.replace(', ', '-').replace(' ', '-')}.log"
+        begin = time.monotonic()
         with ExitStack() as stack:
             try:
                 with board.starting(arm.label) as on_wait:
-                    driver = stack.enter_context(driver_up(arm, self._plan, self._renderer, on_wait))
+                    driver = stack.enter_context(driver_up(arm, self._plan, self._renderer, self._log, on_wait))
                     if self._plan.warm_up:
                         driver.warm_up()
-                self._note_server(arm)
+                self._note_server(arm, time.monotonic() - begin)
             except (ServerError, httpx.HTTPError, ValueError, OSError) as error:
                 while waiting:
-                    self._keep(self._failed(arm, waiting.pop(0), f"{arm.label} did not start: {error}"), board)
+                    failure = _sentence(f"{arm.label} did not start: {error}")
+                    self._keep(Cell(waiting.pop(0), failure=failure, log_tail=self._tail()), board)
                 return
             while waiting:
                 key = waiting.pop(0)
@@ -77,6 +85,8 @@ class Sweep:
     def _play(self, arm: Arm, driver: Driver, key: CellKey, board: Board) -> tuple[Cell, bool]:
         """One cell, and whether the arm is lost."""
         sessions = self._plan.sessions(key)
+        if self._plan.workload != "open-loop" and len(sessions) < key.load:
+            self._note(f"{key.dataset} at {key.load:g}: only {len(sessions)} sessions, so no more are in flight.")
         requests = sum(len(session.turns) for session in sessions)
         cell = Cell(key)
         try:
@@ -88,7 +98,7 @@ class Sweep:
         except (ServerError, httpx.HTTPError, ValueError) as error:
             lost = str(error) or type(error).__name__
         if lost:
-            cell.failure, cell.log_tail = _sentence(lost), self._tail(arm)
+            cell.failure, cell.log_tail = _sentence(lost), self._tail()
         if cell.unasked:
             self._note(f"{key.dataset}: some sessions end early, because the context is full.")
         if not driver.flushes:
@@ -97,21 +107,44 @@ class Sweep:
 
     def _compare(self, arm: Arm, driver: Driver, cell: Cell) -> None:
         """Fills in the cell's equality; the reference arm's own answers are the yardstick from the first one on."""
-        prompts = prompts_of(self._plan.sessions(cell.key), cell.records, self._renderer)
-        if arm.name == self._reference_arm.name:
-            self._learn(cell)
+        prompts = self._prompts(cell)
         reference = self._reference(cell.key)
-        greedy = self._plan.sampling.temperature == 0
-        same = arm.engine == self._reference_arm.engine == "sglang"
-        must_agree = greedy and same and not arm.simulated and not self._reference_arm.simulated
-        gap, tie_gap = (driver.gap(), driver.tie_gap()) if must_agree else (None, 0.0)
-        cell.equality = judge(reference, cell.records, prompts, must_agree, gap, tie_gap)
+        if arm.name == self._reference_arm.name:
+            reference.learn(cell.records, prompts)
+        must_agree = self._must_agree(arm)
+        cell.equality = judge(reference, cell.records, prompts, must_agree, driver.gap(), driver.tie_gap)
         if arm.simulated:
             self._note(f"{arm.name}: acceptance is simulated, so its tokens are not the target's.")
 
-    def _learn(self, cell: Cell) -> None:
-        prompts = prompts_of(self._plan.sessions(cell.key), cell.records, self._renderer)
-        self._reference(cell.key).learn(cell.records, prompts)
+    def _must_agree(self, arm: Arm) -> bool:
+        greedy = self._plan.sampling.temperature == 0
+        same = arm.engine == self._reference_arm.engine == "sglang"
+        return greedy and same and not arm.simulated and not self._reference_arm.simulated
+
+    def _settle(self) -> None:
+        """Judges anew, without the server, cells that were played before what they are to be compared with; says which
+        requests are compared with nothing."""
+        arms = {arm.name: arm for arm in self._plan.arms}
+        for cell in self._run.cells:
+            if cell.failure or cell.key.arm not in arms:
+                continue
+            answered = sum(not record.failure for record in cell.records)
+            held = cell.equality
+            if held is None or held.reference != self._reference_arm.name or held.compared + held.unjudged < answered:
+                must_agree = self._must_agree(arms[cell.key.arm])
+                reference = self._reference(cell.key)
+                held = judge(reference, cell.records, self._prompts(cell), must_agree, None, lambda: 0.0)
+                cell.equality = held
+            lacking = answered - held.compared - held.unjudged
+            if lacking:
+                self._note(
+                    f"{name(cell.key)}: {lacking} of {answered} answers are compared with nothing, because "
+                    f"{self._reference_arm.name} has none to these requests."
+                )
+        self._run.save(self._results)
+
+    def _prompts(self, cell: Cell) -> dict[str, list[int]]:
+        return prompts_of(self._plan.sessions(cell.key), cell.records, self._renderer)
 
     def _reference(self, key: CellKey) -> Reference:
         """Per dataset and attention backend; arms without SGLang's backends compare with the first one's."""
@@ -119,12 +152,8 @@ class Sweep:
         backend = key.backend if key.backend in backends else backends[0]
         return self._references.setdefault((key.dataset, backend), Reference(self._reference_arm.name))
 
-    def _failed(self, arm: Arm, key: CellKey, failure: str) -> Cell:
-        return Cell(key, failure=_sentence(failure), log_tail=self._tail(arm))
-
-    def _tail(self, arm: Arm) -> list[str]:
-        log = self._plan.log_of(arm)
-        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    def _tail(self) -> list[str]:
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.is_file() else []
         return [line for line in lines if line.strip()][-LOG_LINES:]
 
     def _keep(self, cell: Cell, board: Board) -> None:
@@ -136,24 +165,9 @@ class Sweep:
         if sentence not in self._run.notes:
             self._run.notes.append(sentence)
 
-    def _note_server(self, arm: Arm) -> None:
-        entry = {
-            "arm": arm.label,
-            "command": [*arm.launch, *arm.arguments],
-            "environment": arm.environment,
-            "url": arm.url,
-        }
-        if entry not in self._run.servers:
-            self._run.servers.append(entry)
-
-
-def _reference_arm(arms: Sequence[Arm]) -> Arm:
-    """Whose tokens others are compared with: speculation off, else SGLang's first arm, else the first."""
-    for wanted in (lambda arm: arm.name == "off", lambda arm: arm.engine == "sglang" and not arm.simulated):
-        for arm in arms:
-            if wanted(arm):
-                return arm
-    return arms[0]
+    def _note_server(self, arm: Arm, seconds: float) -> None:
+        words = {"command": [*arm.launch, *arm.arguments], "environment": arm.variables, "url": arm.url}
+        self._run.servers.append({"arm": arm.label, "start_s": round(seconds, 1), **words})
 
 
 def _sentence(text: str) -> str:

@@ -22,11 +22,13 @@ class Played:
         records: in the order of the sessions and their turns.
         wall_s: from the first request sent to the last token here.
         unasked: turns left out because the context was full.
+        stalled: why the server was given up: for a while nothing came in any of its streams.
     """
 
     records: list[Record] = field(default_factory=list)
     wall_s: float = 0.0
     unasked: int = 0
+    stalled: str = ""
 
 
 class Player:
@@ -44,6 +46,7 @@ class Player:
         self._sampling = sampling
         self._on_answer = on_answer
         self._begin = 0.0
+        self._stalled = ""
 
     async def closed(self, sessions: Sequence[Session], concurrency: int) -> Played:
         """All sessions, `concurrency` at a time, each next one as soon as one ends."""
@@ -51,6 +54,8 @@ class Player:
 
         async def worker(play: Callable[[int, Session], Awaitable[None]]) -> None:
             for index, session in waiting:
+                if self._stalled:
+                    return
                 await play(index, session)
 
         return await self._run(sessions, lambda play: [worker(play) for _ in range(concurrency)])
@@ -65,7 +70,8 @@ class Player:
 
         async def late(play: Callable[[int, Session], Awaitable[None]], index: int) -> None:
             await asyncio.sleep(max(0.0, self._begin + starts[index] - time.perf_counter()))
-            await play(index, sessions[index])
+            if not self._stalled:
+                await play(index, sessions[index])
 
         return await self._run(sessions, lambda play: [late(play, index) for index in range(len(sessions))])
 
@@ -83,6 +89,7 @@ class Player:
 
         self._begin = time.perf_counter()
         await asyncio.gather(*workers(play))
+        played.stalled = self._stalled
         played.records = [record for records in by_session for record in records]
         if played.records:
             played.wall_s = max(r.end_s for r in played.records) - min(r.start_s for r in played.records)
@@ -105,6 +112,7 @@ class Player:
             records.append(record)
             self._on_answer(record)
             if record.failure:
+                self._stalled = self._stalled or (record.failure if self._endpoint.stalled else "")
                 return
             messages = [*messages, Message("assistant", record.text)]
 

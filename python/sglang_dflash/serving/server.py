@@ -133,11 +133,14 @@ class Server:
             return
         self._process.terminate()
         deadline = time.monotonic() + STOP_SECONDS
-        while _group_alive(self._process):
-            if time.monotonic() > deadline:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-            time.sleep(0.05)
+        try:
+            while _group_alive(self._process):
+                if time.monotonic() > deadline:
+                    _kill_group(self._process)
+                time.sleep(0.05)
+        except BaseException:  # a second Ctrl-C: nobody waits any more, and nothing may be left behind
+            _kill_group(self._process)
+            raise
         self._process = None
 
     def __enter__(self) -> Self:
@@ -156,6 +159,11 @@ def _group_alive(process: subprocess.Popen[bytes]) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _free_port() -> int:
