@@ -98,10 +98,13 @@ void check_rows(const Attention& a, int64_t batch, int64_t tokens, const at::Ten
 }
 
 // [B, W]: how many own rows each row sees, less one: its depth in a tree, its number in a chain.
-std::vector<int32_t> depths_of(const bool* mask, int64_t lines, int64_t width) {
-  std::vector<int32_t> depths(lines, -1);
-  for (int64_t line = 0; line < lines; line++)
-    for (int64_t j = 0; j < width; j++) depths[line] += mask[line * width + j];
+std::vector<int32_t> depths_of(const Attention& a, int64_t batch) {
+  std::vector<int32_t> depths(batch * a.mask_width, -1);
+  for (int64_t b = 0; b < batch; b++) {
+    const int64_t rows = a.row_starts[b + 1] - a.row_starts[b];
+    for (int64_t line = b * a.mask_width; line < b * a.mask_width + rows; line++)
+      for (int64_t j = 0; j < rows; j++) depths[line] += a.row_mask[line * a.mask_width + j];
+  }
   return depths;
 }
 
@@ -135,10 +138,12 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
                     row_mask->size(0) == batch && row_mask->size(1) == row_mask->size(2),
                 "row_mask is ", row_mask->scalar_type(), row_mask->sizes(), "; dense bool of [B, W, W] is needed");
     a.row_mask = row_mask->const_data_ptr<bool>(), a.mask_width = row_mask->size(2);
-    depths = depths_of(a.row_mask, batch * a.mask_width, a.mask_width);
-    a.depths = depths.data();
   }
   check_rows(a, batch, q.size(0), req_to_token);
+  if (row_mask) {
+    depths = depths_of(a, batch);
+    a.depths = depths.data();
+  }
   if (out.numel() > 0 && a.groups > 0) run(a, batch, q);
   return out;
 }

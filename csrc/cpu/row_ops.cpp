@@ -157,8 +157,8 @@ int64_t argmax_of(const char* row, Type type, int64_t size, int64_t element) {
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& logits, const at::Tensor& ids) {
-  TORCH_CHECK(logits.dim() == 3 && logits.is_contiguous() && logits.size(2) > 0, "logits are ", logits.sizes(),
-              "; dense [B, W, V] is needed");
+  TORCH_CHECK(logits.dim() == 3 && logits.size(2) > 0 && logits.stride(2) == 1, "logits are ", logits.sizes(),
+              " with strides ", logits.strides(), "; [B, W, V] with dense rows is needed");
   TORCH_CHECK(ids.scalar_type() == at::kLong && ids.is_contiguous() && ids.dim() == 2 &&
                   ids.sizes() == logits.sizes().slice(0, 2) && ids.size(1) > 0,
               "ids are ", ids.scalar_type(), ids.sizes(), "; dense int64 of the logits' [B, W] is needed");
@@ -168,7 +168,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& l
   at::Tensor commit_lens = at::empty({batch}, ids.options().dtype(at::kInt));
   at::Tensor bonus_ids = at::empty({batch}, ids.options());
   const int64_t element = logits.element_size();
-  const char* rows = static_cast<const char*>(logits.const_data_ptr());
+  const char* base = static_cast<const char*>(logits.const_data_ptr());
+  const int64_t batch_stride = logits.stride(0) * element, row_stride = logits.stride(1) * element;
   const int64_t* drafts = ids.const_data_ptr<int64_t>();
   int64_t *out = out_ids.data_ptr<int64_t>(), *bonus = bonus_ids.data_ptr<int64_t>();
   int32_t* lens = commit_lens.data_ptr<int32_t>();
@@ -178,7 +179,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& l
     for (int64_t b = begin; b < end; b++) {
       int64_t row = 0;
       for (;; row++) {  // behind the first rejected draft no row is read
-        bonus[b] = argmax_of(rows + (b * width + row) * vocabulary * element, type, vocabulary, element);
+        bonus[b] = argmax_of(base + b * batch_stride + row * row_stride, type, vocabulary, element);
         out[b * width + row] = bonus[b];
         if (row + 1 == width || drafts[b * width + row + 1] != bonus[b]) break;
       }
