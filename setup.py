@@ -51,7 +51,9 @@ class NativeOps(build_ext):
         sanitize = os.environ.get("SGLANG_DFLASH_SANITIZE")
         flags = [*FLAGS, *([f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"] if sanitize else [])]
         torch = Path(find_spec("torch").origin).parent
-        units = [(source, "torch", ["-std=c++20", "-O1", f"-I{torch}/include"]) for source in SOURCES]  # torch's headers ask
+        units = [
+            (source, "torch", ["-std=c++20", "-O1", f"-I{torch}/include"]) for source in SOURCES
+        ]  # torch's headers ask
         for isa, isa_flags in INSTRUCTION_SETS.items():
             units.append((KERNELS, isa, ["-std=c++17", *isa_flags, f"-DISA={isa}", f"-DTABLE=k{isa.capitalize()}"]))
 

@@ -29,7 +29,7 @@ def isa() -> str | None:
     if path is None or not enabled():
         return None
     try:
-        torch.ops.load_library(path)
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(
             f"{path} was built for another torch than {torch.__version__}: build it anew (python setup.py build_ext "
