@@ -1,4 +1,4 @@
-"""Times the native attention against torch's SDPA over gathered KV (the body without a compiler), values compared first.
+"""Times the native attention against torch's SDPA over gathered KV, its body without a compiler; values compared first.
 
 Prints medians in microseconds per call, the KV read per second, its share of the memory bandwidth measured in the same
 run (reading a large tensor with all threads; above 100% the KV came from the caches), and the ratio. `--host` adds

@@ -22,10 +22,13 @@ inline Type type_of(const at::Tensor& t, const char* name) {
   return t.scalar_type() == at::kFloat ? Type::kFloat : Type::kBFloat16;
 }
 
+// Whether the last dimension is; of a single element torch may keep any stride.
+inline bool dense(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
+
 // [outer, inner, last] or [outer, last], the last dimension dense.
 inline View view_of(const at::Tensor& t, const char* name) {
   TORCH_CHECK(t.dim() == 2 || t.dim() == 3, name, " has shape ", t.sizes(), "; 2 or 3 dimensions are needed");
-  TORCH_CHECK(t.size(-1) <= 1 || t.stride(-1) == 1, name, " has strides ", t.strides(), "; the last must be 1");
+  TORCH_CHECK(dense(t), name, " has strides ", t.strides(), "; the last must be 1");
   return {t.data_ptr(), type_of(t, name), t.stride(0), t.dim() == 3 ? t.stride(1) : 0};
 }
 

@@ -61,7 +61,7 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::T
 // What a head's norm and rotation take, `in` and `out` aside.
 Heads heads_of(int64_t heads, int64_t dim, const at::Tensor* weight, double eps, const at::Tensor& cos_sin) {
   TORCH_CHECK(dim <= kMaxHead, "a head has ", dim, " elements; allowed: up to ", kMaxHead);
-  TORCH_CHECK(cos_sin.dim() == 2 && cos_sin.stride(1) == 1 && cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= dim,
+  TORCH_CHECK(cos_sin.dim() == 2 && dense(cos_sin) && cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= dim,
               "cos_sin has shape ", cos_sin.sizes(), "; [P, R] with an even R up to ", dim, " is needed");
   Heads h{};
   h.heads = heads, h.dim = dim, h.eps = float(eps);
@@ -157,7 +157,7 @@ int64_t argmax_of(const char* row, Type type, int64_t size, int64_t element) {
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& logits, const at::Tensor& ids) {
-  TORCH_CHECK(logits.dim() == 3 && logits.size(2) > 0 && logits.stride(2) == 1, "logits are ", logits.sizes(),
+  TORCH_CHECK(logits.dim() == 3 && logits.size(2) > 0 && dense(logits), "logits are ", logits.sizes(),
               " with strides ", logits.strides(), "; [B, W, V] with dense rows is needed");
   TORCH_CHECK(ids.scalar_type() == at::kLong && ids.is_contiguous() && ids.dim() == 2 &&
                   ids.sizes() == logits.sizes().slice(0, 2) && ids.size(1) > 0,
