@@ -72,7 +72,9 @@ class NativeOps(build_ext):
         # torch is loaded first, so that its libraries are found without a path.
         libraries = [f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
         sanitizers = [f"-fsanitize={sanitize}"] if sanitize else []
-        subprocess.run([compiler(), "-shared", *objects, *libraries, *sanitizers, "-o", str(target)], check=True)
+        fresh = target.with_suffix(".new")
+        subprocess.run([compiler(), "-shared", *objects, *libraries, *sanitizers, "-o", str(fresh)], check=True)
+        fresh.replace(target)  # a server that runs keeps the file it has loaded
 
 
 def compiler():
