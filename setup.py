@@ -1,12 +1,104 @@
-"""Packaging of sglang-dflash: sources under python/, two SGLang entry points, the exact pin."""
+"""Packaging of sglang-dflash: sources under python/, two SGLang entry points, the exact pin, the native ops."""
 
+import os
+import platform
 import re
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "python/sglang_dflash/__init__.py").read_text()).group(1)
+
+SOURCES = ["csrc/bindings.cpp", "csrc/cpu/attention_op.cpp", "csrc/cpu/row_ops.cpp", "csrc/cpu/dispatch.cpp"]
+KERNELS = "csrc/cpu/kernels.cpp"  # compiled once per instruction set
+# Vectors pass between inline functions only, so that their calling convention (-Wpsabi) does not matter.
+FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi"]
+INSTRUCTION_SETS = {"scalar": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    INSTRUCTION_SETS |= {
+        "avx2": ["-mavx2", "-mfma"],
+        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
+    }
+
+
+class NativeOps(build_ext):
+    """Builds the ops for the torch of this very environment, or says in one sentence why not.
+
+    An isolated build would fetch a torch of its own, against which the ops might not fit the one that serves:
+    `pip install --no-build-isolation`, as scripts/venv.sh does. `SGLANG_DFLASH_BUILD_NATIVE=0` leaves them out;
+    `SGLANG_DFLASH_SANITIZE=address,undefined` compiles with sanitizers (scripts/sanitize.sh).
+    """
+
+    def run(self):
+        missing = reason_not_to_build()
+        if missing is None:
+            super().run()
+        else:
+            print(f"sglang-dflash: the native ops are not built, torch serves instead: {missing}.")
+
+    def get_outputs(self):
+        return super().get_outputs() if reason_not_to_build() is None else []
+
+    def build_extension(self, ext):
+        """Every unit with its own flags, two at a time; no ninja, no headers of CUDA."""
+        sanitize = os.environ.get("SGLANG_DFLASH_SANITIZE")
+        flags = [*FLAGS, *([f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"] if sanitize else [])]
+        torch = Path(find_spec("torch").origin).parent
+        units = [
+            (source, "torch", ["-std=c++20", "-O1", f"-I{torch}/include"]) for source in SOURCES
+        ]  # torch's headers ask
+        for isa, isa_flags in INSTRUCTION_SETS.items():
+            units.append((KERNELS, isa, ["-std=c++17", *isa_flags, f"-DISA={isa}", f"-DTABLE=k{isa.capitalize()}"]))
+
+        def compile_unit(unit):
+            source, folder, own_flags = unit
+            target = Path(self.build_temp, folder, Path(source).with_suffix(".o").name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            command = [compiler(), *flags, *own_flags, "-c", str(ROOT / source), "-o", str(target)]
+            subprocess.run(command, check=True)
+            return str(target)
+
+        with ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(compile_unit, units))
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # torch is loaded first, so that its libraries are found without a path.
+        libraries = [f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
+        sanitizers = [f"-fsanitize={sanitize}"] if sanitize else []
+        fresh = target.with_suffix(".new")
+        subprocess.run([compiler(), "-shared", *objects, *libraries, *sanitizers, "-o", str(fresh)], check=True)
+        fresh.replace(target)  # a server that runs keeps the file it has loaded
+
+
+def compiler():
+    """The C++ compiler, `CXX` first; None where there is none."""
+    return next((path for name in (os.environ.get("CXX"), "c++", "g++") if name and (path := shutil.which(name))), None)
+
+
+def reason_not_to_build():
+    """Half a sentence on what is missing for the native ops; None where they can be built."""
+    if os.environ.get("SGLANG_DFLASH_BUILD_NATIVE", "1") == "0":
+        return "SGLANG_DFLASH_BUILD_NATIVE is 0"
+    if platform.system() != "Linux":
+        return "they are for Linux"
+    if compiler() is None:
+        return "no C++ compiler (c++, g++ or what CXX names) was found"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text("#include <atomic>\nint main() { return 0; }\n")
+        if subprocess.run([compiler(), str(source), "-o", f"{folder}/probe"], capture_output=True).returncode:
+            return f"{compiler()} does not work"
+    if find_spec("torch") is None:
+        return "torch is not in the environment that builds (pip install --no-build-isolation)"
+    return None
+
 
 setup(
     name="sglang-dflash",
@@ -20,6 +112,8 @@ setup(
     packages=find_packages("python"),
     include_package_data=True,
     package_data={"sglang_dflash": ["assets/**/*"]},
+    ext_modules=[Extension("sglang_dflash.ops._native", [*SOURCES, KERNELS])],
+    cmdclass={"build_ext": NativeOps},
     install_requires=[
         "sglang==0.5.23",
         "accelerate>=1.15",

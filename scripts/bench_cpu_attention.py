@@ -1,25 +1,29 @@
-"""Times our CPU attention against the host's torch_native backend, on the same paged KV; values compared first.
+"""Times the native attention against torch's SDPA over gathered KV, its body without a compiler; values compared first.
 
-Prints medians in microseconds per call and the ratio; the last line is JSON.
+Prints medians in microseconds per call, the KV read per second, its share of the memory bandwidth measured in the same
+run (reading a large tensor with all threads; above 100% the KV came from the caches), and the ratio. `--host` adds
+SGLang's `torch_native` backend, which pads queries to the KV length. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_dflash import ops
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128  # Qwen3-0.6B
-CASES = [("decode", 1), ("verify", 8), ("verify", 16), ("extend", 128)]
+READ_BYTES = 1 << 30  # to measure the bandwidth with: far more than the caches hold
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def median_us(call: Callable[[], object], repeats: int) -> float:
@@ -32,66 +36,104 @@ def median_us(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def measure(kind: str, rows: int, context: int, batch: int, repeats: int) -> dict[str, object]:
-    """One case: `batch` requests of `context` tokens, of which the last `rows` ask."""
-    generator = torch.Generator().manual_seed(0)
-    size = batch * context + 1
-    k_cache = torch.randn(size, KV_HEADS, HEAD_DIM, generator=generator)
-    v_cache = torch.randn(size, KV_HEADS, HEAD_DIM, generator=generator)
-    q = torch.randn(batch * rows, HEADS, HEAD_DIM, generator=generator)
-    req_to_token = (torch.randperm(size - 1, generator=generator) + 1).view(batch, context).int()
-    requests = torch.arange(batch)
-    scaling = HEAD_DIM**-0.5
-    prefix = context - rows
+def bandwidth_gb_s() -> float:
+    """Of reading, all threads together; the best of several, as a limit."""
+    data = torch.ones(READ_BYTES // 4)
+    return READ_BYTES / min(median_us(data.max, 1) for _ in range(5)) / 1e3
 
-    scratch = ops.KVScratch()
 
-    def ours() -> torch.Tensor:
-        plan = ops.PagedRows.gather(req_to_token, requests, [prefix] * batch, [rows] * batch, scratch)
-        return ops.paged_attention(q, k_cache, v_cache, plan, scaling, causal=True)
+def host_attention(case: dict[str, Any]) -> Callable[[], torch.Tensor]:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     host = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
-    out = torch.empty_like(q)
-    lens = torch.full((batch,), context)
+    batch, rows, prefix = case["batch"], case["rows"], case["prefix"]
+    lens = torch.full((batch,), prefix + rows)
+    out = torch.empty_like(case["q"])
+    common = (case["q"], out, case["k"], case["v"], case["table"], case["requests"], lens)
+    options = {"scaling": HEAD_DIM**-0.5, "enable_gqa": True}
+    if rows == 1:
+        return lambda: host._run_sdpa_forward_decode(*common, **options, causal=False)
+    lengths = (torch.full((batch,), prefix), torch.full((batch,), rows))
+    return lambda: host._run_sdpa_forward_extend(*common, *lengths, **options, causal=True)
 
-    def theirs() -> torch.Tensor:
-        common = (q, out, k_cache, v_cache, req_to_token, requests, lens)
-        if rows == 1:
-            return host._run_sdpa_forward_decode(*common, scaling=scaling, enable_gqa=True, causal=False)
-        lengths = (torch.full((batch,), prefix), torch.full((batch,), rows))
-        return host._run_sdpa_forward_extend(*common, *lengths, scaling=scaling, enable_gqa=True, causal=True)
 
-    torch.testing.assert_close(ours(), theirs(), rtol=1e-4, atol=1e-5)
-    ours_us, theirs_us = median_us(ours, repeats), median_us(theirs, max(3, repeats // 4))
+def make_case(rows: int, context: int, batch: int, dtype: torch.dtype) -> dict[str, Any]:
+    """`batch` requests of `context` tokens in scattered slots, of which the last `rows` ask."""
+    generator = torch.Generator().manual_seed(0)
+    size = batch * context + 1
     return {
-        "kind": kind,
-        "rows": rows,
-        "context": context,
+        "q": torch.randn(batch * rows, HEADS, HEAD_DIM, generator=generator).to(dtype),
+        "k": torch.randn(size, KV_HEADS, HEAD_DIM, generator=generator).to(dtype),
+        "v": torch.randn(size, KV_HEADS, HEAD_DIM, generator=generator).to(dtype),
+        "table": (torch.randperm(size - 1, generator=generator) + 1).view(batch, context).int(),
+        "requests": torch.arange(batch),
         "batch": batch,
-        "ours_us": round(ours_us),
-        "torch_native_us": round(theirs_us),
-        "ratio": round(theirs_us / ours_us, 2),
+        "rows": rows,
+        "prefix": context - rows,
     }
+
+
+def bind(case: dict[str, Any], attention: ops.Attention) -> Callable[[], torch.Tensor]:
+    """A layer of a forward of which this is one of several: the rows are laid out before."""
+    lens = [case["prefix"]] * case["batch"], [case["rows"]] * case["batch"]
+    rows = attention.lay_out(case["table"], case["requests"], *lens)
+    return lambda: attention.attend(case["q"], case["k"], case["v"], rows, scaling=HEAD_DIM**-0.5, causal=True)
+
+
+def measure(case: dict[str, Any], repeats: int, peak_gb_s: float, with_host: bool) -> dict[str, Any]:
+    dtype = case["q"].dtype
+    native = bind(case, ops.choose_attention("cpu", dtype, dtype))
+    torch_body = bind(case, ops.Attention(ops.PagedRows.gather, ops.paged_attention))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(native(), torch_body(), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=tolerance)
+    native_us, torch_us = median_us(native, repeats), median_us(torch_body, max(3, repeats // 4))
+    read = 2 * case["batch"] * (case["prefix"] + case["rows"]) * KV_HEADS * HEAD_DIM * dtype.itemsize
+    gb_s = read / native_us / 1e3
+    result: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "context": case["prefix"] + case["rows"],
+        "batch": case["batch"],
+        "rows": case["rows"],
+        "native_us": round(native_us),
+        "gb_s": round(gb_s, 1),
+        "share": round(gb_s / peak_gb_s, 2),
+        "torch_us": round(torch_us),
+        "ratio": round(torch_us / native_us, 2),
+    }
+    if with_host:
+        host = host_attention(case)
+        torch.testing.assert_close(native(), host(), rtol=1e-3, atol=tolerance)
+        result["host_us"] = round(median_us(host, max(3, repeats // 8)))
+        result["host_ratio"] = round(result["host_us"] / native_us, 2)
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096, 8192])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16], help="1 is a decode, more a verified block")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--host", action="store_true", help="measure SGLang's torch_native backend, too")
     arguments = parser.parse_args()
-    console = Console()
-    table = Table("kind", "rows", "context", "batch", "ours, us", "torch_native, us", "ratio")
-    results = []
+    torch.set_num_threads(arguments.threads)
+    console, results, table = Console(), [], None
+    about = {"torch": torch.__version__, "threads": arguments.threads, "ops": ops.bodies()}
     with torch.inference_mode(), console.status("measuring ...") as status:
-        for kind, rows in CASES:
+        about |= {"read_gb_s": round(bandwidth_gb_s(), 1), "load_before": os.getloadavg()[0]}
+        for dtype in arguments.dtypes:
             for context in arguments.contexts:
                 for batch in arguments.batches:
-                    status.update(f"measuring {kind}, {rows} rows, context {context}, batch {batch} ...")
-                    results.append(measure(kind, rows, context, batch, arguments.repeats))
-                    table.add_row(*map(str, results[-1].values()))
+                    for rows in arguments.rows:
+                        status.update(f"measuring {dtype}, context {context}, batch {batch}, {rows} rows ...")
+                        case = make_case(rows, context, batch, DTYPES[dtype])
+                        results.append(measure(case, arguments.repeats, about["read_gb_s"], arguments.host))
+                        table = table or Table(*results[0])
+                        table.add_row(*map(str, results[-1].values()))
     console.print(table)
-    print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "results": results}))
+    print(json.dumps(about | {"load_after": os.getloadavg()[0], "results": results}))
 
 
 if __name__ == "__main__":

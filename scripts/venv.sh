@@ -26,9 +26,20 @@ find_python() {
 }
 
 install_package() {
-    "$PYTHON" -m pip install "setuptools>=77" wheel &&
+    # SGLang first: it brings the torch that the native ops are built for, which an isolated build would fetch again.
+    "$PYTHON" -m pip install "setuptools>=77" wheel "$(grep -o 'sglang==[0-9.]*' "$ROOT/setup.py")" &&
         "$PYTHON" -m pip install --no-build-isolation -e "$ROOT${1:+[$1]}" &&
         "$PYTHON" -c 'import sglang, sglang_dflash'
+}
+
+# The native ops lie in this folder, not in the environment: a fresh clone, or a change of theirs, builds them.
+build_native() {
+    local built
+    built="$(find "$ROOT/python/sglang_dflash/ops" -name '_native*.so' -print -quit)"
+    if [ -z "$built" ] || [ -n "$(find "$ROOT/csrc" "$ROOT/setup.py" -newer "$built" -print -quit)" ]; then
+        echo "Building the native ops (a minute) ..."
+        (cd "$ROOT" && "$PYTHON" setup.py -q build_ext --inplace) || fail "the native ops could not be built; SGLANG_DFLASH_BUILD_NATIVE=0 leaves them out."
+    fi
 }
 
 make_venv() {
@@ -63,3 +74,4 @@ make_venv() {
 }
 
 make_venv "${1:-}"
+build_native

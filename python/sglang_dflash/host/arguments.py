@@ -14,7 +14,7 @@ from sglang.srt.environ import envs
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 
-from sglang_dflash import __version__
+from sglang_dflash import __version__, ops
 from sglang_dflash.core.draft_config import USE_BUILTIN, DraftConfig
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_dflash.host.features import refuse_features
@@ -67,12 +67,13 @@ def check(server_args: Any, previous: Any) -> None:
     cfg = resolving_view(server_args)
     logger.info(
         "sglang-dflash %s serves DFLASH: block size %d (trained with %d), attention %s, draft attention %s; "
-        "%s=builtin gives SGLang's own worker.",
+        "%s; %s=builtin gives SGLang's own worker.",
         __version__,
         block_size,
         draft.block_size,
         cfg.attention_backend or f"{cfg.prefill_attention_backend}/{cfg.decode_attention_backend}",
         cfg.speculative_draft_attention_backend,
+        ops.bodies(),
         WORKER_VARIABLE,
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+import torch.nn.functional as F
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
 from sglang_dflash import ops
 
@@ -26,6 +27,22 @@ class ContextKVWriter:
         self._rotary = first.rotary_emb
         self._eps = first.k_norm.variance_epsilon
         self._kv_weight, self._kv_bias, self._k_norm_weight = self._projections()
+        self._caches: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._rows = ops.TORCH_ROWS
+
+    def use_pool(self, pool: Any) -> None:
+        """Writes straight into the layers' caches where they are plain ones on the CPU, else through the pool.
+
+        Args:
+            pool: the draft's KV pool.
+        """
+        scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)]
+        plain = type(pool) is MHATokenToKVPool and not pool.is_quantized_kv_cache and not any(scales)
+        same = plain and pool.dtype == pool.store_dtype == self._kv_weight.dtype
+        if same and ops.serves(pool.device, pool.dtype):
+            ids = [layer.layer_id for layer in self._layers]
+            self._caches = [pool.get_key_buffer(i) for i in ids], [pool.get_value_buffer(i) for i in ids]
+            self._rows = ops.choose_rows(pool.device, pool.dtype)
 
     def refresh(self) -> None:
         """Takes up the draft's weights after they changed, in place: a forward may still be reading."""
@@ -59,8 +76,12 @@ class ContextKVWriter:
             self._write_rows(pool, hidden[: len(slots)][rows], positions[rows], slots[rows])
 
     def _write_rows(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        features = self._model.project_target_hidden(hidden)
+        if self._caches is not None:
+            self._write_caches(features, positions, slots, *self._caches)
+            return
         k, v = ops.context_kv(
-            self._model.project_target_hidden(hidden),
+            features,
             self._kv_weight,
             self._kv_bias,
             self._k_norm_weight,
@@ -71,3 +92,24 @@ class ContextKVWriter:
         location = KVWriteLoc(slots, physical=True)
         for layer, layer_k, layer_v in zip(self._layers, k, v, strict=True):
             pool.set_kv_buffer(layer, location, layer_k, layer_v, layer.k_scale, layer.v_scale)
+
+    def _write_caches(
+        self,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        k_caches: list[torch.Tensor],
+        v_caches: list[torch.Tensor],
+    ) -> None:
+        bias = None if self._kv_bias is None else self._kv_bias.flatten()
+        kv = F.linear(features, self._kv_weight.flatten(0, 3), bias)
+        self._rows.write_context_kv(
+            kv.view(len(kv), *self._kv_weight.shape[:4]),  # [N, L, 2, Hkv, D]
+            self._k_norm_weight,
+            self._eps,
+            positions,
+            self._rotary.cos_sin_cache,
+            slots,
+            k_caches,
+            v_caches,
+        )

@@ -26,10 +26,11 @@ def install() -> None:
     for target, (function, kind) in registered_hooks().items():
         HookRegistry.register(target, function, kind)
     if cpu_platform_in_use():
-        from sglang_dflash.host.cpu import deterministic, shims
+        from sglang_dflash.host.cpu import deterministic, layers, shims
 
         shims.install()
         deterministic.install()
+        layers.install()
     register_resolution_hook("handle_deprecated_dp_attention")(_check_features)  # the host's first
     register_resolution_hook("handle_speculative_decoding")(_check_arguments)
 

@@ -48,6 +48,8 @@ class DFlashWorker(BaseSpecWorker):
         self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
         self._sampler = RowSampler(self._target, self.block_size)
         self._hidden_states = ReturnedHiddenStates(self._target.model)
+        self._rows = ops.choose_rows(self.device, self._target.dtype)
+        self._tp_size = get_parallel().tp_size
 
     # What the scheduler asks of a worker besides a step.
 
@@ -124,8 +126,7 @@ class DFlashWorker(BaseSpecWorker):
         grammar_tree = self._sampler.grammar_tree(batch, plan)
         with spec_stage_span("verify"):
             target = self._verify(plan, batch, kv_plan)
-        target_ids = self._sampler.choose(batch, plan, target.logits_output, grammar_tree, grammar_barrier)
-        accepted = ops.accept_chain(self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids), plan.ids)
+        accepted = self._accept(plan, batch, target.logits_output, grammar_tree, grammar_barrier)
         self._sampler.commit(batch, accepted.out_ids, accepted.commit_lens)
         prefix_lens = block.prefix_lens + accepted.commit_lens
         if on_publish is not None:
@@ -143,6 +144,14 @@ class DFlashWorker(BaseSpecWorker):
             routed_experts_output=target.routed_experts_output,
             indexer_topk_output=target.indexer_topk_output,
         )
+
+    def _accept(
+        self, plan: VerifyPlan, batch: Any, target_out: Any, grammar_tree: Any, grammar_barrier: Any
+    ) -> ops.GreedyAcceptance:
+        if self._tp_size == 1 and self._sampler.plain(batch):
+            return self._rows.accept_greedy(target_out.next_token_logits.view(*plan.ids.shape, -1), plan.ids)
+        target_ids = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
+        return ops.accept_chain(self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids), plan.ids)
 
     def _lay_out_block(self, batch: Any) -> Block:
         prefix_lens = batch.seq_lens

@@ -44,6 +44,7 @@ class PagedRows:
         slots: [B, S] int64; KV slots of positions 0.. of each request, padded beyond its length with its first.
         prefix_lens: per request, the tokens before its first row.
         row_lens: per request, its query rows. Rows of the requests follow each other in the query tensor.
+        kv_lens: per request, the sum of both.
         batched: whether all requests go through one SDPA call.
         tile_masks: what `invariant_attention` keeps for the layers to come.
     """
@@ -51,6 +52,7 @@ class PagedRows:
     slots: torch.Tensor
     prefix_lens: list[int]
     row_lens: list[int]
+    kv_lens: list[int]
     batched: bool
     scratch: KVScratch = field(default_factory=KVScratch)
     _masks: dict[tuple[int, bool, int | None, int], torch.Tensor | None] = field(default_factory=dict)
@@ -69,20 +71,16 @@ class PagedRows:
 
         Forwards that run one after the other may share a `scratch`.
         """
-        kv_lens = torch.tensor([prefix + rows for prefix, rows in zip(prefix_lens, row_lens, strict=True)])
-        longest = int(kv_lens.max()) if prefix_lens else 0
+        kv_lens = [prefix + rows for prefix, rows in zip(prefix_lens, row_lens, strict=True)]
+        longest = max(kv_lens, default=0)
         slots = req_to_token[req_pool_indices.long(), :longest].long()
         # Behind its length a row still holds what an earlier request left there: slots of somebody else by now,
         # whose NaN would pass a mask that only weighs them with zero.
-        beyond = torch.arange(longest) >= kv_lens[:, None]
+        beyond = torch.arange(longest) >= torch.tensor(kv_lens, dtype=torch.int64)[:, None]
         slots = torch.where(beyond, slots[:, :1], slots)
         uniform = len(set(row_lens)) == 1 and row_lens[0] <= FOLDED_ROWS
-        batched = uniform and slots.numel() <= min(BATCHED_TOKENS, MAX_PADDING * int(kv_lens.sum()))
-        return cls(slots, prefix_lens, row_lens, batched, scratch or KVScratch())
-
-    @property
-    def kv_lens(self) -> list[int]:
-        return [prefix + rows for prefix, rows in zip(self.prefix_lens, self.row_lens, strict=True)]
+        batched = uniform and slots.numel() <= min(BATCHED_TOKENS, MAX_PADDING * sum(kv_lens))
+        return cls(slots, prefix_lens, row_lens, kv_lens, batched, scratch or KVScratch())
 
     def folded_mask(self, index: int, causal: bool, window_left: int | None, groups: int) -> torch.Tensor | None:
         """[1 or B, 1, groups * W, S] bool: what request `index` sees, or all requests (-1); None where all is seen."""

@@ -132,6 +132,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (normed * weight.float()).to(x.dtype)
 
 
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm of the sum of `x` and `residual` (same shape and dtype), and the sum itself, rounded once."""
+    total = x.float() + residual.float()
+    return rms_norm(total, weight, eps).to(x.dtype), total.to(x.dtype)
+
+
 def rope_neox(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding, halves paired (neox style), over the first `cos_sin.shape[1]` of the last dimension.
 
@@ -147,6 +155,19 @@ def rope_neox(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -
     first, second = x[..., :rotary_dim].chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+
+
+def norm_rope_(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, positions: torch.Tensor, cos_sin: torch.Tensor
+) -> None:
+    """Norms every head and rotates it, in place: what attention does to its queries and keys.
+
+    Args:
+        x: [N, heads, D], the last dimension dense.
+        weight: [D], or None: no norm.
+        positions, cos_sin: see `rope_neox`.
+    """
+    x.copy_(rope_neox(x if weight is None else rms_norm(x, weight, eps), positions, cos_sin))
 
 
 def context_kv(
@@ -182,6 +203,70 @@ def context_kv(
     return k.transpose(0, 1), kv[:, :, 1].transpose(0, 1)
 
 
+def write_context_kv(
+    kv: torch.Tensor,
+    k_norm_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    k_caches: list[torch.Tensor],
+    v_caches: list[torch.Tensor],
+) -> None:
+    """What follows `context_kv`'s product: norms and rotates the keys and writes all layers into their caches.
+
+    Args:
+        kv: [N, L, 2, Hkv, D], projected.
+        k_norm_weight: [L, D].
+        positions: [N] int64, absolute.
+        cos_sin: [P, R] as in `rope_neox`.
+        slots: [N] int64. Of rows with the same slot, any one may win.
+        k_caches, v_caches: L times [slots, Hkv, D] in kv's dtype.
+    """
+    k = rope_neox(rms_norm(kv[:, :, 0], k_norm_weight[:, None], eps), positions, cos_sin)
+    for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
+        k_cache[slots] = k[:, layer]
+        v_cache[slots] = kv[:, layer, 1]
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    row_starts: torch.Tensor,
+    scaling: float,
+    causal: bool,
+    window_left: int | None = None,
+    row_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attention_rows` of every request over its KV in pages.
+
+    Args:
+        q: [T, Hq, D], the requests' rows one after the other.
+        k_cache, v_cache: [slots, Hkv, D and Dv]; the rows' own KV is already in them.
+        req_to_token: [R, C] int32; slot of each position of each request row.
+        req_pool_indices: [B] int64; the batch's rows.
+        prefix_lens: [B] int64; tokens before a request's first row.
+        row_starts: [B + 1] int64, from 0 to T; where its rows begin and end in `q`.
+        row_mask: [B, W, W] bool with W >= any request's rows, or None; see `attention_rows`.
+
+    Returns:
+        [T, Hq, Dv] in `q`'s dtype.
+    """
+    out = q.new_empty(*q.shape[:2], v_cache.shape[2])
+    starts = row_starts.tolist()
+    for index, (row, prefix) in enumerate(zip(req_pool_indices.tolist(), prefix_lens.tolist(), strict=True)):
+        rows = slice(starts[index], starts[index + 1])
+        count = rows.stop - rows.start
+        slots = req_to_token[row, : prefix + count].long()
+        mask = None if row_mask is None else row_mask[index, :count, :count]
+        out[rows] = attention_rows(q[rows], k_cache[slots], v_cache[slots], prefix, scaling, causal, window_left, mask)
+    return out
+
+
 def attention_rows(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -190,6 +275,7 @@ def attention_rows(
     scaling: float,
     causal: bool,
     window_left: int | None,
+    row_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Grouped-query attention of one request's rows over its prefix and themselves, in float32.
 
@@ -199,6 +285,7 @@ def attention_rows(
 
     Args:
         q: [T, Hq, D]; k, v: [prefix_len + T, Hkv, D and Dv], Hq a multiple of Hkv.
+        row_mask: [T, T] bool, which rows each row sees of its own block, in place of `causal`; see `masked_keys`.
 
     Returns:
         [T, Hq, Dv] in `q`'s dtype.
@@ -207,7 +294,10 @@ def attention_rows(
     keys = k.float().repeat_interleave(groups, 1)
     values = v.float().repeat_interleave(groups, 1)
     scores = torch.einsum("thd,shd->hts", q.float(), keys) * scaling
-    visible = visible_keys(len(q), prefix_len, len(k), causal, window_left, q.device)
+    if row_mask is None:
+        visible = visible_keys(len(q), prefix_len, len(k), causal, window_left, q.device)
+    else:
+        visible = masked_keys(row_mask, prefix_len, window_left)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
     return torch.einsum("hts,shd->thd", scores.softmax(-1), values).to(q.dtype)
@@ -222,3 +312,16 @@ def visible_keys(
     behind = torch.arange(rows, device=device)[:, None] + prefix_len - torch.arange(keys, device=device)
     visible = behind >= 0 if causal else torch.ones_like(behind, dtype=torch.bool)
     return visible if window_left is None else visible & (behind <= window_left)
+
+
+def masked_keys(row_mask: torch.Tensor, prefix_len: int, window_left: int | None) -> torch.Tensor:
+    """[T, prefix_len + T] bool: the prefix, and the own rows that `row_mask` ([T, T] bool) names.
+
+    A row stands as far behind the prefix as it sees own rows besides itself: its depth in a tree, its number in a
+    chain. A window counts in these positions.
+    """
+    depths = row_mask.sum(1) - 1  # [T]
+    keys = torch.cat((torch.arange(-prefix_len, 0, device=row_mask.device), depths))  # positions behind the prefix
+    prefix = row_mask.new_ones(len(row_mask), prefix_len)
+    visible = torch.cat((prefix, row_mask), 1)
+    return visible if window_left is None else visible & (depths[:, None] - keys <= window_left)

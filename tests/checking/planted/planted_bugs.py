@@ -47,13 +47,12 @@ class Now:
 
 def _plant(*arguments: Any) -> None:
     """Wraps what the worker calls; an attribute that is gone ends the server, and with it the test."""
-    from sglang_dflash import ops
     from sglang_dflash.host.draft_runner import DraftRunner
     from sglang_dflash.host.sampling import RowSampler
     from sglang_dflash.host.worker import DFlashWorker
 
     now = Now()
-    ops.accept_chain = _one_too_many(ops.accept_chain, now)
+    DFlashWorker._accept = _one_too_many(DFlashWorker._accept, now)
     RowSampler.commit = _bonus_only(RowSampler.commit)
     DraftRunner.write_context = _write_context(DraftRunner.write_context, now)
     DFlashWorker._decode = _decode(DFlashWorker._decode, now)
@@ -61,8 +60,9 @@ def _plant(*arguments: Any) -> None:
 
 
 def _one_too_many(original: Any, now: Now) -> Any:
-    def accept(target_ids: torch.Tensor, draft_ids: torch.Tensor) -> Any:
-        right = original(target_ids, draft_ids)
+    def accept(worker: Any, plan: Any, batch: Any, target_out: Any, *rest: Any) -> Any:
+        right = original(worker, plan, batch, target_out, *rest)
+        draft_ids, target_ids = plan.ids, target_out.next_token_logits.argmax(-1).view(plan.ids.shape)
         width = draft_ids.shape[1]
         rows = (right.commit_lens < width).nonzero()[:, 0]
         if not len(rows) or not now.strikes(ACCEPT):

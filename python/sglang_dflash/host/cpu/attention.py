@@ -1,4 +1,4 @@
-"""SGLang's attention backend on a plain CPU: turns the host's batch into `ops.PagedRows`."""
+"""SGLang's attention backend on a plain CPU: turns the host's batch into what an `ops.Attention` takes."""
 
 from __future__ import annotations
 
@@ -31,22 +31,20 @@ class CpuAttentionBackend(AttentionBackend):
             )
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self._attend = ops.paged_attention
+        self._attention = ops.choose_attention("cpu", model_runner.dtype, self.token_to_kv_pool.dtype)
         if get_exec().deterministic.enable_deterministic_inference:
-            self._attend = ops.invariant_attention
+            self._attention = ops.INVARIANT_ATTENTION
             head_dims = (model_runner.model_config.head_dim, model_runner.model_config.v_head_dim)
             if len(set(head_dims)) > 1:
                 raise ValueError(
                     f"--enable-deterministic-inference on the CPU needs keys and values of one size, not {head_dims}."
                 )
-        self._scratch = ops.KVScratch()
-        self._rows = ops.PagedRows(torch.empty(0, 0, dtype=torch.int64), [], [], batched=False)
+        self._rows: Any = None  # of the forward that was prepared last
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         prefix_lens, row_lens = _row_layout(forward_batch)
-        self._scratch = ops.KVScratch()
-        self._rows = ops.PagedRows.gather(
-            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, prefix_lens, row_lens, self._scratch
+        self._rows = self._attention.lay_out(
+            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, prefix_lens, row_lens
         )
 
     def forward_decode(
@@ -78,7 +76,7 @@ class CpuAttentionBackend(AttentionBackend):
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
         window = layer.sliding_window_size
-        out = self._attend(
+        out = self._attention.attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),

@@ -1,0 +1,17 @@
+// Schemas of the native ops; their bodies are in cpu/.
+#include <torch/library.h>
+
+TORCH_LIBRARY(sglang_dflash, m) {
+  m.def("isa() -> str");
+  m.def(
+      "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor req_to_token, Tensor req_pool_indices, "
+      "Tensor prefix_lens, Tensor row_starts, float scaling, bool causal, int window_left, Tensor? row_mask) -> Tensor");
+  m.def(
+      "write_context_kv(Tensor kv, Tensor k_norm_weight, float eps, Tensor positions, Tensor cos_sin, Tensor slots, "
+      "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches) -> ()");
+  m.def(
+      "norm_rope_(Tensor(a!) x, Tensor? weight, float eps, Tensor positions, Tensor cos_sin) -> ()");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def("accept_greedy(Tensor logits, Tensor ids) -> (Tensor, Tensor, Tensor)");
+}

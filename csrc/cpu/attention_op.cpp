@@ -1,0 +1,155 @@
+// sglang_dflash::paged_attention: checks, the split into items of work, and the passes over them.
+#include <vector>
+
+#include "common.h"
+
+namespace sglang_dflash {
+namespace {
+
+struct Work {
+  std::vector<AttentionItem> tiles;  // what is written at once: some rows of a request under one KV head
+  std::vector<AttentionItem> parts;  // tiles, or single chunks of them
+  int64_t partials = 0;
+  bool split = false;
+};
+
+int64_t chunks_of(const AttentionItem& item) {
+  return (item.key_end - 1) / kChunkKeys - item.key_begin / kChunkKeys + 1;
+}
+
+void lay_out_tiles(const Attention& a, int64_t batch, Work& work) {
+  const int64_t tile = std::max<int64_t>(1, kTileRows / a.groups);
+  for (int64_t b = 0; b < batch; b++) {
+    const int64_t prefix = a.prefix_lens[b], rows = a.row_starts[b + 1] - a.row_starts[b];
+    for (int64_t first = 0; first < rows; first += tile) {
+      const int64_t count = std::min(tile, rows - first);
+      const int64_t lowest = prefix + (a.row_mask ? -1 : first);  // position of the row that sees farthest back
+      const int64_t begin = a.window_left < 0 ? 0 : std::max<int64_t>(0, lowest - a.window_left);
+      const int64_t end = prefix + (a.causal && !a.row_mask ? first + count : rows);
+      for (int64_t head = 0; head < a.kv_heads; head++)
+        work.tiles.push_back({b, first, count, head, begin, end, -1, -1});
+    }
+  }
+}
+
+// Tiles are split into chunks where one of them would keep a thread busy while the others have nothing left. The
+// result is the same, bit for bit.
+void split(Work& work, int64_t threads) {
+  int64_t total = 0, longest = 0;
+  for (const auto& tile : work.tiles) {
+    total += chunks_of(tile);
+    longest = std::max(longest, chunks_of(tile));
+  }
+  work.split = threads > 1 && longest > 1 && 4 * longest * threads > total;
+  if (!work.split) {
+    work.parts = work.tiles;
+    return;
+  }
+  for (auto& tile : work.tiles) {
+    tile.partial = work.partials;
+    for (int64_t chunk = 0; chunk < chunks_of(tile); chunk++) {
+      work.parts.push_back(tile);
+      work.parts.back().chunk = tile.key_begin / kChunkKeys + chunk;
+    }
+    work.partials += chunks_of(tile);
+  }
+}
+
+void run(Attention& a, int64_t batch, const at::Tensor& like) {
+  const Kernels& kernel = kernels();
+  Work work;
+  lay_out_tiles(a, batch, work);
+  split(work, at::in_parallel_region() ? 1 : at::get_num_threads());
+  const auto options = like.options().dtype(at::kFloat);
+  const int64_t memory = kernel.attention_workspace(a);
+  const at::Tensor workspace = at::empty({at::get_num_threads(), memory}, options);
+  float* base = workspace.data_ptr<float>();
+  a.partial_rows = std::max(kTileRows / a.groups, int64_t(1)) * a.groups;
+  at::Tensor partials;
+  if (work.split) {
+    int64_t rows = 0;  // of the largest tile: a decode has few
+    for (const auto& tile : work.tiles) rows = std::max(rows, tile.rows * a.groups);
+    a.partial_rows = rows;
+    partials = at::empty({work.partials * rows * ((a.v_dim + 15) / 16 * 16 + 2)}, options);
+    a.partials = partials.data_ptr<float>();
+  }
+  std::atomic<bool> good{true};
+  each_item(int64_t(work.parts.size()), [&](int64_t item, int64_t thread) {
+    if (!kernel.attend(a, work.parts[item], base + thread * memory)) good = false;
+  });
+  TORCH_CHECK(good, "req_to_token names a slot outside the cache of ", a.slots, " slots");
+  if (work.split) {
+    each_item(int64_t(work.tiles.size()), [&](int64_t item, int64_t thread) {
+      kernel.merge(a, work.tiles[item], base + thread * memory);
+    });
+  }
+}
+
+void check_rows(const Attention& a, int64_t batch, int64_t tokens, const at::Tensor& table) {
+  TORCH_CHECK(a.row_starts[0] == 0 && a.row_starts[batch] == tokens, "row_starts must go from 0 to ", tokens);
+  require_below(a.requests, batch, table.size(0), "req_pool_indices");
+  for (int64_t b = 0; b < batch; b++) {
+    const int64_t rows = a.row_starts[b + 1] - a.row_starts[b];
+    TORCH_CHECK(rows >= 0 && a.prefix_lens[b] >= 0 && a.prefix_lens[b] + rows <= table.size(1), "request ", b, " has ",
+                a.prefix_lens[b], " tokens and ", rows, " rows; a row of req_to_token has ", table.size(1));
+    TORCH_CHECK(!a.row_mask || rows <= a.mask_width, "request ", b, " has ", rows, " rows; row_mask has ",
+                a.mask_width);
+  }
+}
+
+// [B, W]: how many own rows each row sees, less one: its depth in a tree, its number in a chain.
+std::vector<int32_t> depths_of(const Attention& a, int64_t batch) {
+  std::vector<int32_t> depths(batch * a.mask_width, -1);
+  for (int64_t b = 0; b < batch; b++) {
+    const int64_t rows = a.row_starts[b + 1] - a.row_starts[b];
+    for (int64_t line = b * a.mask_width; line < b * a.mask_width + rows; line++)
+      for (int64_t j = 0; j < rows; j++) depths[line] += a.row_mask[line * a.mask_width + j];
+  }
+  return depths;
+}
+
+at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
+                           const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
+                           const at::Tensor& prefix_lens, const at::Tensor& row_starts, double scaling, bool causal,
+                           int64_t window_left, const std::optional<at::Tensor>& row_mask) {
+  TORCH_CHECK(q.dim() == 3 && k_cache.dim() == 3 && v_cache.dim() == 3, "q, k_cache, v_cache need 3 dimensions");
+  TORCH_CHECK(k_cache.scalar_type() == v_cache.scalar_type(), "k_cache is ", k_cache.scalar_type(), ", v_cache ",
+              v_cache.scalar_type());
+  TORCH_CHECK(k_cache.size(0) == v_cache.size(0) && k_cache.size(1) == v_cache.size(1) && k_cache.size(1) > 0 &&
+                  q.size(1) % k_cache.size(1) == 0 && q.size(2) == k_cache.size(2),
+              "shapes of q ", q.sizes(), ", k_cache ", k_cache.sizes(), ", v_cache ", v_cache.sizes());
+  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
+              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
+  const int64_t batch = req_pool_indices.numel();
+  at::Tensor out = at::empty({q.size(0), q.size(1), v_cache.size(2)}, q.options());
+  Attention a{};
+  a.q = view_of(q, "q"), a.k = view_of(k_cache, "k_cache"), a.v = view_of(v_cache, "v_cache");
+  a.out = view_of(out, "out");
+  a.table = req_to_token.const_data_ptr<int32_t>(), a.table_stride = req_to_token.stride(0);
+  a.requests = ids_of(req_pool_indices, "req_pool_indices", batch);
+  a.prefix_lens = ids_of(prefix_lens, "prefix_lens", batch);
+  a.row_starts = ids_of(row_starts, "row_starts", batch + 1);
+  a.slots = k_cache.size(0), a.kv_heads = k_cache.size(1), a.groups = q.size(1) / k_cache.size(1);
+  a.dim = q.size(2), a.v_dim = v_cache.size(2);
+  a.scaling = float(scaling), a.causal = causal, a.window_left = window_left < 0 ? -1 : window_left;
+  std::vector<int32_t> depths;
+  if (row_mask) {
+    TORCH_CHECK(row_mask->scalar_type() == at::kBool && row_mask->dim() == 3 && row_mask->is_contiguous() &&
+                    row_mask->size(0) == batch && row_mask->size(1) == row_mask->size(2),
+                "row_mask is ", row_mask->scalar_type(), row_mask->sizes(), "; dense bool of [B, W, W] is needed");
+    a.row_mask = row_mask->const_data_ptr<bool>(), a.mask_width = row_mask->size(2);
+  }
+  check_rows(a, batch, q.size(0), req_to_token);
+  if (row_mask) {
+    depths = depths_of(a, batch);
+    a.depths = depths.data();
+  }
+  if (out.numel() > 0 && a.groups > 0) run(a, batch, q);
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) { m.impl("paged_attention", paged_attention); }
+
+}  // namespace sglang_dflash

@@ -1,0 +1,61 @@
+// What the bodies of all CPU ops share: tensors as views, the chosen kernels, loops over threads.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+#include "kernels.h"
+
+namespace sglang_dflash {
+
+const Kernels& kernels();
+
+inline Type type_of(const at::Tensor& t, const char* name) {
+  TORCH_CHECK(t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16, name, " is ", t.scalar_type(),
+              "; allowed: float32, bfloat16");
+  return t.scalar_type() == at::kFloat ? Type::kFloat : Type::kBFloat16;
+}
+
+// Whether the last dimension is; of a single element torch may keep any stride.
+inline bool dense(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
+
+// [outer, inner, last] or [outer, last], the last dimension dense.
+inline View view_of(const at::Tensor& t, const char* name) {
+  TORCH_CHECK(t.dim() == 2 || t.dim() == 3, name, " has shape ", t.sizes(), "; 2 or 3 dimensions are needed");
+  TORCH_CHECK(dense(t), name, " has strides ", t.strides(), "; the last must be 1");
+  return {t.data_ptr(), type_of(t, name), t.stride(0), t.dim() == 3 ? t.stride(1) : 0};
+}
+
+inline const int64_t* ids_of(const at::Tensor& t, const char* name, int64_t size) {
+  TORCH_CHECK(t.scalar_type() == at::kLong && t.dim() == 1 && t.is_contiguous() && t.numel() == size, name, " is ",
+              t.scalar_type(), t.sizes(), "; int64 of [", size, "] is needed");
+  return t.const_data_ptr<int64_t>();
+}
+
+inline void require_below(const int64_t* ids, int64_t count, int64_t limit, const char* name) {
+  for (int64_t i = 0; i < count; i++)
+    TORCH_CHECK(ids[i] >= 0 && ids[i] < limit, name, "[", i, "] is ", ids[i], "; allowed: 0 .. ", limit - 1);
+}
+
+// Calls `body(item, thread)` for 0 .. count - 1; a thread takes the next item when it is done with one.
+template <typename Body>
+void each_item(int64_t count, Body body) {
+  const int64_t threads = std::min<int64_t>(count, at::in_parallel_region() ? 1 : at::get_num_threads());
+  if (threads <= 1) {
+    for (int64_t item = 0; item < count; item++) body(item, 0);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; thread++)
+      for (int64_t item = next++; item < count; item = next++) body(item, thread);
+  });
+}
+
+}  // namespace sglang_dflash

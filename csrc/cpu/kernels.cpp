@@ -1,0 +1,12 @@
+// The kernels of one instruction set; setup.py compiles this file once for each, with its flags and TABLE its name.
+#include "attention.h"
+#include "rows.h"
+
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+
+namespace sglang_dflash {
+
+const Kernels TABLE = {TEXT(ISA), attention_workspace, attend, merge, norm, norm_rope, argmax};
+
+}  // namespace sglang_dflash

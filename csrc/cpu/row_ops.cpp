@@ -1,0 +1,204 @@
+// The ops that go row by row: norms, rotary embedding, context KV, greedy acceptance. And which kernels serve.
+#include <cstdlib>
+#include <vector>
+
+#include "common.h"
+
+namespace sglang_dflash {
+
+const Kernels& kernels() {
+  static const Kernels* const chosen = [] {
+    const char* asked = std::getenv("SGLANG_DFLASH_ISA");
+    const Kernels* found = choose_kernels(asked);
+    TORCH_CHECK(found, "SGLANG_DFLASH_ISA is '", asked, "'; allowed: what this machine has of avx512, avx2, scalar");
+    return found;
+  }();
+  return *chosen;
+}
+
+namespace {
+
+constexpr int64_t kGrain = 16384;  // elements below which another thread costs more than it saves
+constexpr int64_t kMaxHead = 1024;
+
+int64_t grain(int64_t row_size) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, row_size)); }
+
+std::string isa() { return kernels().name; }
+
+void normalise(const at::Tensor& x, const at::Tensor* residual, const at::Tensor& weight, double eps, at::Tensor& out,
+               at::Tensor* residual_out) {
+  const int64_t size = x.size(-1), rows = size == 0 ? 0 : x.numel() / size;
+  TORCH_CHECK(weight.dim() == 1 && weight.size(0) == size && weight.is_contiguous(), "weight has shape ",
+              weight.sizes(), "; [", size, "] is needed");
+  Norm n{};
+  n.x = view_of(x, "x"), n.out = view_of(out, "out");
+  if (residual) {
+    TORCH_CHECK(residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type(), "residual is ",
+                residual->scalar_type(), residual->sizes(), ", x ", x.scalar_type(), x.sizes());
+    n.residual = view_of(*residual, "residual"), n.residual_out = view_of(*residual_out, "residual_out");
+  }
+  n.weight = weight.const_data_ptr(), n.weight_type = type_of(weight, "weight");
+  n.size = size, n.eps = float(eps);
+  at::parallel_for(0, rows, grain(size), [&](int64_t begin, int64_t end) { kernels().norm(n, begin, end); });
+}
+
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  const at::Tensor rows = x.contiguous().view({-1, x.size(-1)});
+  at::Tensor out = at::empty(rows.sizes(), x.options());
+  normalise(rows, nullptr, weight, eps, out, nullptr);
+  return out.view(x.sizes());
+}
+
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                const at::Tensor& weight, double eps) {
+  const at::Tensor rows = x.contiguous().view({-1, x.size(-1)});
+  const at::Tensor residual_rows = residual.contiguous().view({-1, residual.size(-1)});
+  at::Tensor out = at::empty(rows.sizes(), x.options()), residual_out = at::empty(rows.sizes(), x.options());
+  normalise(rows, &residual_rows, weight, eps, out, &residual_out);
+  return {out.view(x.sizes()), residual_out.view(x.sizes())};
+}
+
+// What a head's norm and rotation take, `in` and `out` aside.
+Heads heads_of(int64_t heads, int64_t dim, const at::Tensor* weight, double eps, const at::Tensor& cos_sin) {
+  TORCH_CHECK(dim <= kMaxHead, "a head has ", dim, " elements; allowed: up to ", kMaxHead);
+  TORCH_CHECK(cos_sin.dim() == 2 && dense(cos_sin) && cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= dim,
+              "cos_sin has shape ", cos_sin.sizes(), "; [P, R] with an even R up to ", dim, " is needed");
+  Heads h{};
+  h.heads = heads, h.dim = dim, h.eps = float(eps);
+  h.cos_sin = cos_sin.const_data_ptr(), h.cos_sin_type = type_of(cos_sin, "cos_sin");
+  h.cos_sin_stride = cos_sin.stride(0), h.rotary_dim = cos_sin.size(1);
+  h.weight_type = Type::kFloat;
+  if (weight) {
+    TORCH_CHECK(weight->size(-1) == dim && weight->is_contiguous(), "weight has shape ", weight->sizes(), "; [", dim,
+                "] is needed");
+    h.weight = weight->const_data_ptr(), h.weight_type = type_of(*weight, "weight");
+  }
+  return h;
+}
+
+void norm_rope_(at::Tensor& x, const std::optional<at::Tensor>& weight, double eps, const at::Tensor& positions,
+                const at::Tensor& cos_sin) {
+  TORCH_CHECK(x.dim() == 3, "x has shape ", x.sizes(), "; [N, heads, D] is needed");
+  TORCH_CHECK(!weight || weight->dim() == 1, "weight needs 1 dimension");
+  const int64_t rows = x.size(0);
+  Heads h = heads_of(x.size(1), x.size(2), weight ? &*weight : nullptr, eps, cos_sin);
+  h.in = h.out = view_of(x, "x");
+  const int64_t* position = ids_of(positions, "positions", rows);
+  require_below(position, rows, cos_sin.size(0), "positions");
+  at::parallel_for(0, rows, grain(x.size(1) * x.size(2)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) kernels().norm_rope(h, row, row, position[row]);
+  });
+}
+
+void check_caches(at::TensorList caches, const at::Tensor& kv, const char* name) {
+  TORCH_CHECK(int64_t(caches.size()) == kv.size(1), caches.size(), " ", name, " for ", kv.size(1), " layers");
+  for (const auto& cache : caches)
+    TORCH_CHECK(cache.scalar_type() == kv.scalar_type() && cache.dim() == 3 && cache.size(1) == kv.size(3) &&
+                    cache.size(2) == kv.size(4) && cache.size(0) == caches[0].size(0),
+                "a cache of ", name, " is ", cache.scalar_type(), cache.sizes(), "; kv is ", kv.scalar_type(),
+                kv.sizes());
+}
+
+void copy_heads(const View& from, const View& to, int64_t from_row, int64_t to_row, int64_t heads, int64_t dim,
+                int64_t element) {
+  const char* source = static_cast<const char*>(from.data) + from_row * from.outer * element;
+  char* target = static_cast<char*>(to.data) + to_row * to.outer * element;
+  for (int64_t head = 0; head < heads; head++)
+    memcpy(target + head * to.inner * element, source + head * from.inner * element, dim * element);
+}
+
+void write_context_kv(const at::Tensor& kv, const at::Tensor& k_norm_weight, double eps, const at::Tensor& positions,
+                      const at::Tensor& cos_sin, const at::Tensor& slots, at::TensorList k_caches,
+                      at::TensorList v_caches) {
+  TORCH_CHECK(kv.dim() == 5 && kv.size(2) == 2, "kv has shape ", kv.sizes(), "; [N, L, 2, Hkv, D] is needed");
+  check_caches(k_caches, kv, "k_caches"), check_caches(v_caches, kv, "v_caches");
+  const int64_t rows = kv.size(0), layers = kv.size(1), heads = kv.size(3), dim = kv.size(4);
+  if (kv.numel() == 0) return;
+  TORCH_CHECK(k_norm_weight.dim() == 2 && k_norm_weight.size(0) == layers, "k_norm_weight has shape ",
+              k_norm_weight.sizes());
+  const int64_t* position = ids_of(positions, "positions", rows);
+  const int64_t* slot = ids_of(slots, "slots", rows);
+  require_below(position, rows, cos_sin.size(0), "positions");
+  require_below(slot, rows, k_caches[0].size(0), "slots");
+  std::vector<Heads> keys;
+  std::vector<std::pair<View, View>> values;
+  for (int64_t layer = 0; layer < layers; layer++) {
+    const at::Tensor weight = k_norm_weight.select(0, layer);
+    keys.push_back(heads_of(heads, dim, &weight, eps, cos_sin));
+    keys.back().in = view_of(kv.select(1, layer).select(1, 0), "kv");
+    keys.back().out = view_of(k_caches[layer], "k_caches");
+    values.emplace_back(view_of(kv.select(1, layer).select(1, 1), "kv"), view_of(v_caches[layer], "v_caches"));
+  }
+  const int64_t element = kv.element_size();
+  at::parallel_for(0, rows * layers, grain(2 * heads * dim), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t row = i / layers, layer = i % layers;
+      kernels().norm_rope(keys[layer], row, slot[row], position[row]);
+      copy_heads(values[layer].first, values[layer].second, row, slot[row], heads, dim, element);
+    }
+  });
+}
+
+// Index of a row's largest logit, its vocabulary shared by the threads.
+int64_t argmax_of(const char* row, Type type, int64_t size, int64_t element) {
+  constexpr int64_t kSpan = 16384;
+  const int64_t spans = (size + kSpan - 1) / kSpan;
+  std::vector<Best> best(spans);
+  at::parallel_for(0, spans, 2, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      best[i] = kernels().argmax(row + i * kSpan * element, type, std::min(kSpan, size - i * kSpan));
+  });
+  int64_t first = 0;
+  for (int64_t i = 1; i < spans; i++) {
+    const bool nan = best[first].value != best[first].value, other_nan = best[i].value != best[i].value;
+    if (!nan && (other_nan || best[i].value > best[first].value)) first = i;
+  }
+  return first * kSpan + best[first].index;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& logits, const at::Tensor& ids) {
+  TORCH_CHECK(logits.dim() == 3 && logits.size(2) > 0 && dense(logits), "logits are ", logits.sizes(),
+              " with strides ", logits.strides(), "; [B, W, V] with dense rows is needed");
+  TORCH_CHECK(ids.scalar_type() == at::kLong && ids.is_contiguous() && ids.dim() == 2 &&
+                  ids.sizes() == logits.sizes().slice(0, 2) && ids.size(1) > 0,
+              "ids are ", ids.scalar_type(), ids.sizes(), "; dense int64 of the logits' [B, W] is needed");
+  const int64_t batch = ids.size(0), width = ids.size(1), vocabulary = logits.size(2);
+  const Type type = type_of(logits, "logits");
+  at::Tensor out_ids = at::zeros({batch, width}, ids.options());
+  at::Tensor commit_lens = at::empty({batch}, ids.options().dtype(at::kInt));
+  at::Tensor bonus_ids = at::empty({batch}, ids.options());
+  const int64_t element = logits.element_size();
+  const char* base = static_cast<const char*>(logits.const_data_ptr());
+  const int64_t batch_stride = logits.stride(0) * element, row_stride = logits.stride(1) * element;
+  const int64_t* drafts = ids.const_data_ptr<int64_t>();
+  int64_t *out = out_ids.data_ptr<int64_t>(), *bonus = bonus_ids.data_ptr<int64_t>();
+  int32_t* lens = commit_lens.data_ptr<int32_t>();
+  // Few requests: the threads share a row. Inside the loop over requests they do not, as torch nests no regions.
+  const int64_t together = batch >= at::get_num_threads() ? 1 : batch;
+  at::parallel_for(0, batch, std::max<int64_t>(together, grain(vocabulary)), [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; b++) {
+      int64_t row = 0;
+      for (;; row++) {  // behind the first rejected draft no row is read
+        bonus[b] = argmax_of(base + b * batch_stride + row * row_stride, type, vocabulary, element);
+        out[b * width + row] = bonus[b];
+        if (row + 1 == width || drafts[b * width + row + 1] != bonus[b]) break;
+      }
+      lens[b] = int32_t(row + 1);
+    }
+  });
+  return {out_ids, commit_lens, bonus_ids};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
+  m.impl("write_context_kv", write_context_kv);
+  m.impl("norm_rope_", norm_rope_);
+  m.impl("rms_norm", rms_norm);
+  m.impl("add_rms_norm", add_rms_norm);
+  m.impl("accept_greedy", accept_greedy);
+}
+
+TORCH_LIBRARY_IMPL(sglang_dflash, CompositeExplicitAutograd, m) { m.impl("isa", isa); }
+
+}  // namespace sglang_dflash

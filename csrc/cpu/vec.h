@@ -1,0 +1,157 @@
+// Float vectors as wide as the instruction set of this unit, in the compilers' vector extension (GCC, Clang).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace sglang_dflash {
+namespace {  // every unit its own: the linker must not pick another instruction set's
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t VecU __attribute__((vector_size(kLanes * 4)));
+typedef int32_t VecI __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t VecH __attribute__((vector_size(kLanes * 2)));
+typedef float Vec4 __attribute__((vector_size(16)));
+typedef int32_t Vec4I __attribute__((vector_size(16)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+#define INLINE inline __attribute__((always_inline))
+constexpr float kInfinity = __builtin_inff();
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+INLINE Vec broadcast(float x) { return x - Vec{}; }
+
+INLINE Vec load(const float* p) {
+  Vec x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+INLINE Vec load(const BFloat16* p) {
+  VecH h;
+  memcpy(&h, p, sizeof h);
+  return (Vec)(__builtin_convertvector(h, VecU) << 16);
+}
+
+INLINE void store(float* p, Vec x) { memcpy(p, &x, sizeof x); }
+
+INLINE void store(BFloat16* p, Vec x) {  // to nearest, ties to even
+  const VecU u = (VecU)x;
+  const VecU rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const VecU nan = rounded - rounded + 0x7fc0u;
+  const VecH h = __builtin_convertvector(x != x ? nan : rounded, VecH);
+  memcpy(p, &h, sizeof h);
+}
+
+INLINE float wide(float x) { return x; }
+
+INLINE float wide(BFloat16 x) {
+  const uint32_t u = uint32_t(x.bits) << 16;
+  float f;
+  memcpy(&f, &u, sizeof f);
+  return f;
+}
+
+INLINE void narrow(float* p, float x) { *p = x; }
+
+INLINE void narrow(BFloat16* p, float x) {
+  uint32_t u;
+  memcpy(&u, &x, sizeof u);
+  p->bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+// The first `count` of a vector, zero behind.
+template <typename T>
+INLINE Vec load_some(const T* p, int64_t count) {
+  float part[kLanes] = {};
+  for (int64_t i = 0; i < count; i++) part[i] = wide(p[i]);
+  return load(part);
+}
+
+template <typename T>
+INLINE void store_some(T* p, Vec x, int64_t count) {
+  float part[kLanes];
+  store(part, x);
+  for (int64_t i = 0; i < count; i++) narrow(p + i, part[i]);
+}
+
+INLINE Vec4 fold(Vec x) {  // lanes by lanes until four are left
+#if defined(__AVX512F__)
+  const __m512 w = (__m512)x;
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(w),
+                                    _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(w), 1)));
+  return (Vec4)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#elif defined(__AVX2__)
+  return (Vec4)_mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+#else
+  return x;
+#endif
+}
+
+#if defined(__clang__)
+#define SHUFFLE4(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define SHUFFLE4(a, b, i, j, k, l) __builtin_shuffle(a, b, Vec4I{i, j, k, l})
+#endif
+
+// The sums of four vectors.
+INLINE Vec4 sums(Vec a, Vec b, Vec c, Vec d) {
+  const Vec4 a4 = fold(a), b4 = fold(b), c4 = fold(c), d4 = fold(d);
+  const Vec4 ab = SHUFFLE4(a4, b4, 0, 4, 1, 5) + SHUFFLE4(a4, b4, 2, 6, 3, 7);
+  const Vec4 cd = SHUFFLE4(c4, d4, 0, 4, 1, 5) + SHUFFLE4(c4, d4, 2, 6, 3, 7);
+  return SHUFFLE4(ab, cd, 0, 1, 4, 5) + SHUFFLE4(ab, cd, 2, 3, 6, 7);
+}
+
+INLINE float sum(Vec x) {
+  const Vec4 y = fold(x);
+  return (y[0] + y[2]) + (y[1] + y[3]);
+}
+
+INLINE float maximum(Vec x) {
+  float best = x[0];
+  for (int i = 1; i < kLanes; i++) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+// exp(x) for x <= 0 within 2 ulp; zero below -87.3 where the result leaves the normal numbers, NaN for NaN.
+// Cephes' expf: x = n ln2 + r with ln2 in two parts, a polynomial in r, n into the exponent.
+INLINE Vec exp_negative(Vec x) {
+  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const VecI tiny = x < -87.3f;
+  const Vec shifted = x * 1.44269504088896341f + magic;
+  const Vec n = shifted - magic;
+  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec p = broadcast(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const VecU exponent = ((VecU)shifted << 23) + 0x3f800000u;  // n stands in the low bits of `shifted`
+  return tiny ? Vec{} : p * (Vec)exponent;
+}
+
+INLINE float exp_negative(float x) { return exp_negative(broadcast(x))[0]; }
+
+}  // namespace
+}  // namespace sglang_dflash

@@ -1,0 +1,66 @@
+"""SGLang's norms and rotary embeddings on a plain CPU with the native ops, where the host has torch bodies only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
+from sglang.srt.platforms import current_platform
+
+from sglang_dflash import ops
+
+ROTARY = (RotaryEmbedding, Llama3RotaryEmbedding, YaRNScalingRotaryEmbedding)  # they differ in their tables alone
+
+
+def install() -> None:
+    """Registers our forwards for exactly these classes; without native ops the host's own stay."""
+    if not ops.serves("cpu"):
+        return
+    key = current_platform.get_dispatch_key_name()
+    BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, key)
+    for layer in ROTARY:
+        BaseFusedOp.register_oot_forward(layer, rotate, key)
+
+
+def rms_norm(
+    norm: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    post_residual_addition: torch.Tensor | None = None,
+    quant_linear: Any = None,
+) -> Any:
+    """`RMSNorm.forward_native`; layers with options of their own keep it."""
+    plain = not (norm.cast_x_before_out_mul or norm.fp32_residual or norm.override_orig_dtype)
+    plain = plain and norm.variance_size_override is None and post_residual_addition is None
+    same = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
+    if not (plain and same and x.shape[-1] == norm.hidden_size and ops.serves(x.device, x.dtype, norm.weight.dtype)):
+        return norm.forward_native(x, residual, post_residual_addition, quant_linear)
+    if residual is None:
+        return torch.ops.sglang_dflash.rms_norm(x, norm.weight, norm.variance_epsilon)
+    return torch.ops.sglang_dflash.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+
+
+def rotate(
+    rotary: Any,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    fused_set_kv_buffer_arg: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`RotaryEmbedding.forward_native`, in place as the host's device kernels are; halves paired (neox) only."""
+    own_table = hasattr(rotary, "sin_cos_cache")
+    dense = query.stride(-1) == key.stride(-1) == 1 and query.dim() == key.dim() == 2
+    taken = ops.serves(query.device, query.dtype, key.dtype, rotary.cos_sin_cache.dtype)
+    if own_table or not (rotary.is_neox_style and dense and taken and offsets is None):
+        return rotary.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
+    assert fused_set_kv_buffer_arg is None, "no host path on the CPU fuses the KV write"
+    for x in (query, key):
+        heads = x.unflatten(-1, (-1, rotary.head_size))
+        torch.ops.sglang_dflash.norm_rope_(heads, None, 0.0, positions.flatten(), rotary.cos_sin_cache)
+    return query, key

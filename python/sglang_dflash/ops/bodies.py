@@ -1,0 +1,129 @@
+"""Ops with a native and a torch body: each names both, and a caller chooses once, when it is constructed.
+
+A native body takes what its torch body takes and gives the same, up to the rounding that a test allows. Its results
+depend neither on the number of threads nor, but for `accept_greedy`'s reading less, on the other requests of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_dflash.ops import native, reference
+from sglang_dflash.ops.attention import PagedRows, paged_attention
+from sglang_dflash.ops.tiled_attention import invariant_attention
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTable:
+    """Where a batch's query rows stand and where their KV lies, as `reference.paged_attention` takes it.
+
+    Fields:
+        req_to_token: [R, C] int32; slot of each position of each request row.
+        req_pool_indices: [B] int64; the batch's rows.
+        prefix_lens: [B] int64; per request, the tokens before its first query row.
+        row_starts: [B + 1] int64; where its query rows begin and end in the query tensor.
+    """
+
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    prefix_lens: torch.Tensor
+    row_starts: torch.Tensor
+
+    @classmethod
+    def gather(
+        cls, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: list[int], row_lens: list[int]
+    ) -> PagedTable:
+        row_starts = torch.tensor([0, *row_lens]).cumsum(0)
+        return cls(req_to_token, req_pool_indices.long(), torch.tensor(prefix_lens, dtype=torch.int64), row_starts)
+
+
+def native_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: PagedTable,
+    scaling: float,
+    causal: bool,
+    window_left: int | None = None,
+    row_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reference.paged_attention` in one native call that reads the pages in place.
+
+    A row's bits depend on its own keys alone: not on threads, other requests, or rows beside it.
+    """
+    out: torch.Tensor = torch.ops.sglang_dflash.paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        rows.req_to_token,
+        rows.req_pool_indices,
+        rows.prefix_lens,
+        rows.row_starts,
+        scaling,
+        causal,
+        -1 if window_left is None else window_left,
+        row_mask,
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """An attention and how it wants the rows of a forward: `lay_out(req_to_token, req_pool_indices, prefix_lens,
+    row_lens)` once per forward, `attend(q, k_cache, v_cache, rows, scaling, causal, window_left)` per layer."""
+
+    lay_out: Callable[..., Any]
+    attend: Callable[..., torch.Tensor]
+
+
+def choose_attention(device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype) -> Attention:
+    """The attention for queries of `dtype` over a cache of `kv_dtype`."""
+    if native.serves(device, dtype, kv_dtype):
+        return Attention(PagedTable.gather, native_attention)
+    return Attention(PagedRows.gather, paged_attention)
+
+
+INVARIANT_ATTENTION = Attention(PagedRows.gather, invariant_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOps:
+    """The ops that go row by row; each has the signature of its namesake in `reference`."""
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+    norm_rope_: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor, torch.Tensor], None]
+    write_context_kv: Callable[..., None]
+    accept_greedy: Callable[[torch.Tensor, torch.Tensor], reference.GreedyAcceptance]
+
+
+TORCH_ROWS = RowOps(
+    rms_norm=reference.rms_norm,
+    add_rms_norm=reference.add_rms_norm,
+    norm_rope_=reference.norm_rope_,
+    write_context_kv=reference.write_context_kv,
+    accept_greedy=reference.accept_greedy,
+)
+
+
+def choose_rows(device: torch.device | str, *dtypes: torch.dtype) -> RowOps:
+    """The row ops for tensors of these dtypes on this device."""
+    if not native.serves(device, *dtypes):
+        return TORCH_ROWS
+    compiled = torch.ops.sglang_dflash
+    return RowOps(
+        rms_norm=compiled.rms_norm,
+        add_rms_norm=compiled.add_rms_norm,
+        norm_rope_=compiled.norm_rope_,
+        write_context_kv=compiled.write_context_kv,
+        accept_greedy=lambda logits, ids: reference.GreedyAcceptance(*compiled.accept_greedy(logits, ids)),
+    )
+
+
+def bodies() -> str:
+    """What the start-up line says of the ops of this process."""
+    return f"native ops: {native.described()}"

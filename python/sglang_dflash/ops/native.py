@@ -1,0 +1,93 @@
+"""The compiled ops of `csrc/`: whether they are there, what they take, and their torch signatures.
+
+They are `torch.ops.sglang_dflash.*`, for CPU tensors of float32 and bfloat16. `SGLANG_DFLASH_NATIVE=0` leaves them
+out; `SGLANG_DFLASH_ISA=avx512|avx2|scalar` (the compiler's baseline) takes other kernels than the machine's widest.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16)
+SWITCH = "SGLANG_DFLASH_NATIVE"
+LIBRARY = "SGLANG_DFLASH_NATIVE_LIBRARY"  # another build of the ops, e.g. one with sanitizers
+
+
+@cache
+def isa() -> str | None:
+    """The instruction set of the kernels that serve in this process; None where torch serves instead.
+
+    Raises:
+        ImportError: the ops were built for another torch.
+    """
+    path = library_path()
+    if path is None or not enabled():
+        return None
+    try:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise ImportError(
+            f"{path} was built for another torch than {torch.__version__}: build it anew (python setup.py build_ext "
+            f"--inplace) or leave it out ({SWITCH}=0)."
+        ) from error
+    _register_fakes()
+    return str(torch.ops.sglang_dflash.isa())
+
+
+def enabled() -> bool:
+    return os.environ.get(SWITCH, "1") != "0"
+
+
+def library_path() -> Path | None:
+    """Where the compiled ops are; None where they were not built."""
+    if LIBRARY in os.environ:
+        return Path(os.environ[LIBRARY])
+    places = (Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES)
+    return next((place for place in places if place.exists()), None)
+
+
+def described() -> str:
+    """For the start-up line: what serves, and why if it is torch."""
+    if not enabled():
+        return f"left out ({SWITCH}=0), torch instead"
+    return isa() or "not built, torch instead"
+
+
+def serves(device: torch.device | str, *dtypes: torch.dtype) -> bool:
+    """Whether the native bodies take tensors of these dtypes on this device."""
+    return torch.device(device).type == "cpu" and all(dtype in DTYPES for dtype in dtypes) and isa() is not None
+
+
+def _register_fakes() -> None:
+    """Shapes and dtypes of the results, so that `torch.compile` can trace through the ops."""
+
+    @torch.library.register_fake("sglang_dflash::paged_attention")
+    def _(q, k_cache, v_cache, *rest):  # type: ignore[no-untyped-def]
+        return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
+
+    @torch.library.register_fake("sglang_dflash::write_context_kv")
+    def _(*args):  # type: ignore[no-untyped-def]
+        return None
+
+    @torch.library.register_fake("sglang_dflash::norm_rope_")
+    def _(*args):  # type: ignore[no-untyped-def]
+        return None
+
+    @torch.library.register_fake("sglang_dflash::rms_norm")
+    def _(x, weight, eps):  # type: ignore[no-untyped-def]
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @torch.library.register_fake("sglang_dflash::add_rms_norm")
+    def _(x, residual, weight, eps):  # type: ignore[no-untyped-def]
+        one, other = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+        return one, other
+
+    @torch.library.register_fake("sglang_dflash::accept_greedy")
+    def _(logits, ids):  # type: ignore[no-untyped-def]
+        lens = ids.new_empty(len(ids), dtype=torch.int32)
+        return torch.empty_like(ids), lens, ids.new_empty(len(ids))

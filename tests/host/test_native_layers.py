@@ -1,0 +1,138 @@
+"""Where the host serves with native ops on the CPU: its norms, its rotary embeddings, the draft's context KV."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, UnquantizedKVCacheMethod
+from sglang.srt.platforms import current_platform
+
+from sglang_dflash import ops
+from sglang_dflash.host.context_kv import ContextKVWriter
+from sglang_dflash.host.cpu import layers
+
+pytestmark = pytest.mark.skipif(not ops.serves("cpu"), reason=ops.bodies())
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 4 * torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def make_norm(size: int, dtype: torch.dtype, **options) -> RMSNorm:
+    norm = RMSNorm(size, **options).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    return norm.requires_grad_(False)
+
+
+@DTYPES
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"cast_x_before_out_mul": True}, {"var_hidden_size": 32}, {"fp32_residual": True}]
+)
+def test_norms_are_the_hosts(options, with_residual, dtype):
+    """Fails where an option of the host's norm is passed over."""
+    norm, x = make_norm(64, dtype, **options), torch.randn(5, 64).to(dtype)
+    residual = torch.randn(5, 64).to(dtype) if with_residual else None
+    got, expected = layers.rms_norm(norm, x, residual), norm.forward_native(x, residual)
+    if residual is None:
+        close(got, expected)
+        return
+    assert got[1].dtype == expected[1].dtype
+    close(got[0], expected[0])
+    close(got[1], expected[1])
+
+
+@DTYPES
+@pytest.mark.parametrize(("rotary_dim", "neox"), [(32, True), (16, True), (32, False)])
+def test_rotary_embeddings_are_the_hosts(rotary_dim, neox, dtype):
+    """Fails where queries and keys that are parts of one product are rotated otherwise than the host does."""
+    rotary = RotaryEmbedding(32, rotary_dim, 100, 10000, neox, dtype)
+    qkv, positions = torch.randn(6, 8 * 32).to(dtype), torch.tensor([0, 3, 99, 4, 4, 50])
+    q, k, v = qkv.split([4 * 32, 2 * 32, 2 * 32], dim=-1)
+    expected, before = rotary.forward_native(positions, q.clone(), k.clone()), v.clone()
+    for got, wanted in zip(layers.rotate(rotary, positions, q, k), expected, strict=True):
+        assert got.shape == wanted.shape
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.equal(v, before)
+
+
+def test_half_precision_keeps_the_hosts_bodies():
+    """Fails where a dtype that the native ops do not take ends the server."""
+    norm, x = make_norm(64, torch.float16), torch.randn(5, 64).half()
+    assert torch.equal(layers.rms_norm(norm, x), norm.forward_native(x))
+    rotary = RotaryEmbedding(32, 32, 100, 10000, True, torch.float16)
+    q, k, positions = torch.randn(6, 128).half(), torch.randn(6, 64).half(), torch.arange(6)
+    expected = rotary.forward_native(positions, q.clone(), k.clone())
+    for got, wanted in zip(layers.rotate(rotary, positions, q, k), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_installed_for_these_classes(monkeypatch):
+    """Fails where the host would not find our forwards under its platform's key."""
+    monkeypatch.setattr(BaseFusedOp, "_oot_forward_registry", {})
+    layers.install()
+    registered = BaseFusedOp._oot_forward_registry[current_platform.get_dispatch_key_name()]
+    assert registered == {RMSNorm: layers.rms_norm} | dict.fromkeys(layers.ROTARY, layers.rotate)
+
+
+class Pool(SimpleNamespace):
+    """A pool that only `set_kv_buffer` may write: what the writer does without native ops."""
+
+    def set_kv_buffer(self, layer, location, k, v, k_scale, v_scale) -> None:
+        slots = location.loc if hasattr(location, "loc") else location[0]
+        self.k_buffer[layer.layer_id][slots], self.v_buffer[layer.layer_id][slots] = k, v
+
+
+def make_draft(dtype: torch.dtype, bias: bool) -> SimpleNamespace:
+    def attention(layer_id: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            rotary_emb=RotaryEmbedding(16, 16, 100, 10000, True, dtype),
+            k_norm=make_norm(16, dtype),
+            qkv_proj=SimpleNamespace(
+                weight=torch.randn(128, 40).to(dtype), bias=torch.randn(128).to(dtype) if bias else None
+            ),
+            q_size=64,
+            num_kv_heads=2,
+            head_dim=16,
+            attn=SimpleNamespace(layer_id=layer_id, k_scale=None, v_scale=None),
+        )
+
+    draft_layers = [SimpleNamespace(self_attn=attention(i)) for i in range(3)]
+    return SimpleNamespace(layers=draft_layers, project_target_hidden=lambda hidden: hidden)
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+def test_context_kv_is_what_the_pool_would_hold(bias, dtype):
+    """Fails where the direct write of all layers differs from a write through the pool, layer by layer."""
+    writer, shape = ContextKVWriter(make_draft(dtype, bias)), (3, 50, 2, 16)
+    through = Pool(k_buffer=torch.zeros(shape, dtype=dtype), v_buffer=torch.zeros(shape, dtype=dtype))
+    direct = MHATokenToKVPool.__new__(MHATokenToKVPool)
+    direct.__dict__ |= {"dtype": dtype, "store_dtype": dtype, "device": "cpu", "start_layer": 0}
+    direct.__dict__ |= {"layer_transfer_counter": None, "quant_method": UnquantizedKVCacheMethod()}
+    direct.k_buffer, direct.v_buffer = (list(torch.zeros(shape, dtype=dtype)) for _ in range(2))
+    hidden, positions, slots = torch.randn(7, 40).to(dtype), torch.arange(20, 27), torch.randperm(50)[:7]
+    writer.write(through, hidden, positions, slots)
+    writer.use_pool(direct)
+    writer.write(direct, hidden, positions, slots)
+    for got, expected in ((direct.k_buffer, through.k_buffer), (direct.v_buffer, through.v_buffer)):
+        torch.testing.assert_close(
+            torch.stack(got), expected, rtol=2e-2, atol=3e-2 if dtype == torch.bfloat16 else 1e-5
+        )
+
+
+def test_another_pool_is_written_through(monkeypatch):
+    """Fails where a pool that converts or quantises is written behind its back."""
+    writer = ContextKVWriter(make_draft(torch.float32, False))
+    shape = (3, 50, 2, 16)
+    pool = Pool(k_buffer=torch.zeros(shape), v_buffer=torch.zeros(shape), dtype=torch.float32, device="cpu")
+    writer.use_pool(pool)
+    writer.write(pool, torch.randn(2, 40), torch.arange(2), torch.tensor([4, 9]))
+    assert pool.k_buffer[:, [4, 9]].abs().sum() > 0

@@ -1,0 +1,310 @@
+"""The native attention against its torch reference, over a hostile KV pool, with fuzzed shapes.
+
+A float is right where its error against float64 is at most twice that of the reference's formula in torch, in the same
+dtype, plus one rounding of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.ops import PagedTable, native, native_attention, reference
+
+pytestmark = pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+VIEWS = [(causal, window) for causal in (True, False) for window in (None, 0, 1, 3, 300)]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Arguments of one call. A slot that no request owns is NaN, and the tables behind a request name such slots."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    rows: PagedTable
+    scaling: float = 0.2
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(
+    prefix_lens: list[int],
+    row_lens: list[int],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Case:
+    """heads: of queries and of keys; dims: of keys and of values."""
+    random = torch.Generator().manual_seed(seed)
+    kv_lens = [p + n for p, n in zip(prefix_lens, row_lens, strict=True)]
+    batch, slots = len(kv_lens), sum(kv_lens) + 9
+    order = torch.randperm(slots, generator=random).int()
+    stale = order[sum(kv_lens) :]
+    table = stale[torch.randint(len(stale), (batch + 2, max(kv_lens, default=0) + 5), generator=random)]
+    requests = torch.randperm(batch + 2, generator=random)[:batch]
+    for row, own in zip(requests.tolist(), order[: sum(kv_lens)].split(kv_lens), strict=True):
+        table[row, : len(own)] = own
+    k = torch.randn(slots, heads[1], dims[0], generator=random)
+    v = torch.randn(slots, heads[1], dims[1], generator=random)
+    k[stale.long()], v[stale.long()] = torch.nan, torch.nan
+    q = torch.randn(sum(row_lens), heads[0], dims[0], generator=random).to(dtype)
+    kv_dtype = kv_dtype or dtype
+    rows = PagedTable.gather(table, requests, prefix_lens, row_lens)
+    return Case(q, k.to(kv_dtype), v.to(kv_dtype), rows)
+
+
+def run(case: Case, *view, row_mask: torch.Tensor | None = None) -> torch.Tensor:
+    return native_attention(case.q, case.k_cache, case.v_cache, case.rows, case.scaling, *view, row_mask)
+
+
+def refer(case: Case, *view, row_mask: torch.Tensor | None = None) -> torch.Tensor:
+    r = case.rows
+    tables = (r.req_to_token, r.req_pool_indices, r.prefix_lens, r.row_starts)
+    return reference.paged_attention(
+        case.q, case.k_cache, case.v_cache, *tables, case.scaling, *view, row_mask=row_mask
+    )
+
+
+def exact(case: Case, causal: bool, window_left: int | None, row_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """[T, Hq, Dv] float64, key by key from the definition."""
+    r, out = case.rows, []
+    groups = case.q.shape[1] // case.k_cache.shape[1]
+    starts = r.row_starts.tolist()
+    for b, prefix in enumerate(r.prefix_lens.tolist()):
+        count = starts[b + 1] - starts[b]
+        slots = r.req_to_token[r.req_pool_indices[b], : prefix + count].long()
+        k = case.k_cache[slots].double().repeat_interleave(groups, 1)
+        v = case.v_cache[slots].double().repeat_interleave(groups, 1)
+        scores = torch.einsum("thd,shd->hts", case.q[starts[b] : starts[b + 1]].double(), k) * case.scaling
+        i, j = torch.arange(prefix, prefix + count)[:, None], torch.arange(prefix + count)[None]
+        visible = (j <= i) if causal else torch.ones(count, prefix + count, dtype=torch.bool)
+        if row_mask is not None:
+            own = row_mask[b, :count, :count]
+            depth = own.sum(1) - 1
+            visible = torch.cat((torch.ones(count, prefix, dtype=torch.bool), own), 1)
+            i, j = prefix + depth[:, None], torch.cat((torch.arange(prefix), prefix + depth))[None]
+        if window_left is not None:
+            visible = visible & (i - j <= window_left)
+        out.append(torch.einsum("hts,shd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v))
+    return torch.cat(out) if out else torch.empty(0, case.q.shape[1], case.v_cache.shape[2], dtype=torch.float64)
+
+
+def check(case: Case, causal: bool, window_left: int | None, row_mask: torch.Tensor | None = None) -> None:
+    got = run(case, causal, window_left, row_mask=row_mask)
+    assert got.shape == (*case.q.shape[:2], case.v_cache.shape[2])
+    assert got.dtype == case.q.dtype
+    if not got.numel():
+        return
+    truth = exact(case, causal, window_left, row_mask)
+    expected = refer(case, causal, window_left, row_mask=row_mask)
+    rounding = torch.finfo(case.q.dtype).eps * truth.abs().max()
+    allowed = 2 * (expected.double() - truth).abs().max() + rounding
+    error = (got.double() - truth).abs().max()
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"  # false for NaN
+
+
+@DTYPES
+@pytest.mark.parametrize(("causal", "window_left"), VIEWS)
+@pytest.mark.parametrize(
+    ("prefix_lens", "row_lens"),
+    [
+        ([41], [1]),
+        ([255, 256, 257, 0], [1, 1, 1, 1]),
+        ([3, 600, 250], [8, 8, 8]),
+        ([0, 0], [16, 16]),
+        ([0, 7, 300], [5, 0, 40]),
+        ([130], [200]),
+    ],
+    ids=["decode", "decode-at-chunks", "verify", "verify-no-prefix", "extend-ragged", "extend-long"],
+)
+def test_every_layout_and_view(prefix_lens, row_lens, causal, window_left, dtype):
+    """Fails where a row sees a key it must not see, misses one, or reads a slot that is not its request's."""
+    check(make(prefix_lens, row_lens, (4, 2), (24, 24), dtype), causal, window_left)
+
+
+@DTYPES
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 8, 40])
+@pytest.mark.parametrize("dims", [(16, 16), (24, 40), (17, 9), (80, 80), (128, 128), (256, 256), (1, 3)])
+def test_every_grouping_and_head_size(dims, groups, dtype):
+    """Fails where a query head reads another KV head than its group's, or the end of a head is not whole vectors."""
+    check(make([270, 3], [8, 8], (2 * groups, 2), dims, dtype), True, None)
+    check(make([30], [1], (groups, 1), dims, dtype), False, 5)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_fuzzed_shapes(data):
+    """Fails where any mix of lengths, heads, sizes and views goes wrong."""
+    requests = data.draw(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 40)), min_size=0, max_size=5))
+    kv_heads, groups = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 3, 4, 8]))
+    dims = data.draw(st.tuples(st.integers(1, 70), st.integers(1, 70)))
+    dtype, kv_dtype = (data.draw(st.sampled_from([torch.float32, torch.bfloat16])) for _ in range(2))
+    window = data.draw(st.one_of(st.none(), st.integers(0, 700)))
+    prefix_lens, row_lens = [p for p, _ in requests], [n for _, n in requests]
+    case = make(
+        prefix_lens, row_lens, (kv_heads * groups, kv_heads), dims, dtype, kv_dtype, data.draw(st.integers(0, 9))
+    )
+    mask = None
+    if row_lens and data.draw(st.booleans()):
+        width = max(row_lens) + data.draw(st.integers(0, 2))
+        mask = tree_mask(len(row_lens), width, data.draw(st.integers(0, 9)))
+    with threads(data.draw(st.sampled_from([1, 3]))):
+        check(case, data.draw(st.booleans()), window, mask)
+
+
+def tree_mask(batch: int, width: int, seed: int) -> torch.Tensor:
+    """[B, W, W] bool: every row sees itself and the ancestors of a random parent."""
+    random = torch.Generator().manual_seed(seed)
+    mask = torch.eye(width, dtype=torch.bool).repeat(batch, 1, 1)
+    for b in range(batch):
+        for row in range(1, width):
+            parent = int(torch.randint(row, (), generator=random))
+            mask[b, row] |= mask[b, parent]
+    return mask
+
+
+@DTYPES
+@pytest.mark.parametrize("window_left", [None, 0, 2, 20])
+def test_a_chain_as_a_row_mask_is_causal(window_left, dtype):
+    """Fails where a mask's rows stand elsewhere than the same rows without one: every bit must agree."""
+    case = make([300, 0, 17], [8, 8, 8], (4, 2), (32, 32), dtype)
+    chain = torch.ones(3, 8, 8).tril().bool()
+    assert torch.equal(run(case, True, window_left), run(case, False, window_left, row_mask=chain))
+
+
+@DTYPES
+@pytest.mark.parametrize("window_left", [None, 1, 30])
+def test_trees(window_left, dtype):
+    """Fails where a row sees a branch that is not its own, or a window counts rows and not depths."""
+    case = make([300, 0, 17], [16, 16, 16], (4, 2), (32, 32), dtype)
+    check(case, True, window_left, tree_mask(3, 16, 0))
+
+
+def test_what_a_row_does_not_see_changes_no_bit():
+    """Fails where a hidden branch weighs anything at all."""
+    case, mask = make([40], [8], (4, 2), (32, 32), torch.float32), tree_mask(1, 8, 3)
+    before = run(case, True, None, row_mask=mask)
+    for row in range(8):
+        other = replace(case, k_cache=case.k_cache.clone(), v_cache=case.v_cache.clone())
+        hidden = (~mask[0, row]).nonzero()[:, 0] + 40
+        slots = case.rows.req_to_token[case.rows.req_pool_indices[0], hidden].long()
+        other.k_cache[slots], other.v_cache[slots] = 7.0, -9.0
+        assert torch.equal(run(other, True, None, row_mask=mask)[row], before[row])
+
+
+@DTYPES
+@pytest.mark.parametrize("row_lens", [[1, 1, 1], [8, 8, 8], [70, 3, 1]], ids=["decode", "verify", "extend"])
+def test_threads_change_no_bit(row_lens, dtype):
+    """Fails where the split of the work shows in the sums."""
+    case = make([1500, 3, 257], row_lens, (4, 2), (80, 80), dtype)
+    results = []
+    for count in (1, 2, 4):
+        with threads(count):
+            results.append(run(case, True, None))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@DTYPES
+@pytest.mark.parametrize("window_left", [None, 70])
+def test_a_row_gets_the_same_bits_in_an_extend_a_block_and_alone(window_left, dtype):
+    """Fails where a row's result depends on the rows beside it: verified blocks would differ from plain steps."""
+    whole = make([500], [60], (4, 2), (80, 80), dtype)
+    r = whole.rows
+    together = run(whole, True, window_left)
+    for width in (1, 7):
+        for first in range(0, 60 - width, 11):
+            rows = PagedTable.gather(r.req_to_token, r.req_pool_indices, [500 + first], [width])
+            own = replace(whole, q=whole.q[first : first + width], rows=rows)
+            assert torch.equal(run(own, True, window_left), together[first : first + width])
+
+
+def test_requests_change_no_bit_of_each_other():
+    """Fails where a request's result depends on the batch."""
+    case = make([700, 3, 257], [8, 8, 8], (4, 2), (32, 32), torch.float32)
+    r, together = case.rows, run(case, True, None)
+    for b in range(3):
+        rows = PagedTable.gather(r.req_to_token, r.req_pool_indices[b : b + 1], [int(r.prefix_lens[b])], [8])
+        alone = run(replace(case, q=case.q[8 * b : 8 * b + 8], rows=rows), True, None)
+        assert torch.equal(alone, together[8 * b : 8 * b + 8])
+
+
+@pytest.mark.parametrize("place", ["q", "k", "v"])
+def test_a_nan_stays_in_its_request(place):
+    """Fails where a broken request spoils another, or looks whole itself."""
+    case = make([40, 40], [8, 8], (4, 2), (32, 32), torch.float32)
+    slot = int(case.rows.req_to_token[case.rows.req_pool_indices[0], 11])
+    {"q": case.q[0], "k": case.k_cache[slot], "v": case.v_cache[slot]}[place].fill_(torch.nan)
+    out = run(case, True, None)
+    assert out[0].isnan().all()
+    assert not out[8:].isnan().any()
+
+
+def test_large_and_small_scores():
+    """Fails where the exponential overflows, or scores far below the largest count."""
+    case = make([300], [4], (2, 1), (32, 32), torch.float32)
+    for scaling in (1e-6, 30.0, 1e4):
+        check(replace(case, scaling=scaling), True, None)
+
+
+def test_empty_batch():
+    """Fails where an idle step raises or gives rows."""
+    assert run(make([], [], (4, 2), (16, 8), torch.float32), True, None).shape == (0, 4, 8)
+
+
+def test_strided_queries_and_caches():
+    """Fails where rows that are parts of wider ones are read as if they were dense."""
+    case = make([40, 3], [8, 8], (4, 2), (16, 16), torch.float32)
+    wide_q = torch.cat((case.q.flatten(1), torch.full((16, 50), torch.nan)), 1)[:, :64].unflatten(1, (4, 16))
+    both = torch.stack((case.k_cache, case.v_cache), 1)
+    strided = replace(case, q=wide_q, k_cache=both[:, 0], v_cache=both[:, 1])
+    assert torch.equal(run(strided, True, None), run(case, True, None))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: replace(c, q=c.q.half()), "allowed: float32, bfloat16"),
+        (lambda c: replace(c, k_cache=c.k_cache.bfloat16()), "k_cache is"),
+        (lambda c: replace(c, q=c.q[:, :3]), "shapes of q"),
+        (lambda c: replace(c, k_cache=c.k_cache[:5], v_cache=c.v_cache[:5]), "a slot outside the cache"),
+        (
+            lambda c: replace(c, rows=replace(c.rows, prefix_lens=c.rows.prefix_lens + 1000)),
+            "a row of req_to_token has",
+        ),
+        (lambda c: replace(c, rows=replace(c.rows, row_starts=c.rows.row_starts + 1)), "row_starts"),
+        (lambda c: replace(c, rows=replace(c.rows, req_pool_indices=c.rows.req_pool_indices + 90)), "req_pool_indices"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    """Fails where a wrong call reads memory that is not its own instead of raising."""
+    with pytest.raises(RuntimeError, match=message):
+        run(change(make([40, 3], [8, 8], (4, 2), (16, 16), torch.float32)), True, None)
+
+
+def test_torch_can_trace_through_it():
+    """Fails where shapes without data, or the schema, are not what the op does."""
+    case = make([40, 3], [8, 8], (4, 2), (16, 16), torch.float32)
+    r = case.rows
+    arguments = (case.q, case.k_cache, case.v_cache, r.req_to_token, r.req_pool_indices, r.prefix_lens, r.row_starts)
+    torch.library.opcheck(
+        torch.ops.sglang_dflash.paged_attention.default,
+        (*arguments, 0.2, True, -1, None),
+        test_utils=("test_schema", "test_faketensor"),
+    )

@@ -1,0 +1,84 @@
+"""The native ops are there where they can be, each instruction set gives the same, torch serves where they are not."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+
+from sglang_dflash import ops
+from sglang_dflash.ops import native
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["avx512", "avx2", "scalar"]
+
+
+def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "4"} | variables
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_ops_are_built_where_they_can_be(monkeypatch):
+    """Fails where a compiler and torch are there and the ops are not: `scripts/test.sh` and `.ci/run` build them."""
+    if not native.enabled():
+        pytest.skip(f"native ops: {native.described()}")
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    reason = runpy.run_path(str(ROOT / "setup.py"))["reason_not_to_build"]()
+    assert (native.isa() is None) == (reason is not None), f"setup.py: {reason}; the ops: {native.described()}"
+
+
+@pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
+@pytest.mark.parametrize("isa", NAMES)
+def test_every_instruction_set(isa):
+    """Fails where other kernels than those the tests run with here are wrong."""
+    if isa == native.isa():
+        pytest.skip("the other tests of this folder run with it")
+    names = ["tests/ops/test_native_attention.py", "tests/ops/test_native_rows.py"]
+    if NAMES.index(isa) < NAMES.index(str(native.isa())):
+        refused = run_python("-c", "from sglang_dflash.ops import native; native.isa()", SGLANG_DFLASH_ISA=isa)
+        assert "allowed: what this machine has of" in refused.stderr
+        pytest.skip(f"this machine has no {isa}")
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *names, SGLANG_DFLASH_ISA=isa)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_an_unknown_instruction_set_is_refused():
+    """Fails where a typing error in the variable is taken for the default."""
+    if native.isa() is None:
+        pytest.skip(f"native ops: {native.described()}")
+    script = "from sglang_dflash.ops import native; native.isa()"
+    assert "SGLANG_DFLASH_ISA is 'sse9'" in run_python("-c", script, SGLANG_DFLASH_ISA="sse9").stderr
+
+
+def test_the_switch_leaves_torch():
+    """Fails where SGLANG_DFLASH_NATIVE=0 leaves a native body in use, or the start-up line does not say so."""
+    script = (
+        "import torch\nfrom sglang_dflash import ops\nprint(ops.bodies())\n"
+        "assert ops.choose_rows('cpu', torch.float32) is ops.TORCH_ROWS\n"
+        "assert ops.choose_attention('cpu', torch.float32, torch.float32).attend is ops.paged_attention\n"
+    )
+    done = run_python("-c", script, SGLANG_DFLASH_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "native ops: left out (SGLANG_DFLASH_NATIVE=0), torch instead"
+
+
+def test_other_tensors_get_torch():
+    """Fails where a native body is chosen for what it does not take."""
+    assert ops.choose_rows("cpu", torch.float16) is ops.TORCH_ROWS
+    assert ops.choose_rows("cuda", torch.float32) is ops.TORCH_ROWS
+    assert ops.choose_attention("cpu", torch.float32, torch.float8_e5m2).attend is ops.paged_attention
+
+
+@pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
+def test_a_library_that_does_not_fit_is_named(tmp_path):
+    """Fails where ops that were built for another torch are passed over in silence."""
+    wrong = tmp_path / "wrong.so"
+    wrong.write_bytes(b"not a library")
+    script = "from sglang_dflash.ops import native; native.isa()"
+    assert "build it anew" in run_python("-c", script, SGLANG_DFLASH_NATIVE_LIBRARY=str(wrong)).stderr
