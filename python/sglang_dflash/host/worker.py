@@ -19,6 +19,7 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
+from sglang_dflash.host import simulated
 from sglang_dflash.host.arguments import read_draft_config
 from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
@@ -48,6 +49,7 @@ class DFlashWorker(BaseSpecWorker):
         self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
         self._sampler = RowSampler(self._target, self.block_size)
         self._hidden_states = ReturnedHiddenStates(self._target.model)
+        self._accept = simulated.accept if simulated.simulates() else ops.accept_chain
 
     # What the scheduler asks of a worker besides a step.
 
@@ -125,7 +127,7 @@ class DFlashWorker(BaseSpecWorker):
         with spec_stage_span("verify"):
             target = self._verify(plan, batch, kv_plan)
         target_ids = self._sampler.choose(batch, plan, target.logits_output, grammar_tree, grammar_barrier)
-        accepted = ops.accept_chain(self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids), plan.ids)
+        accepted = self._accept(self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids), plan.ids)
         self._sampler.commit(batch, accepted.out_ids, accepted.commit_lens)
         prefix_lens = block.prefix_lens + accepted.commit_lens
         if on_publish is not None:
