@@ -21,7 +21,11 @@ MAX_ROWS = 512  # above, a forward is matrix products, and Python costs nothing
 
 
 def capture_forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Where the host captures graphs on an accelerator, a CPU's forwards are captured and compiled."""
+    """Where the host captures graphs on an accelerator, a CPU's forwards are captured and compiled.
+
+    The host's own CPU graphs serve decode alone, at fixed batch sizes, and need its AMX kernels. This can go when its
+    graph runners on a CPU serve verification and the draft, too.
+    """
     original(runner, *args, **kwargs)
     reason = why_not(runner)
     what = "draft" if runner.is_draft_worker else "target"

@@ -41,7 +41,7 @@ def default_threads(cores: int, ranks: int, largest_matrix: int) -> int:
 
 def choose_threads(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Once the target's weights are there. Torch would take every core of the machine for each rank, containers
-    notwithstanding; the host binds threads only where its AMX kernels run."""
+    notwithstanding; the host binds threads only where its AMX kernels run. This can go when it asks its platform."""
     loaded = original(runner, *args, **kwargs)
     if runner.is_draft_worker or os.environ.get(VARIABLE):
         return loaded
