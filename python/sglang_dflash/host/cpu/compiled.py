@@ -44,8 +44,8 @@ def capture_forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> No
 
 def why_not(runner: Any) -> str | None:
     """What rules a captured forward out; None where nothing does."""
-    if os.environ.get(VARIABLE, "1") == "0":
-        return f"{VARIABLE}=0"
+    if os.environ.get(VARIABLE, "0") != "1":
+        return f"{VARIABLE}=1 compiles it, for a longer start"
     if get_exec().deterministic.enable_deterministic_inference:
         return "--enable-deterministic-inference has kernels of its own"
     if shutil.which(os.environ.get("CXX", "g++")) is None:
