@@ -64,6 +64,11 @@ RELIED_ON = [
     "sglang.srt.models.dflash.DFlashDraftModel.forward",
     "sglang.srt.models.dflash.DFlashDraftModel.project_target_hidden",
     "sglang.srt.models.dflash.DFlashDraftModel.set_block_size",
+    # A CPU's captured forward: what is traced and put in its place, where attention is cut out, and the copy left out.
+    "sglang.srt.models.qwen3.Qwen3Model.forward",
+    "sglang.srt.models.llama.LlamaModel.forward",
+    "sglang.srt.layers.radix_attention.RadixAttention.forward",
+    "sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch",
     # Parameters and grammars that a request may bring besides those of `SamplingParams`.
     "sglang.srt.constrained.grammar_manager.GrammarManager.process_req_with_grammar",
     "sglang.srt.managers.schedule_batch.Req.__init__",

@@ -10,12 +10,12 @@ from typing import Any
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.environ import envs
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 
 from sglang_dflash import __version__, ops
 from sglang_dflash.core.draft_config import USE_BUILTIN, DraftConfig
+from sglang_dflash.host import simulated
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_dflash.host.features import refuse_features
 from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
@@ -60,6 +60,8 @@ def check(server_args: Any, previous: Any) -> None:
         _check_target(target, draft)
         draft.check_ranks(cfg.tp_size)
         block_size = _block_size(cfg, draft, target.context_len)
+        if simulated.simulates():
+            simulated.check(block_size)
         declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
         previous(server_args)
     except ValueError as error:
@@ -76,6 +78,8 @@ def check(server_args: Any, previous: Any) -> None:
         ops.bodies(),
         WORKER_VARIABLE,
     )
+    if simulated.simulates():
+        logger.warning(simulated.warning())
 
 
 def read_draft_config(cfg: Any) -> DraftConfig:
@@ -173,5 +177,3 @@ def _refuse_unserved(cfg: Any) -> None:
                 f"--attention-backend is {', '.join(sorted(backends))}; on the CPU only {ATTENTION_BACKEND}, "
                 "the default, verifies blocks."
             )
-    if envs.SGLANG_SIMULATE_ACC_LEN.get() > 0:
-        raise ValueError("SGLANG_SIMULATE_ACC_LEN is set, and simulated acceptance is not served yet; unset it.")

@@ -51,9 +51,9 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         hooks[VALIDATE_REQUEST] = (_validate_request, HookType.REPLACE)
         hooks |= block_results.HOOKS | sampler.HOOKS | sessions.HOOKS | weights.HOOKS | features.HOOKS
     if cpu_platform_in_use():
-        from sglang_dflash.host.cpu import deterministic, shims
+        from sglang_dflash.host.cpu import compiled, deterministic, shims, threads
 
-        hooks |= shims.HOOKS | deterministic.HOOKS
+        hooks |= shims.HOOKS | deterministic.HOOKS | compiled.HOOKS | threads.HOOKS
     return hooks
 
 

@@ -19,6 +19,7 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
+from sglang_dflash.host import simulated
 from sglang_dflash.host.arguments import read_draft_config
 from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
@@ -49,7 +50,9 @@ class DFlashWorker(BaseSpecWorker):
         self._sampler = RowSampler(self._target, self.block_size)
         self._hidden_states = ReturnedHiddenStates(self._target.model)
         self._rows = ops.choose_rows(self.device, self._target.dtype)
-        self._tp_size = get_parallel().tp_size
+        self._accept_chain = simulated.accept if simulated.simulates() else ops.accept_chain
+        # Argmax and acceptance in one op, where neither another rank nor a simulation stands between them.
+        self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
 
     # What the scheduler asks of a worker besides a step.
 
@@ -148,10 +151,10 @@ class DFlashWorker(BaseSpecWorker):
     def _accept(
         self, plan: VerifyPlan, batch: Any, target_out: Any, grammar_tree: Any, grammar_barrier: Any
     ) -> ops.GreedyAcceptance:
-        if self._tp_size == 1 and self._sampler.plain(batch):
+        if self._fuses_acceptance and self._sampler.plain(batch):
             return self._rows.accept_greedy(target_out.next_token_logits.view(*plan.ids.shape, -1), plan.ids)
         target_ids = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
-        return ops.accept_chain(self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids), plan.ids)
+        return self._accept_chain(self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids), plan.ids)
 
     def _lay_out_block(self, batch: Any) -> Block:
         prefix_lens = batch.seq_lens

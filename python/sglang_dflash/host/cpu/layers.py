@@ -11,6 +11,7 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 from sglang.srt.platforms import current_platform
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from sglang_dflash import ops
 
@@ -35,7 +36,8 @@ def rms_norm(
     quant_linear: Any = None,
 ) -> Any:
     """`RMSNorm.forward_native`; layers with options of their own keep it."""
-    plain = not (norm.cast_x_before_out_mul or norm.fp32_residual or norm.override_orig_dtype)
+    plain = get_proxy_mode() is None  # captured forwards are inductor's to fuse
+    plain = plain and not (norm.cast_x_before_out_mul or norm.fp32_residual or norm.override_orig_dtype)
     plain = plain and norm.variance_size_override is None and post_residual_addition is None
     same = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
     if not (plain and same and x.shape[-1] == norm.hidden_size and ops.serves(x.device, x.dtype, norm.weight.dtype)):
@@ -57,7 +59,7 @@ def rotate(
     own_table = hasattr(rotary, "sin_cos_cache")
     dense = query.stride(-1) == key.stride(-1) == 1 and query.dim() == key.dim() == 2
     taken = ops.serves(query.device, query.dtype, key.dtype, rotary.cos_sin_cache.dtype)
-    if own_table or not (rotary.is_neox_style and dense and taken and offsets is None):
+    if get_proxy_mode() is not None or own_table or not (rotary.is_neox_style and dense and taken and offsets is None):
         return rotary.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
     assert fused_set_kv_buffer_arg is None, "no host path on the CPU fuses the KV write"
     for x in (query, key):

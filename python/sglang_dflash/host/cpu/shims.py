@@ -14,6 +14,7 @@ from sglang.srt.arg_groups.choices import (
 )
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.plugins.hook_registry import HookType
 from torch.overrides import TorchFunctionMode
@@ -51,6 +52,9 @@ def assign_req_to_token_pool(
     batch_size: int,
 ) -> None:
     """Writes newly allocated slots into the requests' rows; the host has Triton and AMX bodies only."""
+    if batch_size == 1:
+        req_to_token[req_pool_indices[0], int(start_offset) : int(end_offset)] = out_cache_loc.to(req_to_token.dtype)
+        return
     lengths = (end_offset - start_offset).long()  # [B]
     rows = torch.repeat_interleave(req_pool_indices.long(), lengths)
     first = torch.cumsum(lengths, 0) - lengths
@@ -98,6 +102,9 @@ def install() -> None:
 
         return CpuAttentionBackend(runner)
 
+    if not envs.SGLANG_EAGER_INPUT_NO_COPY.is_set():
+        # The host copies every batch into buffers of a fixed place, which only graphs of an accelerator need.
+        envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
     register_resolution_hook("handle_missing_default_values")(_require_explicit_cpu)
     register_resolution_hook("handle_cpu_backends")(_cpu_defaults)
     if builtin_worker_requested():

@@ -1,0 +1,201 @@
+"""A model's layers captured once and compiled: a forward without the Python of its modules.
+
+SGLang's layers are traced as a CUDA graph is captured: by running them, here on tensors without data. What is left is a
+list of tensor ops for any number of rows, cut where attention stands: there our backend runs, with the batch of the
+moment. Inductor makes C++ of each piece between two attentions; pieces that are alike, and those of a model's inner
+layers are, are compiled once. It keeps what it built on disk for the next start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_attn_backend
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode
+
+from sglang_dflash.host.cpu.pieces import Piece, cut
+
+Layers = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, list[torch.Tensor]]]
+ROWS_HINT = 24  # rows of the traced forward: they stand for any number
+
+_library = torch.library.Library("sglang_dflash_host", "DEF")
+_library.define("attend(Tensor q, Tensor k, Tensor v, int layer, int width) -> Tensor")
+_ATTEND = torch.ops.sglang_dflash_host.attend.default
+
+
+@torch.library.register_fake("sglang_dflash_host::attend", lib=_library)
+def _attend_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, width: int) -> torch.Tensor:
+    return q.new_empty(q.shape[0], width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One piece, or one attention.
+
+    Fields:
+        run: the compiled piece; None for attention.
+        layer: the attention layer; None for a piece.
+        inputs: places of what it reads.
+        outputs: places of what it writes.
+    """
+
+    run: Callable[[list[Any]], Any] | None
+    layer: RadixAttention | None
+    inputs: list[int]
+    outputs: list[int]
+
+
+class CapturedLayers:
+    """The layers of one model: ids or input embeddings in, normed and tapped hidden states out.
+
+    Weights are read where the modules hold them, so what is loaded into them in place is seen.
+    """
+
+    def __init__(self, module: torch.nn.Module, call: Layers, rows: torch.Tensor, mode: ForwardMode) -> None:
+        """
+        Args:
+            module: whose parameters and buffers `call` reads.
+            call: (rows, positions, forward_batch) -> hidden, tapped.
+            rows: one example row of ids or input embeddings.
+            mode: of the forwards to come.
+        """
+        self._module = module
+        self._attentions = [layer for layer in module.modules() if isinstance(layer, RadixAttention)]
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self._names = list(named)
+        self._weights = [tensor.detach() for tensor in named.values()]
+        self._steps: list[_Step] = []
+        self._outputs: list[int] = []
+        self._places = 0
+        fakes = FakeTensorMode(
+            shape_env=ShapeEnv(specialize_zero_one=False, duck_shape=False), allow_non_fake_inputs=True
+        )
+        with tracing(TracingContext(fakes)):  # without it, inductor leaves its cache alone
+            self._compile(self._trace(call, rows.expand(ROWS_HINT, *rows.shape[1:]).contiguous(), mode, fakes))
+
+    def _trace(self, call: Layers, rows: torch.Tensor, mode: ForwardMode, fakes: FakeTensorMode) -> torch.fx.Graph:
+        any_rows = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (rows.dim() - 1))
+        fake_rows = fakes.from_tensor(rows, symbolic_context=any_rows)
+        weights = [fakes.from_tensor(tensor, static_shapes=True) for tensor in self._weights]
+        with fakes:
+            positions = torch.zeros(fake_rows.shape[0], dtype=torch.int64)
+            one = torch.ones(1, dtype=torch.int64)
+        batch = ForwardBatch(
+            forward_mode=mode,
+            batch_size=1,
+            input_ids=positions,
+            req_pool_indices=one,
+            seq_lens=one,
+            out_cache_loc=positions,
+            seq_lens_sum=1,
+            positions=positions,
+        )
+        called = _Called(self._module, call)
+        names = ["module." + name for name in self._names]
+
+        def run(weights: list[torch.Tensor], rows: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+            # Untied: a module that all layers share, as the rotary table, would be swapped once per layer and put
+            # back wrong.
+            swapped = dict(zip(names, weights, strict=True))
+            hidden, tapped = functional_call(called, swapped, (rows, positions, batch), tie_weights=False)
+            return [hidden, *tapped]
+
+        backend: Any = _TracedAttention({id(layer): place for place, layer in enumerate(self._attentions)})
+        with forward_context(ForwardContext(attn_backend=backend)), fakes, torch.no_grad(), _KeepRows():
+            return make_fx(run, decomposition_table=select_decomp_table())(weights, fake_rows, positions).graph
+
+    def _compile(self, graph: torch.fx.Graph) -> None:
+        places: dict[torch.fx.Node, int] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                places[node] = len(places)
+        assert len(places) == len(self._weights) + 2, (len(places), len(self._weights))
+        places_of_weights = len(self._weights)
+        compiled: dict[str, Any] = {}
+        for piece in cut(graph, _ATTEND):
+            for node in piece.outputs:
+                places[node] = len(places)
+            if piece.graph is None:
+                layer = self._attentions[piece.inputs[0].args[3]]
+                inputs, run = [places[node] for node in piece.inputs[0].args[:3]], None
+            else:
+                layer, inputs = None, [places[node] for node in piece.inputs]
+                if piece.signature not in compiled:
+                    compiled[piece.signature] = _build(piece, sum(place < places_of_weights for place in inputs))
+                run = compiled[piece.signature]
+            self._steps.append(_Step(run, layer, inputs, [places[node] for node in piece.outputs]))
+        self._outputs = [places[node] for node in graph.output_node().args[0]]
+        self._places = len(places)
+        self.distinct_pieces = len(compiled)
+
+    def run(self, rows: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch) -> list[torch.Tensor]:
+        """The hidden states, then the tapped ones, of a batch that the backend has already been told of."""
+        attend = get_attn_backend().forward_extend if self._attentions else None
+        values: list[Any] = [*self._weights, rows, positions]
+        values += [None] * (self._places - len(values))
+        for step in self._steps:
+            inputs = [values[place] for place in step.inputs]
+            if step.run is None:
+                values[step.outputs[0]] = attend(*inputs, step.layer, forward_batch)
+            else:
+                for place, value in zip(step.outputs, step.run(inputs), strict=True):
+                    values[place] = value
+        return [values[place] for place in self._outputs]
+
+
+def _build(piece: Piece, weights: int) -> Any:
+    assert piece.graph is not None
+    module = torch.fx.GraphModule(torch.nn.Module(), piece.graph)
+    examples = [node.meta["val"] for node in piece.graph.nodes if node.op == "placeholder"]
+    return compile_fx_inner(module, examples, static_input_idxs=range(weights), is_inference=True)
+
+
+class _Called(torch.nn.Module):
+    """`functional_call` swaps the tensors of a module; this one holds ours and calls what we want called."""
+
+    def __init__(self, module: torch.nn.Module, call: Layers) -> None:
+        super().__init__()
+        self.module = module
+        self._call = call
+
+    def forward(self, *args: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return self._call(*args)
+
+
+class _KeepRows(TorchFunctionMode):
+    """Heads get a dimension of their own where a layer folds them into the rows, as norms of heads do: with any number
+    of rows, what inductor makes of the folded shape divides and takes remainders at every element."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
+            shape = args[1:] if isinstance(args[1], int) else args[1]
+            rows = args[0]
+            folds = isinstance(shape, tuple | list) and len(shape) == 2 and isinstance(shape[0], int) and shape[0] == -1
+            if folds and rows.dim() == 2 and rows.shape[1] != shape[1]:
+                return rows.unflatten(1, (-1, shape[1]))
+        return function(*args, **(kwargs or {}))
+
+
+class _TracedAttention:
+    """The attention backend while a forward is traced: leaves one op where attention stands."""
+
+    def __init__(self, places: dict[int, int]) -> None:
+        self._places = places
+
+    def forward(
+        self, q: Any, k: Any, v: Any, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor:
+        assert save_kv_cache, "a layer that shares another's KV"
+        return _ATTEND(q, k, v, self._places[id(layer)], layer.tp_q_head_num * layer.v_head_dim)

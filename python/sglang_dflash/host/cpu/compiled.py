@@ -1,0 +1,109 @@
+"""Which models run as captured graphs on a CPU, from when on, and what the log says of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from typing import Any
+
+import torch
+from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
+
+logger = logging.getLogger(__name__)
+VARIABLE = "SGLANG_DFLASH_COMPILE"
+MAX_ROWS = 512  # above, a forward is matrix products, and Python costs nothing
+
+
+def capture_forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """Where the host captures graphs on an accelerator, a CPU's forwards are captured and compiled.
+
+    The host's own CPU graphs serve decode alone, at fixed batch sizes, and need its AMX kernels. This can go when its
+    graph runners on a CPU serve verification and the draft, too.
+    """
+    original(runner, *args, **kwargs)
+    reason = why_not(runner)
+    what = "draft" if runner.is_draft_worker else "target"
+    if reason is not None:
+        logger.info("The %s's forward runs uncompiled: %s.", what, reason)
+        return
+    begin = time.perf_counter()
+    try:
+        captured = (_install_draft if runner.is_draft_worker else _install_target)(runner)
+    except Exception as error:  # whatever a model of the host's does that cannot be traced: it is served all the same
+        logger.warning("The %s's forward runs uncompiled, and slower: it could not be captured.", what, exc_info=error)
+        return
+    seconds = time.perf_counter() - begin
+    logger.info("The %s's forward is captured: %d compiled pieces, %.1f s.", what, captured.distinct_pieces, seconds)
+
+
+def why_not(runner: Any) -> str | None:
+    """What rules a captured forward out; None where nothing does."""
+    if os.environ.get(VARIABLE, "0") != "1":
+        return f"{VARIABLE}=1 compiles it, for a longer start"
+    if get_exec().deterministic.enable_deterministic_inference:
+        return "--enable-deterministic-inference has kernels of its own"
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "there is no C++ compiler (g++, or what CXX names)"
+    if get_parallel().tp_size > 1:
+        return "ranks exchange tensors within it"
+    if get_lora().enable_lora and not runner.is_draft_worker:
+        return "adapters change it from batch to batch"
+    return None
+
+
+def _install_target(runner: Any) -> Any:
+    from sglang_dflash.host.cpu.captured import CapturedLayers  # loads inductor: seconds that others need not wait for
+
+    module = runner.model.model
+    original = module.forward
+
+    def call(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        out = original(ids, positions, batch, None)
+        return out if isinstance(out, tuple) else (out, [])
+
+    speculates = not runner.spec_algorithm.is_none()
+    mode = ForwardMode.TARGET_VERIFY if speculates else ForwardMode.DECODE
+    captured = CapturedLayers(module, call, torch.zeros(1, dtype=torch.int64), mode)
+
+    def forward(ids: Any, positions: Any, batch: Any, input_embeds: Any = None, pp_proxy_tensors: Any = None) -> Any:
+        if input_embeds is not None or pp_proxy_tensors is not None or not 0 < len(positions) <= MAX_ROWS:
+            return original(ids, positions, batch, input_embeds, pp_proxy_tensors=pp_proxy_tensors)
+        hidden, *tapped = captured.run(ids, positions, batch)
+        return (hidden, AuxHiddenStateList(tapped)) if tapped else hidden
+
+    module.forward = forward
+    return captured
+
+
+def _install_draft(runner: Any) -> Any:
+    from sglang_dflash.host.cpu.captured import CapturedLayers
+
+    module = runner.model
+    original = module.forward
+
+    def call(embeds: torch.Tensor, positions: torch.Tensor, batch: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return original(None, positions, batch, embeds).hidden_states, []
+
+    embeds = torch.zeros(1, runner.model_config.hidden_size, dtype=runner.dtype)
+    captured = CapturedLayers(module, call, embeds, ForwardMode.TARGET_VERIFY)
+
+    def forward(ids: Any, positions: Any, batch: Any, input_embeds: Any = None, **kwargs: Any) -> Any:
+        if input_embeds is None or not 0 < len(positions) <= MAX_ROWS:
+            return original(ids, positions, batch, input_embeds, **kwargs)
+        (hidden,) = captured.run(input_embeds, positions, batch)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
+
+    module.forward = forward
+    return captured
+
+
+HOOKS: dict[str, tuple[Any, HookType]] = {
+    "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs": (capture_forward, HookType.AROUND),
+}
+"""Hook target -> (our function, how it is applied)."""

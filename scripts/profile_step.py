@@ -1,0 +1,138 @@
+"""Where a step's time goes: scheduler, batch, attention, linear layers, sampling, results; speculation off and on.
+
+Serves the embedded pair, or a target of Qwen3-0.6B's shape with dummy weights and a 3-layer draft, whose acceptance the
+host simulates. Timers are hung into SGLang from outside by `step_timers.py`, as a plugin of the server's own process;
+they cost some 1 us per call, and a compiled forward is one box. Prints a table; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Client, Server, held_out_prompts
+from step_timers import install, read
+
+SHAPES = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+    | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+}
+"""Targets of dummy weights; Qwen3-0.6B's config.json."""
+TAPS = [1, 9, 17, 25]
+
+
+def make_dummy_pair(shape: str, folder: Path) -> tuple[Path, Path]:
+    """Configs of a target and a draft (block 16) of that shape, without weights, with the embedded pair's tokenizer."""
+    paths = folder / "target", folder / "draft"
+    for path, source in zip(paths, (TINY_TARGET, TINY_DRAFT), strict=True):
+        path.mkdir(parents=True)
+        config = json.loads((source / "config.json").read_text()) | SHAPES[shape]
+        if source is TINY_DRAFT:
+            config |= {"num_hidden_layers": 3, "num_target_layers": config["num_hidden_layers"], "block_size": 16}
+            config["dflash_config"] = {"mask_token_id": 1791, "target_layer_ids": TAPS}
+        config |= {"layer_types": ["full_attention"] * config["num_hidden_layers"], "max_window_layers": 28}
+        (path / "config.json").write_text(json.dumps(config))
+        for file in source.iterdir():
+            if file.suffix not in (".safetensors", ".md") and file.name != "config.json" and file.is_file():
+                (path / file.name).symlink_to(file)
+    return paths
+
+
+def ask(client: Client, prompts: list[list[int]], concurrency: int, tokens: int) -> tuple[float, int]:
+    """Seconds, and tokens of all answers."""
+    begin = time.perf_counter()
+    answers = client.generate_all(prompts, concurrency, max_new_tokens=tokens, ignore_eos=True)
+    return time.perf_counter() - begin, sum(len(answer.ids) for answer in answers)
+
+
+def profile(server: Server, stages: Path | None, concurrency: int, tokens: int, repeats: int) -> dict[str, Any]:
+    """Medians over `repeats` rounds of `concurrency` requests."""
+    client = server.client()
+    tokenizer = AutoTokenizer.from_pretrained(str(TINY_TARGET))
+    prompts = [tokenizer(p.prompt)["input_ids"] for p in held_out_prompts("arithmetic")[:concurrency]]
+    ask(client, prompts, concurrency, tokens)
+    rounds = []
+    for _ in range(repeats):
+        before = read(stages)
+        seconds, count = ask(client, prompts, concurrency, tokens)
+        after = read(stages)
+        steps = max(1, after["steps"] - before["steps"])
+        spent = {name: (us - before["us"].get(name, 0.0)) / steps for name, us in after["us"].items()}
+        rows = {name: n - before["calls"].get(name, 0) for name, n in after["calls"].items()}
+        rounds.append(
+            {
+                "tok_s": count / seconds,
+                "step_us": seconds / steps * 1e6 if stages else 0.0,
+                "us": spent | {"outside the scheduler's steps": seconds / steps * 1e6 - sum(spent.values())},
+                "calls": {name: round(n / steps, 1) for name, n in rows.items()},
+            }
+        )
+    middle = sorted(rounds, key=lambda one: one["tok_s"])[len(rounds) // 2]
+    return middle | {"tok_s": statistics.median(one["tok_s"] for one in rounds)}
+
+
+def show(console: Console, title: str, results: dict[str, dict[str, Any]]) -> None:
+    table = Table(title=title)
+    table.add_column("us per step")
+    for name in results:
+        table.add_column(name, justify="right")
+    stages = {
+        stage: max(r["us"].get(stage, 0.0) for r in results.values()) for r in results.values() for stage in r["us"]
+    }
+    for stage in sorted(stages, key=lambda one: -stages[one]):
+        if stages[stage] >= 20:
+            table.add_row(stage, *(f"{r['us'].get(stage, 0.0):.0f}" for r in results.values()))
+    table.add_section()
+    table.add_row("step", *(f"{r['step_us']:.0f}" for r in results.values()))
+    table.add_row("tok/s", *(f"{r['tok_s']:.1f}" for r in results.values()))
+    console.print(table)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="tiny, or the shape of a dummy target: " + ", ".join(SHAPES))] = "tiny",
+    arms: Annotated[str, typer.Option(help="Of off and on, with a comma.")] = "off,on",
+    requests: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,8",
+    tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 96,
+    repeats: Annotated[int, typer.Option(help="Rounds; the median one is shown.")] = 5,
+    block: Annotated[int, typer.Option(help="--speculative-num-draft-tokens.")] = 8,
+    tau: Annotated[float, typer.Option(help="Mean commit_len to simulate; 0: none (dummy weights need it).")] = 0.0,
+    threads: Annotated[str, typer.Option(help="OMP_NUM_THREADS; empty: leave it unset.")] = "1",
+    timers: Annotated[bool, typer.Option(help="Off: tok/s alone, undisturbed.")] = True,
+) -> None:
+    console = Console(width=140)
+    folder = Path(tempfile.mkdtemp())
+    target, draft = (TINY_TARGET, TINY_DRAFT) if model == "tiny" else make_dummy_pair(model, folder / model)
+    base = ["--device", "cpu", "--model-path", str(target), "--dtype", "float32", "--max-total-tokens", "8192"]
+    base += ["--max-running-requests", "8", "--disable-radix-cache"] + (
+        [] if model == "tiny" else ["--load-format", "dummy"]
+    )
+    speculate = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
+    speculate += ["--speculative-num-draft-tokens", str(block)]
+    results: dict[str, dict[str, Any]] = {}
+    for arm in arms.split(","):
+        stages = folder / f"{arm}.json" if timers else None
+        environment = install(folder, stages) if stages else {}
+        environment |= {"OMP_NUM_THREADS": threads} if threads else {}
+        if tau and arm == "on":
+            environment["SGLANG_SIMULATE_ACC_LEN"] = str(tau)
+        begin = time.perf_counter()
+        with Server([*base, *(speculate if arm == "on" else [])], folder / f"{arm}.log", environment) as server:
+            console.print(f"{arm}: up after {time.perf_counter() - begin:.1f} s, load {os.getloadavg()[0]:.1f}")
+            for count in map(int, requests.split(",")):
+                results[f"{arm}, {count}"] = profile(server, stages, count, tokens, repeats)
+    show(console, f"{model}, {threads or 'unset'} threads, block {block}, tau {tau or 'real'}", results)
+    print(json.dumps({"model": model, "threads": threads, "block": block, "tau": tau, "arms": results}))
+
+
+if __name__ == "__main__":
+    typer.run(main)

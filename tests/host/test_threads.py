@@ -1,0 +1,38 @@
+"""Compute threads: what the process may use, and no more."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from sglang_dflash.host.cpu.threads import SMALL_MATRIX, default_threads, usable_cores
+
+LARGE = SMALL_MATRIX + 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)]
+)
+def test_a_cgroups_quota_counts(monkeypatch, tmp_path, limit, expected):
+    """Fails where a container's limit is overlooked, or leaves nothing."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    (tmp_path / "cpu.max").write_text(limit + "\n")
+    assert usable_cores(tmp_path / "cpu.max") == expected
+
+
+def test_without_a_cgroup_the_affinity_counts(monkeypatch, tmp_path):
+    """Fails where a machine without cgroups cannot start."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5})
+    assert usable_cores(tmp_path / "none") == 3
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(1, 1, 1), (2, 1, 2), (4, 1, 3), (16, 2, 7), (4, 8, 1)])
+def test_ranks_share_what_is_left(cores, ranks, expected):
+    """Fails where ranks together take more than all cores but one."""
+    assert default_threads(cores, ranks, LARGE) == expected
+
+
+def test_a_small_model_takes_one():
+    """Fails where threads wait for each other longer than they compute."""
+    assert default_threads(64, 1, SMALL_MATRIX) == 1
