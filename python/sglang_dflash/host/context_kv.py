@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
 from sglang_dflash import ops
 
+logger = logging.getLogger(__name__)
 ROWS = 2048  # per product: bounds the temporaries of a long prefill
 
 
@@ -26,6 +28,19 @@ class ContextKVWriter:
         self._rotary = first.rotary_emb
         self._eps = first.k_norm.variance_epsilon
         self._kv_weight, self._kv_bias, self._k_norm_weight = self._projections()
+        self._buffers: ops.KVBuffers | None = None
+
+    def bind(self, pool: Any) -> None:
+        """Chooses how rows reach the draft's KV pool: all layers in one launch where it is on CUDA, plain slots in the
+        draft's own dtype; else layer by layer through the host, which quantises and knows other layouts.
+        """
+        k, v = getattr(pool, "k_buffer", ()), getattr(pool, "v_buffer", ())
+        plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and ops.fits(k, v)
+        if plain and k[0].is_cuda and k[0].dtype == self._kv_weight.dtype and len(k) == len(self._layers):
+            self._buffers = ops.KVBuffers(k, v)
+        if self._kv_weight.is_cuda:
+            way = "one launch for all layers" if self._buffers else "a write per layer"
+            logger.info("sglang-dflash writes context KV by %s.", way)
 
     def refresh(self) -> None:
         """Takes up the draft's weights after they changed, in place: a forward may still be reading."""
@@ -59,14 +74,20 @@ class ContextKVWriter:
             self._write_rows(pool, hidden[: len(slots)][rows], positions[rows], slots[rows])
 
     def _write_rows(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        features = self._model.project_target_hidden(hidden)
+        cos_sin = self._rotary.cos_sin_cache
+        if self._buffers is not None:
+            kv = ops.project_context(features, self._kv_weight, self._kv_bias)
+            ops.write_context_kv(kv, self._k_norm_weight, self._eps, positions, cos_sin, slots, self._buffers)
+            return
         k, v = ops.context_kv(
-            self._model.project_target_hidden(hidden),
+            features,
             self._kv_weight,
             self._kv_bias,
             self._k_norm_weight,
             self._eps,
             positions,
-            self._rotary.cos_sin_cache,
+            cos_sin,
         )
         location = KVWriteLoc(slots, physical=True)
         for layer, layer_k, layer_v in zip(self._layers, k, v, strict=True):
