@@ -34,7 +34,8 @@ class KVBuffers:
 
 
 def fits(k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> bool:
-    """Whether `KVBuffers` can hold these: floating, [slots, heads, dim], all alike, each slot contiguous."""
+    """Whether `KVBuffers` can hold these: floating, [slots, heads, dim], all alike, each slot contiguous, each buffer
+    aligned to 16 bytes."""
     if not k or len(k) != len(v):
         return False
     first = k[0]
@@ -42,5 +43,6 @@ def fits(k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> bool:
         (b.shape, b.stride(), b.dtype, b.device) == (first.shape, first.stride(), first.dtype, first.device)
         for b in (*k, *v)
     )
+    aligned = all(buffer.data_ptr() % 16 == 0 for buffer in (*k, *v))
     wide = first.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return alike and wide and first.dim() == 3 and first.stride()[1:] == (first.shape[2], 1)
+    return alike and aligned and wide and first.dim() == 3 and first.stride()[1:] == (first.shape[2], 1)

@@ -15,7 +15,7 @@ from sglang_dflash.ops.reference import GreedyAcceptance
 
 PROGRAMS = 1024  # aimed at in the first launch: enough for every SM several times
 MAX_SPLITS = 64
-BLOCK = 1024  # columns of a program at a time
+BLOCK = 2048  # columns of a program at a time
 
 
 @triton.jit

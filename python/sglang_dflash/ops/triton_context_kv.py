@@ -53,8 +53,9 @@ def _write_context_kv_kernel(
     k = k * cos + other * tl.where(first, -sin, sin)
 
     target = tl.load(slots + row).to(tl.int64) * slot_stride + head * DIM + column
-    k_buffer = tl.load(pointers + layer).to(tl.pointer_type(element))
-    v_buffer = tl.load(pointers + LAYERS + layer).to(tl.pointer_type(element))
+    # An address out of a table tells the compiler no alignment, and without it every element is a store of its own.
+    k_buffer = tl.multiple_of(tl.load(pointers + layer).to(tl.pointer_type(element)), 16)
+    v_buffer = tl.multiple_of(tl.load(pointers + LAYERS + layer).to(tl.pointer_type(element)), 16)
     v = tl.load(source + HEADS * DIM + head * DIM + column, mask=valid)
     tl.store(k_buffer + target, k.to(element), mask=valid)
     tl.store(v_buffer + target, v, mask=valid)
