@@ -18,9 +18,7 @@ def test_block_layout(batch, block_size, index_dtype):
     prefix_lens = torch.randint(0, 40 - block_size + 1, (batch,), generator=generator).to(index_dtype)
     rows = torch.randperm(8, generator=generator)[:batch].to(index_dtype)
     arguments = (bonus_ids, prefix_lens, rows, table, block_size, 151_669)
-    for got, expected in zip(
-        triton_block.block_layout(*arguments), reference.block_layout(*arguments), strict=True
-    ):
+    for got, expected in zip(triton_block.block_layout(*arguments), reference.block_layout(*arguments), strict=True):
         assert got.dtype == expected.dtype == torch.int64
         assert got.shape == (batch, block_size)
         assert torch.equal(got, expected)

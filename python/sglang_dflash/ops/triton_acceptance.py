@@ -1,8 +1,8 @@
 """Greedy acceptance in Triton: the argmax of every row straight from the logits, then each block's committed ids.
 
-A vocabulary of 151,936 makes a row too long for one program and, at few requests, the rows too few for a GPU. So a row is split: one
-launch leaves the best entry of each split, packed into an int64 whose maximum is the row's argmax; the other reduces
-the splits and accepts. No float32 copy of the logits is made.
+A vocabulary of 151,936 makes a row too long for one program and, at few requests, the rows too few for a GPU. So a row
+is split: one launch leaves the best entry of each split, packed into an int64 whose maximum is the row's argmax; the
+other reduces the splits and accepts. No float32 copy of the logits is made.
 """
 
 from __future__ import annotations

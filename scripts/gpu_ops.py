@@ -1,0 +1,66 @@
+"""Stage 0 on a GPU: our ops against their references, their times beside what their bytes take, and a step's floor.
+
+Needs torch and Triton, no SGLang. Each stage prints a table; gpu_ops.json in the output folder has all of it, also
+when a run is cut short. Exit code 0: everything right, 1: a stage failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("gpu-ops"), help="folder of gpu_ops.json")
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU, tiny, under Triton's interpreter")
+    parser.add_argument("--stages", nargs="+", help="only these")
+    arguments = parser.parse_args()
+    if arguments.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+    from gpu_kit import device as devices
+    from gpu_kit import op_stages, toy_step
+    from gpu_kit.report import Report
+
+    stages = {
+        "block_layout": op_stages.block_layout,
+        "acceptance": op_stages.acceptance,
+        "accept_chain": op_stages.accept_chain,
+        "context_kv": op_stages.context_kv,
+        "toy_step": toy_step.toy_step,
+        "eager_launches": toy_step.eager_launches,
+        "acceptance_sweep": op_stages.acceptance_sweep,
+    }
+    chosen = arguments.stages or list(stages)
+    unknown = sorted(set(chosen) - set(stages))
+    if unknown:
+        parser.error(f"--stages {' '.join(unknown)}: there are {', '.join(stages)}")
+
+    device = devices.pick(arguments.dry_run)
+    facts = device.describe()
+    bandwidth = device.bandwidth()
+    facts["copy_gb_s"] = bandwidth / 1e3
+    report = Report(arguments.output, facts)
+    print(facts, flush=True)
+    for number, name in enumerate(chosen, 1):
+        begin = time.perf_counter()
+        print(f"[{number}/{len(chosen)}] {name}", flush=True)
+        try:
+            report.add(name, list(stages[name](device, bandwidth)))
+        except Exception as error:  # the machine is lent for minutes: the other stages still count
+            traceback.print_exc()
+            report.fail(name, f"{type(error).__name__}: {error}")
+        print(f"  {time.perf_counter() - begin:.1f} s", flush=True)
+    return 1 if report.content["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""What a venv over a machine's own packages needs besides wheels. Standard library only: it travels with the parts.
+
+Usage: VENV/bin/python complete.py paths FOLDER...   the machine's packages and CUDA libraries, before any wheel
+       VENV/bin/python complete.py nccl              functions that torch asks of NCCL and the machine's lacks
+
+A venv made from a venv sees the packages of neither but the system's; and torch in one folder looks for CUDA libraries
+beside itself, while the machine has them in another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+SITE = Path(sysconfig.get_paths()["purelib"])
+NCCL_LACKS = (
+    "ncclCommGetUniqueId",
+    "ncclCommGrow",
+    "ncclCommMemStats",
+    "ncclCommResume",
+    "ncclCommSuspend",
+    "ncclGetLsaMultimemDevicePointer",
+    "ncclGetPeerDevicePointer",
+    "ncclPutSignal",
+    "ncclSignal",
+    "ncclWaitSignal",
+)
+"""Functions of NCCL 2.30 that torch 2.14.1 links and NCCL 2.28.9 does not have. One GPU never calls them."""
+
+
+def link_paths(folders: list[Path]) -> None:
+    """Puts the machine's package folders behind the venv's own; links its CUDA libraries where the venv's torch looks."""
+    others = [folder for folder in folders if folder.is_dir() and folder.resolve() != SITE.resolve()]
+    lines = [f"import site; site.addsitedir({str(folder)!r})\n" for folder in others]
+    (SITE / "_machine_packages.pth").write_text("".join(lines))
+    for folder in others:
+        for library in sorted((folder / "nvidia").glob("*")):
+            link = SITE / "nvidia" / library.name
+            if library.is_dir() and not link.exists():
+                link.parent.mkdir(exist_ok=True)
+                link.symlink_to(library.resolve(), target_is_directory=True)
+
+
+def lacking(library: Path) -> list[str]:
+    nccl = ctypes.CDLL(str(library))
+    return [name for name in NCCL_LACKS if not hasattr(nccl, name)]
+
+
+def stub_nccl() -> None:
+    """Builds a library that defines what the machine's NCCL lacks, each function an abort with its name, and has every
+    Python of the venv load it before torch."""
+    found = sorted((SITE / "nvidia" / "nccl" / "lib").glob("libnccl.so*"))
+    if not found:
+        print("no NCCL of the machine beside torch: nothing to complete")
+        return
+    names = lacking(found[0])
+    if not names:
+        return
+    compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    if compiler is None:
+        raise SystemExit(f"error: {found[0]} lacks {', '.join(names)}, and no C compiler was found to stub them.")
+    place = SITE / "libnccl_lacks.so"
+    bodies = [
+        f'void {n}(void) {{ fputs("{n}: this machine\'s NCCL has no such function\\n", stderr); abort(); }}'
+        for n in names
+    ]
+    source = "\n".join(["#include <stdio.h>", "#include <stdlib.h>", *bodies, ""])
+    command = [compiler, "-shared", "-fPIC", "-x", "c", "-o", str(place), "-"]
+    subprocess.run(command, input=source, text=True, check=True)
+    line = f"import ctypes; ctypes.CDLL({str(place)!r}, mode=ctypes.RTLD_GLOBAL)\n"
+    (SITE / "_nccl_lacks.pth").write_text(line)
+    print(f"stubbed {len(names)} functions that {found[0].name} lacks")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["paths"]:
+        link_paths([Path(folder) for folder in sys.argv[2:]])
+    elif sys.argv[1:] == ["nccl"]:
+        stub_nccl()
+    else:
+        raise SystemExit(__doc__)
