@@ -28,14 +28,18 @@ print(*dict.fromkeys([sysconfig.get_paths()["purelib"], sysconfig.get_paths()["p
 
 WHEELS="$VENV/.bundle"
 mkdir -p "$WHEELS/installed"
-"$BASE" "$TOOLS/unpack.py" extract "$BUNDLE" "$WHEELS" | while read -r wheel stamp; do
+"$BASE" "$TOOLS/unpack.py" extract "$BUNDLE" "$WHEELS" >"$WHEELS/new"
+if [ -s "$WHEELS/new" ]; then
+    mapfile -t wheels < <(cut -f1 "$WHEELS/new")
     # Without bytecode: compiling all of it takes longer than a first import.
-    "$BASE" -m pip --python "$VENV/bin/python" install --quiet --disable-pip-version-check --no-index --no-deps --no-compile \
-        --ignore-installed "$wheel" || fail "pip could not install $(basename "$wheel")."
-    touch "$WHEELS/installed/$stamp"
-    echo "installed $(basename "$wheel")"
-    rm "$wheel"
-done
+    "$BASE" -m pip --python "$VENV/bin/python" install --quiet --disable-pip-version-check --no-index --no-deps \
+        --no-compile --ignore-installed "${wheels[@]}" || fail "pip could not install the wheels in $WHEELS."
+    while IFS=$'\t' read -r wheel stamp; do
+        touch "$WHEELS/installed/$stamp"
+        echo "installed $(basename "$wheel")"
+        rm "$wheel"
+    done <"$WHEELS/new"
+fi
 if [ -d "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch" ]; then
     "$VENV/bin/python" "$TOOLS/complete.py" nccl
 fi

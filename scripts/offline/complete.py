@@ -33,7 +33,7 @@ NCCL_LACKS = (
 
 
 def link_paths(folders: list[Path]) -> None:
-    """Puts the machine's package folders behind the venv's own; links its CUDA libraries where the venv's torch looks."""
+    """Puts the machine's package folders behind the venv's, and links its CUDA libraries where the venv's torch looks."""
     others = [folder for folder in folders if folder.is_dir() and folder.resolve() != SITE.resolve()]
     lines = [f"import site; site.addsitedir({str(folder)!r})\n" for folder in others]
     (SITE / "_machine_packages.pth").write_text("".join(lines))

@@ -120,7 +120,7 @@ def main(command: str, folder: str, target: str = "") -> None:
         for file in bundle.whole_files():
             stamp = f"{file['name']}-{file['sha256'][:16]}"
             if stamp not in installed:  # the shell script leaves a stamp for each wheel that pip took
-                print(bundle.extract(file, place), stamp, flush=True)
+                print(bundle.extract(file, place), stamp, sep="\t", flush=True)
     else:
         raise SystemExit(__doc__)
 
