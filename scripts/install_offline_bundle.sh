@@ -42,6 +42,7 @@ if [ -s "$WHEELS/new" ]; then
 fi
 if [ -d "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch" ]; then
     "$VENV/bin/python" "$TOOLS/complete.py" nccl
+    "$VENV/bin/python" "$TOOLS/complete.py" torch
 fi
 "$BASE" "$TOOLS/unpack.py" state "$BUNDLE"
 echo "source $VENV/bin/activate"

@@ -2,6 +2,7 @@
 
 Usage: VENV/bin/python complete.py paths FOLDER...   the machine's packages and CUDA libraries, before any wheel
        VENV/bin/python complete.py nccl              functions that torch asks of NCCL and the machine's lacks
+       VENV/bin/python complete.py torch             that torch loads; and its question after cuDNN's version
 
 A venv made from a venv sees the packages of neither but the system's; and torch in one folder looks for CUDA libraries
 beside itself, while the machine has them in another.
@@ -33,7 +34,7 @@ NCCL_LACKS = (
 
 
 def link_paths(folders: list[Path]) -> None:
-    """Puts the machine's package folders behind the venv's, and links its CUDA libraries where the venv's torch looks."""
+    """Puts the machine's packages behind the venv's, and links its CUDA libraries where the venv's torch looks."""
     others = [folder for folder in folders if folder.is_dir() and folder.resolve() != SITE.resolve()]
     lines = [f"import site; site.addsitedir({str(folder)!r})\n" for folder in others]
     (SITE / "_machine_packages.pth").write_text("".join(lines))
@@ -76,10 +77,27 @@ def stub_nccl() -> None:
     print(f"stubbed {len(names)} functions that {found[0].name} lacks")
 
 
+def check_torch() -> None:
+    """Loads torch, so that a library that does not fit shows here. Where the machine's cuDNN is older than the one torch
+    was built with, torch refuses it altogether; attention without cuDNN needs none, so the venv asks torch to go on."""
+    script = "import torch; torch.backends.cudnn.version(); print(torch.__version__)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    if run.returncode and "cuDNN version incompatibility" in run.stderr:
+        line = "import os; os.environ.setdefault('PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK', '1')\n"
+        (SITE / "_older_cudnn.pth").write_text(line)
+        print("the machine's cuDNN is older than torch's: avoid cuDNN attention and convolutions")
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(f"error: torch does not load in {SITE}:\n{run.stderr[-2000:]}")
+    print(f"torch {run.stdout.strip()} loads")
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["paths"]:
         link_paths([Path(folder) for folder in sys.argv[2:]])
     elif sys.argv[1:] == ["nccl"]:
         stub_nccl()
+    elif sys.argv[1:] == ["torch"]:
+        check_torch()
     else:
         raise SystemExit(__doc__)
