@@ -60,10 +60,10 @@ def select(
 
 
 def pack_all(found: dict[str, Path], versions: dict[str, str], folder: Path, with_fa3: bool) -> list[BundleFile]:
-    """The bundle's files in their order: by group, the small ones first.
+    """The bundle's files in their order: by group, this package first, then the small ones.
 
     Args:
-        found: distribution -> its wheel.
+        found: distribution -> its wheel; this package's is the first.
     """
     files = []
     for name, wheel in found.items():
@@ -79,7 +79,8 @@ def pack_all(found: dict[str, Path], versions: dict[str, str], folder: Path, wit
             part = wheels.split_off(wheel, place, group, lambda path, split=split: contents.matches(path, split))
             files.append(BundleFile(part, group, f"{name}-{group}", versions[name]))
     order = [group.name for group in contents.GROUPS]
-    return sorted(files, key=lambda f: (order.index(f.group), f.path.stat().st_size, f.path.name))
+    rest = sorted(files[1:], key=lambda f: (order.index(f.group), f.path.stat().st_size, f.path.name))
+    return [*files[:1], *rest]
 
 
 def print_table(manifest: dict[str, Any], folder: Path) -> None:

@@ -11,26 +11,15 @@ beside itself, while the machine has them in another.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 SITE = Path(sysconfig.get_paths()["purelib"])
-NCCL_LACKS = (
-    "ncclCommGetUniqueId",
-    "ncclCommGrow",
-    "ncclCommMemStats",
-    "ncclCommResume",
-    "ncclCommSuspend",
-    "ncclGetLsaMultimemDevicePointer",
-    "ncclGetPeerDevicePointer",
-    "ncclPutSignal",
-    "ncclSignal",
-    "ncclWaitSignal",
-)
-"""Functions of NCCL 2.30 that torch 2.14.1 links and NCCL 2.28.9 does not have. One GPU never calls them."""
 
 
 def link_paths(folders: list[Path]) -> None:
@@ -46,9 +35,38 @@ def link_paths(folders: list[Path]) -> None:
                 link.symlink_to(library.resolve(), target_is_directory=True)
 
 
-def lacking(library: Path) -> list[str]:
-    nccl = ctypes.CDLL(str(library))
-    return [name for name in NCCL_LACKS if not hasattr(nccl, name)]
+def undefined_symbols(library: Path) -> list[str]:
+    """What a 64-bit ELF library asks of others, from its dynamic symbol table."""
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        assert data[:5] == b"\x7fELF\x02", f"{library} is no 64-bit ELF file"
+        (table,) = struct.unpack_from("<Q", data, 40)
+        entry, count = struct.unpack_from("<HH", data, 58)
+        sections = [struct.unpack_from("<IIQQQQIIQQ", data, table + i * entry) for i in range(count)]
+        # Of a section: [1] type, [4] offset, [5] size, [6] the section of its names.
+        symbols = next(section for section in sections if section[1] == 11)  # SHT_DYNSYM
+        names = sections[symbols[6]]
+        found = []
+        for offset in range(symbols[4], symbols[4] + symbols[5], 24):
+            name, section = struct.unpack_from("<I2xH", data, offset)
+            if section == 0 and name:
+                begin = names[4] + name
+                found.append(data[begin : data.find(b"\0", begin)].decode())
+        return found
+
+
+def lacking(nccl: Path) -> list[str]:
+    """Functions of NCCL that the venv's torch links and this library does not have.
+
+    A newer torch knows a newer NCCL; one GPU calls none of them.
+    """
+    library = ctypes.CDLL(str(nccl))
+    asked = {
+        name
+        for path in sorted((SITE / "torch" / "lib").glob("lib*.so"))
+        for name in undefined_symbols(path)
+        if name.startswith("nccl")
+    }
+    return sorted(name for name in asked if not hasattr(library, name))
 
 
 def stub_nccl() -> None:
@@ -61,6 +79,7 @@ def stub_nccl() -> None:
     names = lacking(found[0])
     if not names:
         return
+    print(f"{found[0].name} of the machine lacks {', '.join(names)}: each aborts when called", flush=True)
     compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
     if compiler is None:
         raise SystemExit(f"error: {found[0]} lacks {', '.join(names)}, and no C compiler was found to stub them.")
@@ -74,12 +93,14 @@ def stub_nccl() -> None:
     subprocess.run(command, input=source, text=True, check=True)
     line = f"import ctypes; ctypes.CDLL({str(place)!r}, mode=ctypes.RTLD_GLOBAL)\n"
     (SITE / "_nccl_lacks.pth").write_text(line)
-    print(f"stubbed {len(names)} functions that {found[0].name} lacks")
 
 
 def check_torch() -> None:
-    """Loads torch, so that a library that does not fit shows here. Where the machine's cuDNN is older than the one torch
-    was built with, torch refuses it altogether; attention without cuDNN needs none, so the venv asks torch to go on."""
+    """Loads torch, so that a library that does not fit shows here.
+
+    Where the machine's cuDNN is older than the one torch was built with, torch refuses it altogether; attention without
+    cuDNN needs none, so the venv asks torch to go on.
+    """
     script = "import torch; torch.backends.cudnn.version(); print(torch.__version__)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     if run.returncode and "cuDNN version incompatibility" in run.stderr:
