@@ -26,12 +26,12 @@ mapfile -t folders < <("$BASE" -c 'import site, sysconfig
 print(*dict.fromkeys([sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], *site.getsitepackages()]), sep="\n")')
 "$VENV/bin/python" "$TOOLS/complete.py" paths "${folders[@]}"
 
+SITE="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
 WHEELS="$VENV/.bundle"
 mkdir -p "$WHEELS/installed"
 "$BASE" "$TOOLS/unpack.py" extract "$BUNDLE" "$WHEELS" >"$WHEELS/new"
 if [ -s "$WHEELS/new" ]; then
     mapfile -t wheels < <(cut -f1 "$WHEELS/new")
-    # Without bytecode: compiling all of it takes longer than a first import.
     "$BASE" -m pip --python "$VENV/bin/python" install --quiet --disable-pip-version-check --no-index --no-deps \
         --no-compile --ignore-installed "${wheels[@]}" || fail "pip could not install the wheels in $WHEELS."
     while IFS=$'\t' read -r wheel stamp; do
@@ -39,8 +39,10 @@ if [ -s "$WHEELS/new" ]; then
         echo "installed $(basename "$wheel")"
         rm "$wheel"
     done <"$WHEELS/new"
+    # Here by all cores, and not by pip or by the processes of a first server start. Some packages bring files of no Python 3.
+    "$VENV/bin/python" -m compileall -qq -j 0 "$SITE" || true
 fi
-if [ -d "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch" ]; then
+if [ -d "$SITE/torch" ]; then
     "$VENV/bin/python" "$TOOLS/complete.py" nccl
     "$VENV/bin/python" "$TOOLS/complete.py" torch
 fi
