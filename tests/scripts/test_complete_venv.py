@@ -20,7 +20,8 @@ def complete(monkeypatch, tmp_path):
     module = importlib.import_module("offline.complete")
     monkeypatch.setattr(module, "SITE", tmp_path)
     _library(tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2", "int ncclHas(void) { return 7; }")
-    asks = "int ncclHas(void); int ncclLacks(void); int other(void); int ask(int x) { return x ? ncclHas() : ncclLacks(); }"
+    asks = "int ncclHas(void); int ncclLacks(void); int other(void);"
+    asks += "int ask(int x) { return x ? ncclHas() : ncclLacks(); }"
     _library(tmp_path / "torch" / "lib" / "libtorch_cuda.so", asks)
     return module
 
@@ -56,9 +57,8 @@ def test_missing_functions_are_stubbed(complete, tmp_path, capsys):
 
 def test_nothing_is_stubbed_where_nothing_lacks(complete, tmp_path):
     """Fails where a complete NCCL gets stubs, or a machine without one an error."""
-    _library(
-        tmp_path / "nvidia/nccl/lib/libnccl.so.2", "int ncclHas(void) { return 7; } int ncclLacks(void) { return 8; }"
-    )
+    whole = "int ncclHas(void) { return 7; } int ncclLacks(void) { return 8; }"
+    _library(tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2", whole)
     complete.stub_nccl()
     (tmp_path / "nvidia/nccl/lib/libnccl.so.2").unlink()
     complete.stub_nccl()
