@@ -116,11 +116,15 @@ def test_context_kv_is_what_the_pool_would_hold(bias, dtype):
     through = Pool(k_buffer=torch.zeros(shape, dtype=dtype), v_buffer=torch.zeros(shape, dtype=dtype))
     direct = MHATokenToKVPool.__new__(MHATokenToKVPool)
     direct.__dict__ |= {"dtype": dtype, "store_dtype": dtype, "device": "cpu", "start_layer": 0}
-    direct.__dict__ |= {"layer_transfer_counter": None, "quant_method": UnquantizedKVCacheMethod()}
+    direct.__dict__ |= {
+        "layer_transfer_counter": None,
+        "kv_cache_layout": "nhd",
+        "quant_method": UnquantizedKVCacheMethod(),
+    }
     direct.k_buffer, direct.v_buffer = (list(torch.zeros(shape, dtype=dtype)) for _ in range(2))
     hidden, positions, slots = torch.randn(7, 40).to(dtype), torch.arange(20, 27), torch.randperm(50)[:7]
     writer.write(through, hidden, positions, slots)
-    writer.use_pool(direct)
+    writer.bind(direct)
     writer.write(direct, hidden, positions, slots)
     for got, expected in ((direct.k_buffer, through.k_buffer), (direct.v_buffer, through.v_buffer)):
         torch.testing.assert_close(
@@ -133,6 +137,6 @@ def test_another_pool_is_written_through(monkeypatch):
     writer = ContextKVWriter(make_draft(torch.float32, False))
     shape = (3, 50, 2, 16)
     pool = Pool(k_buffer=torch.zeros(shape), v_buffer=torch.zeros(shape), dtype=torch.float32, device="cpu")
-    writer.use_pool(pool)
+    writer.bind(pool)
     writer.write(pool, torch.randn(2, 40), torch.arange(2), torch.tensor([4, 9]))
     assert pool.k_buffer[:, [4, 9]].abs().sum() > 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Run by test_interpreted.py, in a process where Triton interprets its kernels.
+collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_triton_*.py"]
 
 
 @pytest.fixture(autouse=True, scope="session")

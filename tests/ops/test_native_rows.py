@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.ops import TORCH_ROWS, choose_rows, native
+from sglang_dflash.ops import TORCH_ROWS, KVBuffers, choose_rows, native
 
 pytestmark = pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -110,7 +110,7 @@ def test_write_context_kv(rows, layers, heads, dim, dtype):
     positions, slots = torch.randint(50, (rows,)), torch.randperm(60)[:rows]
     caches = [[torch.full((60, heads, dim), SENTINEL).to(dtype) for _ in range(2 * layers)] for _ in range(2)]
     for body, own in zip((native_rows(), TORCH_ROWS), caches, strict=True):
-        body.write_context_kv(kv, weight, EPS, positions, cos_sin, slots, own[:layers], own[layers:])
+        body.write_context_kv(kv, weight, EPS, positions, cos_sin, slots, KVBuffers(own[:layers], own[layers:]))
     for layer in range(layers):
         truth = caches[1][layer].double()
         truth[slots] = exact_rope(exact_norm(kv[:, layer, 0], weight[layer]), positions, cos_sin)
@@ -124,7 +124,7 @@ def test_write_context_kv_stays_inside(position, slot):
     cache = torch.zeros(60, 1, 8)
     arguments = (torch.ones(1, 8), EPS, torch.tensor([position]), torch.zeros(50, 8), torch.tensor([slot]))
     with pytest.raises(RuntimeError, match="allowed: 0"):
-        native_rows().write_context_kv(torch.ones(1, 1, 2, 1, 8), *arguments, [cache], [cache])
+        native_rows().write_context_kv(torch.ones(1, 1, 2, 1, 8), *arguments, KVBuffers([cache], [cache]))
 
 
 def assert_accepts_alike(logits: torch.Tensor, ids: torch.Tensor) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
 from sglang_dflash import ops
 
+logger = logging.getLogger(__name__)
 ROWS = 2048  # per product: bounds the temporaries of a long prefill
 
 
@@ -27,22 +28,22 @@ class ContextKVWriter:
         self._rotary = first.rotary_emb
         self._eps = first.k_norm.variance_epsilon
         self._kv_weight, self._kv_bias, self._k_norm_weight = self._projections()
-        self._caches: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._buffers: ops.KVBuffers | None = None
         self._rows = ops.TORCH_ROWS
 
-    def use_pool(self, pool: Any) -> None:
-        """Writes straight into the layers' caches where they are plain ones on the CPU, else through the pool.
-
-        Args:
-            pool: the draft's KV pool.
+    def bind(self, pool: Any) -> None:
+        """Chooses how rows reach the draft's KV pool: all layers in one call where it holds plain slots in the draft's
+        own dtype and an op takes them; else layer by layer through the host, which quantises and knows other layouts.
         """
+        k, v = getattr(pool, "k_buffer", ()), getattr(pool, "v_buffer", ())
         scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)]
-        plain = type(pool) is MHATokenToKVPool and not pool.is_quantized_kv_cache and not any(scales)
-        same = plain and pool.dtype == pool.store_dtype == self._kv_weight.dtype
-        if same and ops.serves(pool.device, pool.dtype):
-            ids = [layer.layer_id for layer in self._layers]
-            self._caches = [pool.get_key_buffer(i) for i in ids], [pool.get_value_buffer(i) for i in ids]
-            self._rows = ops.choose_rows(pool.device, pool.dtype)
+        plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and not any(scales)
+        same = plain and ops.fits(k, v) and k[0].dtype == self._kv_weight.dtype and len(k) == len(self._layers)
+        if same and (k[0].is_cuda or ops.serves(k[0].device, k[0].dtype)):
+            self._buffers = ops.KVBuffers(k, v)
+            self._rows = ops.choose_rows(k[0].device, k[0].dtype)
+        way = "one call for all layers" if self._buffers else "a write per layer"
+        logger.info("sglang-dflash writes context KV by %s.", way)
 
     def refresh(self) -> None:
         """Takes up the draft's weights after they changed, in place: a forward may still be reading."""
@@ -77,8 +78,10 @@ class ContextKVWriter:
 
     def _write_rows(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         features = self._model.project_target_hidden(hidden)
-        if self._caches is not None:
-            self._write_caches(features, positions, slots, *self._caches)
+        cos_sin = self._rotary.cos_sin_cache
+        if self._buffers is not None:
+            kv = ops.project_context(features, self._kv_weight, self._kv_bias)
+            self._rows.write_context_kv(kv, self._k_norm_weight, self._eps, positions, cos_sin, slots, self._buffers)
             return
         k, v = ops.context_kv(
             features,
@@ -87,29 +90,8 @@ class ContextKVWriter:
             self._k_norm_weight,
             self._eps,
             positions,
-            self._rotary.cos_sin_cache,
+            cos_sin,
         )
         location = KVWriteLoc(slots, physical=True)
         for layer, layer_k, layer_v in zip(self._layers, k, v, strict=True):
             pool.set_kv_buffer(layer, location, layer_k, layer_v, layer.k_scale, layer.v_scale)
-
-    def _write_caches(
-        self,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        k_caches: list[torch.Tensor],
-        v_caches: list[torch.Tensor],
-    ) -> None:
-        bias = None if self._kv_bias is None else self._kv_bias.flatten()
-        kv = F.linear(features, self._kv_weight.flatten(0, 3), bias)
-        self._rows.write_context_kv(
-            kv.view(len(kv), *self._kv_weight.shape[:4]),  # [N, L, 2, Hkv, D]
-            self._k_norm_weight,
-            self._eps,
-            positions,
-            self._rotary.cos_sin_cache,
-            slots,
-            k_caches,
-            v_caches,
-        )

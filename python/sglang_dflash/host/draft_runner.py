@@ -129,7 +129,7 @@ class DraftRunner:
             req_to_token_pool=req_to_token_pool if window_size is None else None,
             token_to_kv_pool_allocator=allocator,
         )
-        self._context_kv.use_pool(self.runner.token_to_kv_pool)
+        self._context_kv.bind(self.runner.token_to_kv_pool)
         if window_size is not None:
             tables = (req_to_token_pool.req_to_token, self.runner.req_to_token_pool.req_to_token)
             self._window = DraftWindow(window_size, get_schedule().page_size, *tables)

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
+from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host.emitted_text import EmittedText
 from sglang_dflash.host.penalties import RequestPenalties
@@ -67,7 +68,7 @@ class RowSampler:
         """
         info, logits = batch.sampling_info, target_out.next_token_logits
         if self.plain(batch):
-            return logits.argmax(-1).view(plan.ids.shape)  # ties: the lowest id wins
+            return ops.row_argmax(logits).view(plan.ids.shape)  # ties: the lowest id wins
         rows = logits.view(*plan.ids.shape, -1)  # [B, W, V]
         # In the host's order (SamplingBatchInfo.apply_logits_bias): penalties, grammar, bias.
         self._group = self._penalties.group(batch)

@@ -1,7 +1,14 @@
-"""Public ops. `reference.py` is the specification of each; `bodies.py` chooses between native and torch."""
+"""Public ops. `reference.py` is the specification of each.
+
+Bodies are chosen here, by the device of the tensors (Triton on CUDA, torch elsewhere), and in `bodies.py`, once for
+whoever asks (native, Triton or torch). Triton is imported by the first such call: without a GPU nothing loads it.
+"""
 
 from __future__ import annotations
 
+import torch
+
+from sglang_dflash.ops import reference
 from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
 from sglang_dflash.ops.bodies import (
@@ -15,17 +22,16 @@ from sglang_dflash.ops.bodies import (
     choose_rows,
     native_attention,
 )
+from sglang_dflash.ops.kv_buffers import KVBuffers, fits
 from sglang_dflash.ops.murmur import murmur_hash32
 from sglang_dflash.ops.native import serves
 from sglang_dflash.ops.penalties import Emitted, EmittedTokens, PenaltyParams, penalize, penalties_of
 from sglang_dflash.ops.reference import (
     GreedyAcceptance,
-    accept_chain,
-    accept_greedy,
-    block_layout,
     context_kv,
     extend_positions,
     gather_slots,
+    project_context,
     recent_slots,
 )
 from sglang_dflash.ops.tiled_attention import invariant_attention
@@ -37,19 +43,20 @@ __all__ = [
     "Emitted",
     "EmittedTokens",
     "GreedyAcceptance",
+    "KVBuffers",
     "KVScratch",
     "PagedRows",
     "PagedTable",
     "PenaltyParams",
     "RowOps",
     "accept_chain",
-    "accept_greedy",
     "block_layout",
     "bodies",
     "choose_attention",
     "choose_rows",
     "context_kv",
     "extend_positions",
+    "fits",
     "gather_slots",
     "install_batch_invariant_kernels",
     "invariant_attention",
@@ -59,6 +66,43 @@ __all__ = [
     "penalize",
     "penalties_of",
     "place_matters",
+    "project_context",
     "recent_slots",
+    "row_argmax",
     "serves",
 ]
+
+
+def block_layout(
+    bonus_ids: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    block_size: int,
+    mask_token_id: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference.block_layout`."""
+    arguments = (bonus_ids, prefix_lens, req_pool_indices, req_to_token, block_size, mask_token_id)
+    if bonus_ids.is_cuda:
+        from sglang_dflash.ops import triton_block
+
+        return triton_block.block_layout(*arguments)
+    return reference.block_layout(*arguments)
+
+
+def row_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """See `reference.row_argmax`."""
+    if logits.is_cuda:
+        from sglang_dflash.ops import triton_acceptance
+
+        return triton_acceptance.row_argmax(logits)
+    return reference.row_argmax(logits)
+
+
+def accept_chain(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
+    """See `reference.accept_chain`."""
+    if target_ids.is_cuda:
+        from sglang_dflash.ops import triton_acceptance
+
+        return triton_acceptance.accept_chain(target_ids, ids)
+    return reference.accept_chain(target_ids, ids)

@@ -7,7 +7,7 @@ depend neither on the number of threads nor, but for `accept_greedy`'s reading l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -112,6 +112,14 @@ TORCH_ROWS = RowOps(
 
 def choose_rows(device: torch.device | str, *dtypes: torch.dtype) -> RowOps:
     """The row ops for tensors of these dtypes on this device."""
+    if torch.device(device).type == "cuda":
+        from sglang_dflash.ops import triton_acceptance, triton_context_kv
+
+        return replace(
+            TORCH_ROWS,
+            write_context_kv=triton_context_kv.write_context_kv,
+            accept_greedy=triton_acceptance.accept_greedy,
+        )
     if not native.serves(device, *dtypes):
         return TORCH_ROWS
     compiled = torch.ops.sglang_dflash
@@ -119,7 +127,7 @@ def choose_rows(device: torch.device | str, *dtypes: torch.dtype) -> RowOps:
         rms_norm=compiled.rms_norm,
         add_rms_norm=compiled.add_rms_norm,
         norm_rope_=compiled.norm_rope_,
-        write_context_kv=compiled.write_context_kv,
+        write_context_kv=lambda *rest: compiled.write_context_kv(*rest[:-1], rest[-1].k, rest[-1].v),
         accept_greedy=lambda logits, ids: reference.GreedyAcceptance(*compiled.accept_greedy(logits, ids)),
     )
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from sglang_dflash.ops.kv_buffers import KVBuffers
+
 
 class GreedyAcceptance(NamedTuple):
     """What a block commits.
@@ -115,14 +117,26 @@ def accept_chain(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptanc
     return GreedyAcceptance(out_ids, (accept_lens + 1).int(), bonus_ids)
 
 
+def row_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The argmax of every row. Ties: the lowest id wins; NaN is the largest of all; -0 equals 0.
+
+    Args:
+        logits: [N, V] floating.
+
+    Returns:
+        [N] int64.
+    """
+    return logits.argmax(-1)
+
+
 def accept_greedy(logits: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
-    """`accept_chain` by the target's argmax (ties: the lowest id wins).
+    """`accept_chain` by the target's `row_argmax`, with its rules for ties and NaN.
 
     Args:
         logits: [B, W, V] floating; the target's, one row per verified id.
         ids: [B, W] int64; anchor first, then the drafts.
     """
-    return accept_chain(logits.argmax(-1), ids)
+    return accept_chain(row_argmax(logits), ids)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -196,11 +210,20 @@ def context_kv(
     Returns:
         k and v, each [L, N, Hkv, D] in the features' dtype.
     """
-    layers, _, heads, dim, hidden = kv_weight.shape
-    kv = F.linear(features, kv_weight.reshape(-1, hidden), None if kv_bias is None else kv_bias.reshape(-1))
-    kv = kv.view(-1, layers, 2, heads, dim)  # [N, L, 2, Hkv, D]
+    kv = project_context(features, kv_weight, kv_bias)
     k = rope_neox(rms_norm(kv[:, :, 0], k_norm_weight[:, None], eps), positions, cos_sin)
     return k.transpose(0, 1), kv[:, :, 1].transpose(0, 1)
+
+
+def project_context(features: torch.Tensor, kv_weight: torch.Tensor, kv_bias: torch.Tensor | None) -> torch.Tensor:
+    """The product of `context_kv`: one for all layers, keys not yet normed or turned.
+
+    Returns:
+        [N, L, 2, Hkv, D] in the features' dtype.
+    """
+    rows = kv_weight.reshape(-1, kv_weight.shape[-1])
+    kv = F.linear(features, rows, None if kv_bias is None else kv_bias.reshape(-1))
+    return kv.view(-1, *kv_weight.shape[:-1])
 
 
 def write_context_kv(
@@ -210,23 +233,21 @@ def write_context_kv(
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     slots: torch.Tensor,
-    k_caches: list[torch.Tensor],
-    v_caches: list[torch.Tensor],
+    buffers: KVBuffers,
 ) -> None:
-    """What follows `context_kv`'s product: norms and rotates the keys and writes all layers into their caches.
+    """The rest of `context_kv`, and the write of its keys and values into their slots.
 
     Args:
-        kv: [N, L, 2, Hkv, D], projected.
-        k_norm_weight: [L, D].
-        positions: [N] int64, absolute.
-        cos_sin: [P, R] as in `rope_neox`.
-        slots: [N] int64. Of rows with the same slot, any one may win.
-        k_caches, v_caches: L times [slots, Hkv, D] in kv's dtype.
+        kv: [N, L, 2, Hkv, D]; what `project_context` gave.
+        k_norm_weight, eps, positions, cos_sin: as in `context_kv`.
+        slots: [N] int, each within the buffers; where one occurs twice, either row may stay.
+        buffers: the L layers', in `kv`'s dtype.
     """
-    k = rope_neox(rms_norm(kv[:, :, 0], k_norm_weight[:, None], eps), positions, cos_sin)
-    for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
-        k_cache[slots] = k[:, layer]
-        v_cache[slots] = kv[:, layer, 1]
+    buffers.check(kv)
+    k = rope_neox(rms_norm(kv[:, :, 0], k_norm_weight[:, None], eps), positions, cos_sin)  # [N, L, Hkv, D]
+    for layer, (k_buffer, v_buffer) in enumerate(zip(buffers.k, buffers.v, strict=True)):
+        k_buffer[slots.long()] = k[:, layer]
+        v_buffer[slots.long()] = kv[:, layer, 1]
 
 
 def paged_attention(

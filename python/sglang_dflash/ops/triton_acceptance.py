@@ -1,0 +1,137 @@
+"""Greedy acceptance in Triton: the argmax of every row straight from the logits, then each block's committed ids.
+
+A vocabulary of 151,936 makes a row too long for one program and, at few requests, the rows too few for a GPU. So a row
+is split: one launch leaves the best entry of each split, packed into an int64 whose maximum is the row's argmax; the
+other reduces the splits and accepts. No float32 copy of the logits is made.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_dflash.ops.reference import GreedyAcceptance
+
+PROGRAMS = 1024  # aimed at in the first launch: enough for every SM several times
+MAX_SPLITS = 64
+BLOCK = 2048  # columns of a program at a time
+
+
+@triton.jit
+def _ordered(x):
+    """An int32 that orders float32 `x` as torch's argmax does: -0 equals 0, NaN is the largest."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(x != x, 0x7FFFFFFF, key)
+
+
+@triton.jit
+def _split_argmax_kernel(
+    logits, partials, vocab, row_stride, SPLIT_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """partials: [rows, SPLITS] int64; the high half orders the value, the low half the id downwards."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    start = split * SPLIT_BLOCKS * BLOCK
+    columns = start + tl.arange(0, BLOCK)
+    best_ids = columns
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for _ in range(SPLIT_BLOCKS):
+        x = tl.load(logits + row * row_stride + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+        # Strictly better only: within a lane ids ascend, so the lowest of equals stays.
+        better = (x > best) | ((x != x) & (best == best))
+        best = tl.where(better, x, best)
+        best_ids = tl.where(better, columns, best_ids)
+        columns += BLOCK
+    # Lanes behind the vocabulary hold -inf under ids that lose to every real one.
+    packed = (_ordered(best).to(tl.int64) << 32) | (0x7FFFFFFF - best_ids).to(tl.int64)
+    tl.store(partials + row * SPLITS + split, tl.max(packed, 0))
+
+
+@triton.jit
+def _reduce_kernel(partials, target_ids, rows, SPLITS: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.arange(0, SPLITS)
+    lowest = -0x7FFFFFFFFFFFFFFF
+    packed = tl.load(partials + row[:, None] * SPLITS + split[None, :], mask=row[:, None] < rows, other=lowest)
+    tl.store(target_ids + row, 0x7FFFFFFF - (tl.max(packed, 1) & 0x7FFFFFFF), mask=row < rows)
+
+
+@triton.jit
+def _accept_kernel(
+    choices, ids, out_ids, commit_lens, bonus_ids, WIDTH: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr
+):
+    """One program per block. choices: [B, WIDTH] ids, or [B, WIDTH, SPLITS] partials where SPLITS > 0."""
+    block = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    row = block * WIDTH + lane
+    valid = lane < WIDTH
+    if SPLITS > 0:
+        cells = row[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
+        packed = tl.load(choices + cells, mask=valid[:, None], other=0)
+        chosen = 0x7FFFFFFF - (tl.max(packed, 1) & 0x7FFFFFFF)
+    else:
+        chosen = tl.load(choices + row, mask=valid, other=0)
+    following = tl.load(ids + row + 1, mask=lane < WIDTH - 1, other=0)
+    wrong = (lane >= WIDTH - 1) | (following != chosen)
+    accept_len = tl.min(tl.where(wrong, lane, WIDTH - 1), 0)
+    tl.store(out_ids + row, tl.where(lane <= accept_len, chosen, 0), mask=valid)
+    tl.store(commit_lens + block, accept_len + 1)
+    tl.store(bonus_ids + block, tl.sum(tl.where(lane == accept_len, chosen, 0), 0))
+
+
+def _splits_of(rows: int, vocab: int) -> int:
+    """A power of two: as many splits of a row as fill the GPU, of at least one block of columns each."""
+    wanted = min(MAX_SPLITS, max(1, PROGRAMS // max(rows, 1)), triton.cdiv(vocab, BLOCK))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _split_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """logits: [rows, V]. Returns [rows, splits] int64."""
+    rows, vocab = logits.shape
+    assert 0 < vocab < 2**31 and logits.stride(1) == 1, (logits.shape, logits.stride())
+    splits = _splits_of(rows, vocab)
+    partials = torch.empty((rows, splits), dtype=torch.int64, device=logits.device)
+    if rows:
+        blocks = triton.cdiv(vocab, splits * BLOCK)
+        _split_argmax_kernel[(rows, splits)](
+            logits, partials, vocab, logits.stride(0), SPLIT_BLOCKS=blocks, SPLITS=splits, BLOCK=BLOCK
+        )
+    return partials
+
+
+def row_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """`reference.row_argmax`; two launches. The last dimension is contiguous, the rows are evenly spaced."""
+    partials = _split_argmax(logits)
+    rows, splits = partials.shape
+    target_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        _reduce_kernel[(triton.cdiv(rows, 16),)](partials, target_ids, rows, SPLITS=splits, ROWS=16)
+    return target_ids
+
+
+def _accept(choices: torch.Tensor, ids: torch.Tensor, splits: int) -> GreedyAcceptance:
+    batch, width = ids.shape
+    # The anchor may come as a view of a wider block: rows evenly spaced, but not dense.
+    ids, choices = ids.contiguous(), choices.contiguous()
+    out_ids = torch.empty((batch, width), dtype=torch.int64, device=ids.device)
+    commit_lens = torch.empty(batch, dtype=torch.int32, device=ids.device)
+    bonus_ids = torch.empty(batch, dtype=torch.int64, device=ids.device)
+    if batch:
+        lanes = triton.next_power_of_2(width)
+        _accept_kernel[(batch,)](
+            choices, ids, out_ids, commit_lens, bonus_ids, WIDTH=width, SPLITS=splits, LANES=lanes, num_warps=1
+        )
+    return GreedyAcceptance(out_ids, commit_lens, bonus_ids)
+
+
+def accept_chain(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
+    """`reference.accept_chain`; one launch."""
+    return _accept(target_ids, ids, splits=0)
+
+
+def accept_greedy(logits: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
+    """`reference.accept_greedy`; two launches."""
+    partials = _split_argmax(logits.flatten(0, 1))
+    return _accept(partials, ids, splits=partials.shape[1])

@@ -1,0 +1,89 @@
+"""Time on a device: CUDA events around calls and graph replays; on a CPU the same code, its times without meaning."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CALLS = 20  # per measured interval, so that an event's half microsecond does not show
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where the kit runs. Fields: `dry` is a CPU under Triton's interpreter, where everything is tiny."""
+
+    name: str
+    dry: bool
+
+    def synchronize(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """`call` as a CUDA graph, warmed up first; its replay takes no arguments and returns nothing new."""
+        if self.dry:
+            return call
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    def median_us(self, call: Callable[[], Any], repeats: int = 15, calls: int = CALLS) -> float:
+        """Microseconds per call: the median over intervals of `calls` back to back, after one to warm up."""
+        if self.dry:
+            begin = time.perf_counter()
+            call()
+            return (time.perf_counter() - begin) * 1e6
+        call()
+        times = []
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(calls):
+                call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / calls)
+        return statistics.median(times)
+
+    def bandwidth(self) -> float:
+        """Bytes per microsecond that a copy moves, read and written."""
+        size = 1 << 14 if self.dry else 1 << 31
+        source = torch.empty(size, dtype=torch.uint8, device=self.name)
+        target = torch.empty_like(source)
+        return 2 * size / self.median_us(lambda: target.copy_(source), calls=1 if self.dry else 5)
+
+    def describe(self) -> dict[str, Any]:
+        import triton
+
+        facts: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "dry": self.dry}
+        if not self.dry:
+            properties = torch.cuda.get_device_properties(0)
+            facts |= {
+                "device": properties.name,
+                "capability": f"sm_{properties.major}{properties.minor}",
+                "multiprocessors": properties.multi_processor_count,
+                "memory_gb": round(properties.total_memory / 1e9, 1),
+                "cuda": torch.version.cuda,
+            }
+        return facts
+
+
+def pick(dry: bool) -> Device:
+    if dry:
+        torch.set_num_threads(1)
+        return Device("cpu", True)
+    if not torch.cuda.is_available():
+        raise SystemExit("error: no GPU was found; --dry-run goes through everything on a CPU, tiny.")
+    return Device("cuda", False)

@@ -1,0 +1,69 @@
+"""Stage 0 on a GPU: our ops against their references, their times beside what their bytes take, and a step's floor.
+
+Needs torch and Triton, no SGLang. Each stage prints a table; gpu_ops.json in the output folder has all of it, also
+when a run is cut short. Exit code 0: everything right, 1: a stage failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
+
+
+STAGES = {
+    "block_layout": "op_stages",
+    "acceptance": "op_stages",
+    "accept_chain": "op_stages",
+    "context_kv": "op_stages",
+    "toy_step": "toy_step",
+    "eager_launches": "toy_step",
+    "acceptance_sweep": "op_stages",
+}
+"""Stage -> its module in gpu_kit; the most telling come first."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("gpu-ops"), help="folder of gpu_ops.json")
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU, tiny, under Triton's interpreter")
+    parser.add_argument("--stages", nargs="+", help="only these")
+    arguments = parser.parse_args()
+    chosen = arguments.stages or list(STAGES)
+    unknown = sorted(set(chosen) - set(STAGES))
+    if unknown:
+        parser.error(f"--stages {' '.join(unknown)}: there are {', '.join(STAGES)}")
+    if arguments.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+    from gpu_kit import device as devices
+    from gpu_kit.report import Report
+
+    device = devices.pick(arguments.dry_run)
+    facts = device.describe()
+    bandwidth = device.bandwidth()
+    facts["copy_gb_s"] = bandwidth / 1e3
+    report = Report(arguments.output, facts)
+    print(facts, flush=True)
+    for number, name in enumerate(chosen, 1):
+        begin = time.perf_counter()
+        print(f"[{number}/{len(chosen)}] {name}", flush=True)
+        try:
+            stage = getattr(importlib.import_module(f"gpu_kit.{STAGES[name]}"), name)
+            report.add(name, list(stage(device, bandwidth)))
+        except Exception as error:  # the machine is lent for minutes: the other stages still count
+            traceback.print_exc()
+            report.fail(name, f"{type(error).__name__}: {error}")
+        print(f"  {time.perf_counter() - begin:.1f} s", flush=True)
+    return 1 if report.content["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Installs an offline bundle into a venv over the machine's own packages. Usage: bash install_offline_bundle.sh DIR VENV
+# DIR holds manifest.json and parts (not necessarily all: what is whole is installed; run it again with more).
+# SGLANG_DFLASH_PYTHON names the Python whose packages serve (default python3).
+set -euo pipefail
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+[ $# -eq 2 ] || fail "usage: bash install_offline_bundle.sh DIR VENV"
+BUNDLE="$(realpath "$1")"
+VENV="$(realpath -m "$2")"
+BASE="${SGLANG_DFLASH_PYTHON:-python3}"
+[ -e "$BUNDLE/manifest.json" ] || fail "$BUNDLE holds no manifest.json."
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+TOOLS="$HERE/offline"
+[ -d "$TOOLS" ] || TOOLS="$HERE" # a copy of this script beside the parts
+
+"$BASE" "$TOOLS/unpack.py" check "$BUNDLE"
+if [ ! -x "$VENV/bin/python" ]; then
+    "$BASE" -m venv --system-site-packages --without-pip "$VENV"
+fi
+mapfile -t folders < <("$BASE" -c 'import site, sysconfig
+print(*dict.fromkeys([sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], *site.getsitepackages()]), sep="\n")')
+"$VENV/bin/python" "$TOOLS/complete.py" paths "${folders[@]}"
+
+SITE="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
+WHEELS="$VENV/.bundle"
+mkdir -p "$WHEELS/installed"
+"$BASE" "$TOOLS/unpack.py" extract "$BUNDLE" "$WHEELS" >"$WHEELS/new"
+if [ -s "$WHEELS/new" ]; then
+    mapfile -t wheels < <(cut -f1 "$WHEELS/new")
+    "$BASE" -m pip --python "$VENV/bin/python" install --quiet --disable-pip-version-check --no-index --no-deps \
+        --no-compile --ignore-installed "${wheels[@]}" || fail "pip could not install the wheels in $WHEELS."
+    while IFS=$'\t' read -r wheel stamp; do
+        touch "$WHEELS/installed/$stamp"
+        echo "installed $(basename "$wheel")"
+        rm "$wheel"
+    done <"$WHEELS/new"
+    # Here by all cores, and not by pip or by the processes of a first server start. Some packages bring files of no Python 3.
+    "$VENV/bin/python" -m compileall -qq -j 0 "$SITE" || true
+fi
+if [ -d "$SITE/torch" ]; then
+    "$VENV/bin/python" "$TOOLS/complete.py" nccl
+    "$VENV/bin/python" "$TOOLS/complete.py" torch
+fi
+"$BASE" "$TOOLS/unpack.py" state "$BUNDLE"
+echo "source $VENV/bin/activate"

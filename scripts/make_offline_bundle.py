@@ -1,0 +1,117 @@
+"""Packs what a machine without a network needs to run this package with its SGLang: wheels in parts, with checksums.
+
+Run it with the machine's version of Python, where pip works. Started again it goes on where it stopped; the folder it
+leaves is self-contained: `bash install_offline_bundle.sh DIR VENV` in it installs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from offline import contents, resolve, wheels
+from offline.parts import BundleFile, read_size, write_bundle
+
+ROOT = Path(__file__).parents[1]
+HERE = Path(__file__).parent / "offline"
+TRAVELLING = (HERE / "unpack.py", HERE / "complete.py", Path(__file__).parent / "install_offline_bundle.sh")
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the parts")
+    parser.add_argument("--cache", type=Path, help="folder of downloads and packed wheels (default OUTPUT-cache)")
+    parser.add_argument("--python", default="3.12", help="the machine's Python (default %(default)s)")
+    parser.add_argument("--platform", default="manylinux_2_39_x86_64", help="its newest tag (default %(default)s)")
+    parser.add_argument("--part-size", default="60MiB", help="most bytes of a part (default %(default)s)")
+    parser.add_argument("--with-fa3", action="store_true", help="bring fa3, too: 200 MB")
+    parser.add_argument(
+        "--preinstalled",
+        type=Path,
+        default=HERE / "preinstalled" / "cuda-13.0-torch-2.11.txt",
+        help="list of what the machine has (default: %(default)s)",
+    )
+    arguments = parser.parse_args(words)
+    arguments.cache = arguments.cache or arguments.output.with_name(f"{arguments.output.name}-cache")
+    return arguments
+
+
+def select(
+    closure: list[resolve.Resolved], preinstalled: dict[str, str], python: str
+) -> tuple[list[resolve.Resolved], dict[str, str]]:
+    """What has to come along, and why the rest does not."""
+    wanted, left_out = [], {}
+    for distribution in closure:
+        name = distribution.name
+        version = preinstalled.get(name)
+        if name in contents.LEFT_OUT:
+            left_out[name] = contents.LEFT_OUT[name]
+        elif version is not None and (not version or resolve.fits(name, version, closure, python)):
+            left_out[name] = "on the machine"
+        else:
+            wanted.append(distribution)
+    return wanted, left_out
+
+
+def pack_all(found: dict[str, Path], versions: dict[str, str], folder: Path, with_fa3: bool) -> list[BundleFile]:
+    """The bundle's files in their order: by group, this package first, then the small ones.
+
+    Args:
+        found: distribution -> its wheel; this package's is the first.
+    """
+    files = []
+    for name, wheel in found.items():
+        group, split = contents.SPLIT_OFF.get(name, ("", ()))
+        dropped = (*contents.STRIPPED.get(name, ()), *split)
+        print(f"packing {wheel.name}", flush=True)
+        # What is packed already stays, unless what is dropped from it changed.
+        place = folder / hashlib.sha256("\n".join(dropped).encode()).hexdigest()[:8] if dropped else folder
+        packed = wheels.pack(wheel, place, lambda path, dropped=dropped: not contents.matches(path, dropped))
+        own = contents.group_of(name, wheels.is_pure(wheel), wheel.stat().st_size)
+        files.append(BundleFile(packed, own, name, versions[name]))
+        if split and with_fa3:
+            part = wheels.split_off(wheel, place, group, lambda path, split=split: contents.matches(path, split))
+            files.append(BundleFile(part, group, f"{name}-{group}", versions[name]))
+    order = [group.name for group in contents.GROUPS]
+    rest = sorted(files[1:], key=lambda f: (order.index(f.group), f.path.stat().st_size, f.path.name))
+    return [*files[:1], *rest]
+
+
+def print_table(manifest: dict[str, Any], folder: Path) -> None:
+    for group in manifest["groups"]:
+        members = [file for file in manifest["files"] if file["group"] == group["name"]]
+        print(f"{group['name']:12} {group['bytes'] / 1e6:8.1f} MB {len(members):4} wheels; {group['works']}")
+    total = sum(part["bytes"] for part in manifest["parts"])
+    print(f"{folder}: {len(manifest['parts'])} parts, {total / 1e6:.1f} MB")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    target = resolve.Target(arguments.python, arguments.platform)
+    part_size = read_size(arguments.part_size)
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    print("resolving", flush=True)
+    own = resolve.build_own_wheel(ROOT, arguments.cache / "own")
+    key = f"{target.python}-{target.platform}-{resolve.sha256(ROOT / 'setup.py')[:16]}"
+    closure = resolve.resolve([str(own)], target, arguments.cache / f"resolved-{key}.json")
+    wanted, left_out = select(closure, resolve.read_preinstalled(arguments.preinstalled), target.python)
+    package = wheels.distribution_of(own)
+    wanted = [distribution for distribution in wanted if distribution.name != package]
+    print(f"{len(closure)} distributions, {len(wanted) + 1} to bring", flush=True)
+    found = resolve.download(wanted, target, arguments.cache / "wheels")
+    versions = {distribution.name: distribution.version for distribution in closure}
+    files = pack_all({package: own} | found, versions, arguments.cache / "packed", arguments.with_fa3)
+    manifest = write_bundle(files, arguments.output, part_size, target, left_out)
+    for path in TRAVELLING:
+        shutil.copy(path, arguments.output / path.name)
+    print_table(manifest, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

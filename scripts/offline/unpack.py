@@ -1,0 +1,131 @@
+"""Verifies a bundle's parts and takes out the wheels that are whole. Standard library only: it travels with the parts.
+
+Usage: python3 unpack.py check DIR           names missing parts; fails where a part is corrupted
+       python3 unpack.py extract DIR TARGET  writes the wheels that are whole into TARGET, prints them in order
+       python3 unpack.py state DIR           prints what works with the parts that are there
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CHUNK = 1 << 20
+
+
+class Bundle:
+    """The parts of one folder, read as one stream with holes where parts are missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+        self.part_bytes: int = self.manifest["part_bytes"]
+
+    def missing(self) -> list[str]:
+        return [part["name"] for part in self.manifest["parts"] if not (self.folder / part["name"]).exists()]
+
+    def corrupted(self) -> list[str]:
+        """Parts that are there, but not what the manifest says."""
+        return [
+            part["name"]
+            for part in self.manifest["parts"]
+            if (path := self.folder / part["name"]).exists()
+            and (path.stat().st_size != part["bytes"] or _sha256(path) != part["sha256"])
+        ]
+
+    def whole_files(self) -> list[dict[str, Any]]:
+        """Files all of whose parts are there, in the order of the bundle."""
+        absent = {int(name.removeprefix("part-")) for name in self.missing()}
+        return [file for file in self.manifest["files"] if not absent & set(self._parts_of(file))]
+
+    def _parts_of(self, file: dict[str, Any]) -> range:
+        first = file["offset"] // self.part_bytes
+        return range(first, (file["offset"] + max(file["bytes"], 1) - 1) // self.part_bytes + 1)
+
+    def read(self, file: dict[str, Any]) -> Iterator[bytes]:
+        offset, left = file["offset"], file["bytes"]
+        while left:
+            number, begin = divmod(offset, self.part_bytes)
+            with (self.folder / f"part-{number:03}").open("rb") as part:
+                part.seek(begin)
+                chunk = part.read(min(CHUNK, left))
+            assert chunk, f"part-{number:03} ends before {file['name']} does"
+            offset, left = offset + len(chunk), left - len(chunk)
+            yield chunk
+
+    def extract(self, file: dict[str, Any], target: Path) -> Path:
+        """Writes a wheel, decompressed where it was compressed; its checksum is that of the bundle's file."""
+        place = target / file["name"].removesuffix(".xz")
+        unfinished = place.with_name(f"{place.name}.unfinished")
+        digest, decompressor = hashlib.sha256(), lzma.LZMADecompressor()
+        with unfinished.open("wb") as out:
+            for chunk in self.read(file):
+                digest.update(chunk)
+                out.write(decompressor.decompress(chunk) if file["name"].endswith(".xz") else chunk)
+        if digest.hexdigest() != file["sha256"]:
+            unfinished.unlink()
+            raise SystemExit(f"error: {file['name']} is not what the manifest says; bring its parts again.")
+        os.replace(unfinished, place)
+        return place
+
+    def states(self) -> list[tuple[str, int, int, str]]:
+        """Per group: its name, how many of its files are whole, how many it has, and what works with it."""
+        whole = {file["name"] for file in self.whole_files()}
+        rows = []
+        for group in self.manifest["groups"]:
+            names = [file["name"] for file in self.manifest["files"] if file["group"] == group["name"]]
+            rows.append((group["name"], sum(name in whole for name in names), len(names), group["works"]))
+        return rows
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check(bundle: Bundle) -> None:
+    running = "{}.{}".format(*sys.version_info)
+    if running != bundle.manifest["python"]:
+        raise SystemExit(f"error: the bundle is for Python {bundle.manifest['python']}; this is {running}.")
+    corrupted = bundle.corrupted()
+    if corrupted:
+        raise SystemExit(f"error: corrupted, bring again: {', '.join(corrupted)}.")
+    missing = bundle.missing()
+    if missing:
+        print(f"missing: {', '.join(missing)} of {len(bundle.manifest['parts'])} parts; the rest is whole")
+
+
+def state(bundle: Bundle) -> None:
+    complete = True
+    for name, whole, total, works in bundle.states():
+        complete = complete and whole == total
+        print(f"{'works' if complete else 'not yet':8} {name}: {whole} of {total} wheels; {works}")
+
+
+def main(command: str, folder: str, target: str = "") -> None:
+    bundle = Bundle(Path(folder))
+    if command == "check":
+        check(bundle)
+    elif command == "state":
+        state(bundle)
+    elif command == "extract":
+        place = Path(target)
+        installed = {path.name for path in (place / "installed").glob("*")}
+        for file in bundle.whole_files():
+            stamp = f"{file['name']}-{file['sha256'][:16]}"
+            if stamp not in installed:  # the shell script leaves a stamp for each wheel that pip took
+                print(bundle.extract(file, place), stamp, sep="\t", flush=True)
+    else:
+        raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
+    main(*sys.argv[1:4])

@@ -1,0 +1,77 @@
+"""How context KV reaches the draft's pool: one write for all layers, or layer by layer, with the same values."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sglang_dflash import ops
+from sglang_dflash.host.context_kv import ContextKVWriter
+
+LAYERS, HEADS, DIM, HIDDEN, SLOTS = 2, 2, 8, 12, 30
+
+
+def _draft_model() -> SimpleNamespace:
+    generator = torch.Generator().manual_seed(0)
+    rotary = SimpleNamespace(is_neox_style=True, cos_sin_cache=torch.randn(50, DIM, generator=generator))
+
+    def attention() -> SimpleNamespace:
+        weight = torch.randn(3 * HEADS * DIM, HIDDEN, generator=generator)
+        return SimpleNamespace(
+            qkv_proj=SimpleNamespace(weight=weight, bias=None),
+            k_norm=SimpleNamespace(weight=torch.rand(DIM, generator=generator), variance_epsilon=1e-6),
+            rotary_emb=rotary,
+            attn=SimpleNamespace(k_scale=None, v_scale=None),
+            num_kv_heads=HEADS,
+            head_dim=DIM,
+            q_size=HEADS * DIM,
+        )
+
+    layers = [SimpleNamespace(self_attn=attention()) for _ in range(LAYERS)]
+    return SimpleNamespace(layers=layers, project_target_hidden=lambda hidden: hidden)
+
+
+def _pool(model: SimpleNamespace, kind: type = MHATokenToKVPool, layout: str = "nhd") -> MHATokenToKVPool:
+    """The host's pool, with buffers and a plain write alone."""
+    pool = kind.__new__(kind)
+    pool.kv_cache_layout = layout
+    pool.k_buffer, pool.v_buffer = ([torch.zeros(SLOTS, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv")
+    order = {id(layer.self_attn.attn): i for i, layer in enumerate(model.layers)}
+
+    def set_kv_buffer(layer, location, k, v, k_scale, v_scale):
+        pool.k_buffer[order[id(layer)]][location.loc] = k
+        pool.v_buffer[order[id(layer)]][location.loc] = v
+
+    pool.set_kv_buffer = set_kv_buffer
+    return pool
+
+
+def test_both_ways_write_the_same():
+    """Fails where one launch for all layers would write other values, or elsewhere, than a write per layer."""
+    model = _draft_model()
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(7, HIDDEN, generator=generator)
+    positions, slots = torch.arange(7) + 20, torch.randperm(SLOTS, generator=generator)[:7]
+    by_layer, at_once = _pool(model), _pool(model)
+    writer = ContextKVWriter(model)
+    writer.write(by_layer, hidden, positions, slots)
+    writer._buffers = ops.KVBuffers(at_once.k_buffer, at_once.v_buffer)
+    writer.write(at_once, hidden, positions, slots)
+    for got, expected in zip(at_once.k_buffer + at_once.v_buffer, by_layer.k_buffer + by_layer.v_buffer, strict=True):
+        assert expected.any() and torch.equal(got, expected)
+
+
+class _Quantised(MHATokenToKVPool):
+    """A pool whose writes are its own."""
+
+
+@pytest.mark.parametrize(("kind", "layout"), [(MHATokenToKVPool, "hnd"), (_Quantised, "nhd")], ids=str)
+def test_the_host_writes_where_the_pool_is_not_plain(kind, layout):
+    """Fails where a pool of another layout or class is written around the host."""
+    model = _draft_model()
+    writer = ContextKVWriter(model)
+    writer.bind(_pool(model, kind, layout))
+    assert writer._buffers is None

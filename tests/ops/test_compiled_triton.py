@@ -1,0 +1,60 @@
+"""Every Triton body compiles for Hopper and Blackwell, without a GPU: down to machine code where ptxas can."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_dflash.ops import triton_acceptance as acceptance, triton_block as block, triton_context_kv as context_kv
+
+def build(kernel, capability, types, **constants):
+    names = kernel.arg_names
+    signature = dict.fromkeys(names, "constexpr") | types
+    assert set(types) | set(constants) == set(names), names
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in types if types[name] != "fp32"}
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    built = compile(source, target=GPUTarget("cuda", capability, 32))
+    return built.asm["ptx"]
+
+capability = int(sys.argv[1])
+for dtype in ("*bf16", "*fp32"):
+    types = {"logits": dtype, "partials": "*i64", "vocab": "i32", "row_stride": "i32"}
+    ptx = build(acceptance._split_argmax_kernel, capability, types, SPLIT_BLOCKS=3, SPLITS=32, BLOCK=2048)
+    assert "ld.global.v4" in ptx, "logits are read element by element"
+types = {"partials": "*i64", "target_ids": "*i64", "rows": "i32"}
+build(acceptance._reduce_kernel, capability, types, SPLITS=32, ROWS=16)
+types = {"choices": "*i64", "ids": "*i64", "out_ids": "*i64", "commit_lens": "*i32", "bonus_ids": "*i64"}
+for splits in (0, 32):
+    build(acceptance._accept_kernel, capability, types, WIDTH=16, SPLITS=splits, LANES=16)
+types = {"bonus_ids": "*i64", "prefix_lens": "*i64", "req_pool_indices": "*i64", "req_to_token": "*i32"}
+types |= {"table_stride": "i32", "out": "*i64", "plane": "i32", "mask_token_id": "i32"}
+build(block._block_layout_kernel, capability, types, WIDTH=16, LANES=16)
+types = {"kv": "*bf16", "k_norm_weight": "*bf16", "positions": "*i64", "cos_sin": "*fp32", "slots": "*i64"}
+types |= {"pointers": "*i64", "slot_stride": "i32", "eps": "fp32"}
+shape = {"LAYERS": 5, "HEADS": 8, "DIM": 128, "ROTARY": 128, "HEAD_LANES": 8, "DIM_LANES": 128}
+ptx = build(context_kv._write_context_kv_kernel, capability, types, **shape)
+assert "st.global.v4" in ptx and "st.global.b16" not in ptx, "keys and values are written element by element"
+"""
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_kernels_compile(capability, tmp_path):
+    """Fails where a kernel does not compile for the capability, or moves its bulk element by element."""
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(capability)],
+        capture_output=True,
+        text=True,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]

@@ -1,0 +1,73 @@
+"""Context KV in Triton, interpreted, against the specification: within twice the error of same-dtype torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_dflash.ops import KVBuffers, reference, triton_context_kv
+
+SENTINEL = 77.0
+SLOTS = 40
+
+
+def _buffers(layers: int, heads: int, dim: int, dtype: torch.dtype) -> KVBuffers:
+    def each() -> list[torch.Tensor]:
+        return [torch.full((SLOTS, heads, dim), SENTINEL, dtype=dtype) for _ in range(layers)]
+
+    return KVBuffers(each(), each())
+
+
+def _inputs(rows: int, layers: int, heads: int, dim: int, rotary: int, dtype: torch.dtype, generator: torch.Generator):
+    kv = (torch.randn(rows, layers, 2, heads, dim, generator=generator) * 3).to(dtype)
+    k_norm_weight = (torch.rand(layers, dim, generator=generator) + 0.5).to(dtype)
+    positions = torch.randint(0, 500, (rows,), generator=generator)
+    frequencies = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
+    angles = torch.outer(torch.arange(500.0), frequencies)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    slots = torch.randperm(SLOTS, generator=generator)[:rows]
+    return kv, k_norm_weight, 1e-6, positions, cos_sin, slots
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "layers", "heads", "dim", "rotary"),
+    [(0, 2, 2, 8, 8), (1, 1, 1, 4, 4), (9, 3, 2, 16, 16), (7, 2, 3, 24, 24), (5, 2, 5, 20, 8), (16, 5, 8, 128, 128)],
+)
+def test_write_context_kv(rows, layers, heads, dim, rotary, slot_dtype, dtype):
+    """Fails where a key is further from float32 than twice torch's error, a value is not copied bit by bit, or a slot
+    that no row names is touched."""
+    inputs = _inputs(rows, layers, heads, dim, rotary, dtype, torch.Generator().manual_seed(rows + dim))
+    *numbers, slots = inputs
+    got, torch_body, exact = (
+        _buffers(layers, heads, dim, dtype),
+        _buffers(layers, heads, dim, dtype),
+        _buffers(layers, heads, dim, torch.float32),
+    )
+    triton_context_kv.write_context_kv(*numbers, slots.to(slot_dtype), got)
+    reference.write_context_kv(*inputs, torch_body)
+    wide = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+    reference.write_context_kv(*wide, exact)
+    untouched = torch.ones(SLOTS, dtype=torch.bool)
+    untouched[slots] = False
+    for layer in range(layers):
+        assert torch.equal(got.v[layer], torch_body.v[layer])
+        assert (got.k[layer][untouched] == SENTINEL).all()
+        allowed = 2 * (torch_body.k[layer].float() - exact.k[layer]).abs().max() + 1e-6 * exact.k[layer].abs().max()
+        assert (got.k[layer].float() - exact.k[layer]).abs().max() <= allowed
+
+
+def test_slots_spaced_wider_than_their_rows():
+    """Fails where the spacing of slots is taken for heads * dim."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = _inputs(6, 2, 2, 16, 16, torch.float32, generator)
+    backing = torch.full((2, 2, SLOTS, 5, 16), SENTINEL)
+    got = KVBuffers(list(backing[0, :, :, :2]), list(backing[1, :, :, :2]))
+    expected = _buffers(2, 2, 16, torch.float32)
+    triton_context_kv.write_context_kv(*inputs, got)
+    reference.write_context_kv(*inputs, expected)
+    assert (backing[:, :, :, 2:] == SENTINEL).all()
+    for layer in range(2):
+        torch.testing.assert_close(got.k[layer], expected.k[layer], rtol=1e-5, atol=1e-5)
+        assert torch.equal(got.v[layer], expected.v[layer])

@@ -1,0 +1,65 @@
+"""The GPU kit's logic, dry: every stage on a CPU, tiny, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(*words: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"SGLANG_DFLASH_PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "scripts" / "gpu_ops.sh"), *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_every_stage_runs_dry(tmp_path):
+    """Fails where a stage raises, finds an op wrong, or leaves no rows in the JSON."""
+    run = _run("--dry-run", "--output", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    content = json.loads((tmp_path / "gpu_ops.json").read_text())
+    assert content["machine"]["dry"] and content["machine"]["copy_gb_s"] > 0
+    assert content["failures"] == {}
+    assert set(content["stages"]) == {
+        "block_layout",
+        "acceptance",
+        "accept_chain",
+        "context_kv",
+        "toy_step",
+        "eager_launches",
+        "acceptance_sweep",
+    }
+    assert all(content["stages"].values())
+    for rows in content["stages"].values():
+        assert f"  {next(iter(rows[0]))}" in run.stdout  # the table's first column
+
+
+def test_only_the_asked_stages_run(tmp_path):
+    """Fails where --stages is not heeded, or an unknown stage is passed over."""
+    run = _run("--dry-run", "--output", str(tmp_path), "--stages", "block_layout")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert list(json.loads((tmp_path / "gpu_ops.json").read_text())["stages"]) == ["block_layout"]
+    run = _run("--dry-run", "--output", str(tmp_path), "--stages", "nonesuch")
+    assert run.returncode == 2 and "nonesuch" in run.stderr
+
+
+def test_a_wrong_op_fails_the_run_and_the_others_still_count(tmp_path):
+    """Fails where a stage that finds an op wrong is passed over, or ends the run."""
+    script = (
+        "import os, runpy, sys; os.environ['TRITON_INTERPRET'] = '1'\n"
+        "from sglang_dflash.ops import triton_block\n"
+        "right = triton_block.block_layout\n"
+        "triton_block.block_layout = lambda *a: (lambda i, p, s: (i, p + 1, s))(*right(*a))\n"
+        f"sys.argv = ['gpu_ops', '--dry-run', '--output', {str(tmp_path)!r}]\n"
+        "sys.argv += ['--stages', 'block_layout', 'accept_chain']\n"
+        f"runpy.run_path({str(ROOT / 'scripts' / 'gpu_ops.py')!r}, run_name='__main__')"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 1, run.stdout + run.stderr
+    content = json.loads((tmp_path / "gpu_ops.json").read_text())
+    assert "differs" in content["failures"]["block_layout"]
+    assert list(content["stages"]) == ["accept_chain"]

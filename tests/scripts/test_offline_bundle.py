@@ -1,0 +1,240 @@
+"""The offline bundle with tiny wheels and no network: parts, resuming, corruption, partial bundles, installing."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+PYTHON = "{}.{}".format(*sys.version_info)
+
+
+@pytest.fixture(scope="module")
+def kit():
+    """The modules of scripts/, importable as the script itself sees them."""
+    sys.path.insert(0, str(SCRIPTS))
+    names = ("resolve", "wheels", "parts", "contents", "unpack")
+    yield type("Kit", (), {n: importlib.import_module(f"offline.{n}") for n in names})
+    sys.path.remove(str(SCRIPTS))
+
+
+def _wheel(folder: Path, name: str, files: dict[str, bytes], tag: str = "py3-none-any", version: str = "1.0") -> Path:
+    info = f"{name}-{version}.dist-info"
+    content = files | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),
+    }
+    rows = [
+        (path, "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode(), len(data))
+        for path, data in content.items()
+    ]
+    record = io.StringIO()
+    csv.writer(record).writerows([*rows, (f"{info}/RECORD", "", "")])
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / f"{name}-{version}-{tag}.whl"
+    with zipfile.ZipFile(place, "w") as out:
+        for path, data in content.items():
+            out.writestr(path, data)
+        out.writestr(f"{info}/RECORD", record.getvalue())
+    return place
+
+
+def _noise(size: int, seed: int) -> bytes:
+    return hashlib.shake_256(bytes([seed])).digest(size)
+
+
+@pytest.fixture
+def bundle(kit, tmp_path):
+    """Three wheels in three groups over parts of 4 kB; the last is compressed. Returns the folder and the manifest."""
+    kit.wheels.XZ_FROM_BYTES, before = 9000, kit.wheels.XZ_FROM_BYTES
+    sizes = {"aa": 3000, "bb": 6000, "cc": 9500}
+    files = []
+    for (name, size), group in zip(sizes.items(), ("package", "server", "fa3"), strict=True):
+        wheel = _wheel(tmp_path / "wheels", name, {f"{name}.py": b"X = 1\n", f"{name}.bin": _noise(size, len(files))})
+        packed = kit.wheels.pack(wheel, tmp_path / "packed", lambda path: True)
+        files.append(kit.parts.BundleFile(packed, group, name, "1.0"))
+    kit.wheels.XZ_FROM_BYTES = before
+    target = kit.resolve.Target(PYTHON, "manylinux_2_39_x86_64")
+
+    def write() -> dict:
+        return kit.parts.write_bundle(files, tmp_path / "bundle", 4000, target, {"dd": "unneeded"})
+
+    return tmp_path / "bundle", write(), write
+
+
+def _run(*words: object, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run([str(word) for word in words], capture_output=True, text=True, **kwargs)
+
+
+def _unpack(*words: object) -> subprocess.CompletedProcess:
+    return _run(sys.executable, SCRIPTS / "offline" / "unpack.py", *words)
+
+
+def test_parts_hold_all_files_in_order(bundle):
+    """Fails where a part exceeds its size, a file is not where the manifest says, or groups are out of order."""
+    folder, manifest, _ = bundle
+    parts = [folder / part["name"] for part in manifest["parts"]]
+    assert [part.name for part in parts] == sorted(p.name for p in folder.glob("part-*"))
+    assert {part.stat().st_size for part in parts[:-1]} == {4000} and 0 < parts[-1].stat().st_size <= 4000
+    joined = b"".join(part.read_bytes() for part in parts)
+    assert sum(file["bytes"] for file in manifest["files"]) == len(joined)
+    for file in manifest["files"]:
+        data = joined[file["offset"] : file["offset"] + file["bytes"]]
+        assert hashlib.sha256(data).hexdigest() == file["sha256"]
+    assert [group["name"] for group in manifest["groups"]] == ["package", "server", "fa3"]
+    assert manifest["left_out"] == {"dd": "unneeded"}
+    assert str(folder.parent) not in json.dumps(manifest)
+
+
+def test_a_second_run_rebuilds_what_is_missing_or_wrong_alone(bundle):
+    """Fails where whole parts are written again, or broken, absent or stale ones are left."""
+    folder, manifest, write = bundle
+    names = [part["name"] for part in manifest["parts"]]
+    (folder / names[0]).unlink()
+    (folder / names[1]).write_bytes(b"short")
+    (folder / "part-777").write_bytes(b"stale")
+    kept = {name: (folder / name).stat().st_ino for name in names[2:]}
+    assert write() == manifest
+    assert {name: (folder / name).stat().st_ino for name in names[2:]} == kept
+    assert sorted(path.name for path in folder.glob("part-*")) == names
+    assert _unpack("check", folder).returncode == 0
+
+
+def test_a_corrupted_part_is_named(bundle):
+    """Fails where a flipped byte passes, or the message does not say which part to bring again."""
+    folder, _, _ = bundle
+    part = folder / "part-002"
+    data = bytearray(part.read_bytes())
+    data[100] ^= 1
+    part.write_bytes(data)
+    run = _unpack("check", folder)
+    assert run.returncode == 1 and "part-002" in run.stderr and "part-001" not in run.stderr
+
+
+def test_another_python_is_refused(bundle):
+    """Fails where wheels of one Python are installed into another."""
+    folder, manifest, _ = bundle
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"python": "3.5"}))
+    run = _unpack("check", folder)
+    assert run.returncode == 1 and "3.5" in run.stderr
+
+
+def test_a_partial_bundle_gives_what_is_whole(bundle, tmp_path):
+    """Fails where a file with a missing part is taken for whole, or the state does not say what works."""
+    folder, manifest, _ = bundle
+    last = manifest["files"][-1]
+    (folder / f"part-{last['offset'] // 4000 + 1:03}").unlink()
+    (tmp_path / "out").mkdir()
+    assert "missing" in _unpack("check", folder).stdout
+    run = _unpack("extract", folder, tmp_path / "out")
+    assert run.returncode == 0, run.stderr
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "aa-1.0-py3-none-any.whl",
+        "bb-1.0-py3-none-any.whl",
+    ]
+    lines = _unpack("state", folder).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["works", "works", "not"]
+
+
+def test_the_installation(bundle, tmp_path):
+    """Fails where a bundle that comes in two halves is not installed as its wheels are whole, in a venv that sees the
+    packages of the Python it was made with."""
+    folder, manifest, _ = bundle
+    held_back = folder / manifest["parts"][-1]["name"]
+    shutil.move(held_back, tmp_path / "held-back")
+    environment = {"PATH": "/usr/bin:/bin", "SGLANG_DFLASH_PYTHON": sys.executable}
+    command = ["bash", SCRIPTS / "install_offline_bundle.sh", folder, tmp_path / "venv"]
+    first = _run(*command, env=environment)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "installed aa" in first.stdout and "installed cc" not in first.stdout
+    shutil.move(tmp_path / "held-back", held_back)
+    second = _run(*command, env=environment)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "installed cc" in second.stdout and "installed aa" not in second.stdout
+    script = "import aa, bb, cc, torch; from importlib.metadata import version; print(version('cc'), aa.__file__)"
+    run = _run(tmp_path / "venv" / "bin" / "python", "-c", script, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["1.0", str(next((tmp_path / "venv").rglob("aa.py")))]
+
+
+def test_stripping_and_splitting_a_wheel(kit, tmp_path):
+    """Fails where a dropped file stays, RECORD names one that is gone, or two runs differ."""
+    wheel = _wheel(tmp_path / "wheels", "big", {"big/a.so": _noise(900, 1), "big/b.so": b"b" * 900, "big/c.py": b""})
+
+    def keep(path: str) -> bool:
+        return not kit.contents.matches(path, ("big/b.*",))
+
+    packed = kit.wheels.pack(wheel, tmp_path / "one", keep)
+    again = kit.wheels.pack(wheel, tmp_path / "two", keep)
+    assert packed.read_bytes() == again.read_bytes()
+    with zipfile.ZipFile(packed) as archive:
+        recorded = [row[0] for row in csv.reader(archive.read("big-1.0.dist-info/RECORD").decode().splitlines())]
+        assert sorted(recorded) == sorted(archive.namelist())
+        assert "big/b.so" not in recorded and archive.read("big/a.so") == _noise(900, 1)
+    part = kit.wheels.split_off(wheel, tmp_path / "one", "fa3", lambda path: not keep(path))
+    assert part.name == "big_fa3-1.0-py3-none-any.whl.xz"
+    target = kit.resolve.Target(PYTHON, "manylinux_2_39_x86_64")
+    kit.parts.write_bundle([kit.parts.BundleFile(part, "fa3", "big-fa3", "1.0")], tmp_path / "b", 200, target, {})
+    place = kit.unpack.Bundle(tmp_path / "b")
+    with zipfile.ZipFile(place.extract(place.whole_files()[0], tmp_path)) as archive:
+        assert archive.read("big/b.so") == b"b" * 900
+        assert sorted(archive.namelist()) == [
+            "big/b.so",
+            *(f"big_fa3-1.0.dist-info/{name}" for name in ("METADATA", "RECORD", "WHEEL")),
+        ]
+
+
+def test_what_the_machine_has_is_not_brought(kit):
+    """Fails where a version that a requirement rules out is taken for good, or a fitting one is brought along."""
+    sys.path.insert(0, str(SCRIPTS))
+    make = importlib.import_module("make_offline_bundle")
+    sys.path.remove(str(SCRIPTS))
+    needs = ("torch==2.14.1", "numpy>=2", "rich", "attrs>=99; python_version < '3'", "extra-thing; extra == 'x'")
+    closure = [
+        kit.resolve.Resolved("ours", "1", "", needs),
+        kit.resolve.Resolved("torch", "2.14.1", "", ()),
+        kit.resolve.Resolved("numpy", "2.3", "", ()),
+        kit.resolve.Resolved("attrs", "26", "", ()),
+        kit.resolve.Resolved("rich", "15", "", ()),
+        kit.resolve.Resolved("z3-solver", "4", "", ()),
+    ]
+    preinstalled = {"torch": "2.11.0+cu130", "numpy": "2.5.2", "attrs": "1", "ours": ""}
+    wanted, left_out = make.select(closure[1:], preinstalled, "3.12")
+    assert [d.name for d in wanted] == ["rich"]  # nothing asks for another torch
+    wanted, left_out = make.select(closure, preinstalled, "3.12")
+    assert [d.name for d in wanted] == ["torch", "rich"]
+    assert left_out["numpy"] == left_out["attrs"] == "on the machine" and "tilelang" in left_out["z3-solver"]
+
+
+@pytest.mark.parametrize(("text", "size"), [("60MiB", 60 << 20), ("64MB", 64_000_000), ("1000", 1000)])
+def test_part_sizes(kit, text, size):
+    """Fails where a unit is misread."""
+    assert kit.parts.read_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "0", "60 apples", "-3"])
+def test_a_part_size_that_is_none(kit, text):
+    """Fails where nonsense is taken for a size."""
+    with pytest.raises(ValueError, match="--part-size"):
+        kit.parts.read_size(text)
+
+
+def test_platform_tags(kit):
+    """Fails where an older glibc's tag is left out, or a tag of another form passes."""
+    tags = kit.resolve.Target("3.12", "manylinux_2_28_x86_64").platforms()
+    assert tags[0] == "manylinux_2_28_x86_64" and "manylinux_2_17_x86_64" in tags and "manylinux2014_x86_64" in tags
+    assert "manylinux_2_29_x86_64" not in tags
+    with pytest.raises(ValueError, match="--platform"):
+        kit.resolve.Target("3.12", "win_amd64").platforms()
