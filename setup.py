@@ -18,6 +18,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "python/sglang_dflash/__ini
 
 SOURCES = ["csrc/bindings.cpp", "csrc/cpu/attention_op.cpp", "csrc/cpu/row_ops.cpp", "csrc/cpu/dispatch.cpp"]
 KERNELS = "csrc/cpu/kernels.cpp"  # compiled once per instruction set
+HEADERS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.h"))]
 # Vectors pass between inline functions only, so that their calling convention (-Wpsabi) does not matter.
 FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi"]
 INSTRUCTION_SETS = {"scalar": []}
@@ -112,7 +113,7 @@ setup(
     packages=find_packages("python"),
     include_package_data=True,
     package_data={"sglang_dflash": ["assets/**/*"]},
-    ext_modules=[Extension("sglang_dflash.ops._native", [*SOURCES, KERNELS])],
+    ext_modules=[Extension("sglang_dflash.ops._native", [*SOURCES, KERNELS], depends=HEADERS)],
     cmdclass={"build_ext": NativeOps},
     install_requires=[
         "sglang==0.5.23",

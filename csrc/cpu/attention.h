@@ -16,6 +16,7 @@ constexpr int kScoreRows = 4;  // rows by four keys in registers
 constexpr int kScoreRows = 2;
 #endif
 constexpr int64_t kScoreKeys = 4;
+constexpr int64_t kInPlaceRows = 4;  // more read a value from a dense copy: slots apart by pages share few cache sets
 
 // A thread's memory, in floats; every part starts at a whole vector.
 struct Workspace {
@@ -65,12 +66,16 @@ INLINE bool sees_own(const Attention& a, const AttentionItem& item, const Sight&
   return a.window_left < 0 || depths[row] - depths[other] <= a.window_left;
 }
 
+// Into the second cache: slots apart by whole pages would push each other out of the first.
+INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 template <typename T>
 INLINE const T* at(const View& view, int64_t outer, int64_t inner) {
   return static_cast<const T*>(view.data) + outer * view.outer + inner * view.inner;
 }
 
-INLINE void widen(const BFloat16* from, float* to, int64_t count, int64_t padded) {
+template <typename T>
+INLINE void widen(const T* from, float* to, int64_t count, int64_t padded) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
   if (i < padded) store(to + i, load_some(from + i, count - i));
@@ -131,7 +136,7 @@ void score_chunk(const Attention& a, const Workspace& w, const int32_t* slots, i
     for (int64_t j = 0; j < kScoreKeys; j++) {
       const T* k = at<T>(a.k, slots[smaller(key + j, end - 1)], kv_head);
       const T* ahead = at<T>(a.k, slots[smaller(key + j + 2 * kScoreKeys, end - 1)], kv_head);
-      for (int64_t d = 0; d < a.dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(ahead + d);
+      for (int64_t d = 0; d < a.dim; d += 64 / int64_t(sizeof(T))) prefetch(ahead + d);
       if constexpr (sizeof(T) == sizeof(float)) {
         keys[j] = k;
       } else {
@@ -220,6 +225,7 @@ INLINE void add_rows(const float* weights, const float** v, int64_t count, float
 template <typename T>
 void value_chunk(const Attention& a, const Workspace& w, const int32_t* slots, int64_t rows, int64_t kv_head,
                  int64_t begin, int64_t end) {
+  const bool copied = sizeof(T) != sizeof(float) || rows > kInPlaceRows;
   memset(w.values, 0, sizeof(float) * rows * w.v_dim);
   for (int64_t first = begin; first < end; first += kBlockKeys) {
     const int64_t count = smaller(kBlockKeys, end - first);
@@ -227,15 +233,15 @@ void value_chunk(const Attention& a, const Workspace& w, const int32_t* slots, i
     for (int64_t key = 0; key < count; key++) {
       const T* from = at<T>(a.v, slots[first + key], kv_head);
       const T* ahead = at<T>(a.v, slots[smaller(first + key + kBlockKeys, end - 1)], kv_head);
-      for (int64_t d = 0; d < a.v_dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(ahead + d);
-      if constexpr (sizeof(T) == sizeof(float)) {
-        v[key] = from;
+      for (int64_t d = 0; d < a.v_dim; d += 64 / int64_t(sizeof(T))) prefetch(ahead + d);
+      if (!copied) {
+        v[key] = reinterpret_cast<const float*>(from);
       } else {
         v[key] = w.block + key * w.v_dim;
         widen(from, w.block + key * w.v_dim, a.v_dim, w.v_dim);
       }
     }
-    const int64_t dim = sizeof(T) == sizeof(float) ? a.v_dim : (a.v_dim + kLanes - 1) / kLanes * kLanes;
+    const int64_t dim = copied ? (a.v_dim + kLanes - 1) / kLanes * kLanes : a.v_dim;
     const float* weights = w.scores + first;
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4)

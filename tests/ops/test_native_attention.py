@@ -1,7 +1,8 @@
 """The native attention against its torch reference, over a hostile KV pool, with fuzzed shapes.
 
 A float is right where its error against float64 is at most twice that of the reference's formula in torch, in the same
-dtype, plus one rounding of the result.
+dtype, plus one rounding of the result and one, in float32, of the values that were summed: of few results the reference
+may hit all by luck.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ def check(case: Case, causal: bool, window_left: int | None, row_mask: torch.Ten
     truth = exact(case, causal, window_left, row_mask)
     expected = refer(case, causal, window_left, row_mask=row_mask)
     rounding = torch.finfo(case.q.dtype).eps * truth.abs().max()
+    rounding += torch.finfo(torch.float32).eps * case.v_cache.nan_to_num().abs().max()
     allowed = 2 * (expected.double() - truth).abs().max() + rounding
     error = (got.double() - truth).abs().max()
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"  # false for NaN
