@@ -140,6 +140,14 @@ def test_every_arm_gets_its_command():
     assert arms["theirs"].url == "http://127.0.0.1:1"
 
 
+def test_vllm_gets_what_its_instructions_ask_for(tmp_path):
+    """Fails where the peer is compared without Intel's OpenMP although its environment has it."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libiomp5.so").touch()
+    plan = make_plan(options(arms="vllm", vllm_python=str(tmp_path / "bin" / "python")))
+    assert plan.arms[0].environment["LD_PRELOAD"] == str(tmp_path / "lib" / "libiomp5.so")
+
+
 def test_only_the_same_run_is_resumed():
     """Fails where cells measured otherwise would stand in one table, or more arms and repeats are refused."""
     held = options().to_json({"code": "a"})

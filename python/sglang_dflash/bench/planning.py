@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_dflash.bench.agent import AgentShape, agent_sessions
-from sglang_dflash.bench.arms import Models, Serving, arms_of, reference_arm, split_flags
+from sglang_dflash.bench.arms import VLLM_ARMS, Models, Serving, arms_of, reference_arm, split_flags
 from sglang_dflash.bench.asking import Sampling
 from sglang_dflash.bench.datasets import load
 from sglang_dflash.bench.options import RADIX, Options, words
@@ -117,9 +117,8 @@ def _serving(options: Options, tiny: bool) -> Serving:
     environment = options.environment()
     common = {**(TINY_ENVIRONMENT if tiny and not cuda else {}), **environment.pop("", {})}
     if not cuda:
-        # Otherwise vLLM takes half of the memory for its cache.
-        environment["vllm"] = {"VLLM_CPU_KVCACHE_SPACE": "1" if tiny else "8", **environment.get("vllm", {})}
-        environment["vllm-off"] = {**environment["vllm"], **environment.get("vllm-off", {})}
+        for name in VLLM_ARMS:
+            environment[name] = {**_vllm_on_cpu(options.vllm_python, tiny), **environment.get(name, {})}
     return Serving(
         flags=(*flags, *given),
         arm_flags={name: split_flags(text) for name, text in options.flags_by_arm().items()},
@@ -132,6 +131,14 @@ def _serving(options: Options, tiny: bool) -> Serving:
         dtype=dtype,
         device="cuda" if cuda else "cpu",
     )
+
+
+def _vllm_on_cpu(python: str, tiny: bool) -> dict[str, str]:
+    """What vLLM's own instructions for CPUs ask for: a cache that leaves room in the memory, Intel's OpenMP where its
+    environment has it. How many threads it takes is its own choice, ours for the other arms notwithstanding."""
+    openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
+    preload = {"LD_PRELOAD": str(openmp)} if openmp.is_file() else {}
+    return {"VLLM_CPU_KVCACHE_SPACE": "1" if tiny else "8", **preload}
 
 
 def _cuda() -> bool:
