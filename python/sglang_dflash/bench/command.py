@@ -184,6 +184,8 @@ def _compare(first: Path, second: Path) -> int:
     table = compare_runs(a, b)
     Console(stderr=True, highlight=False).print(comparison_console(a, b, table))
     print(comparison_markdown(a, b, table))
+    marks = table.filter(regex="_mark$").isin(("better", "worse"))
+    print(json.dumps({"rows": len(table), "rows_changed": int(marks.any(axis=1).sum())}))
     return 0
 
 
