@@ -104,8 +104,9 @@ def benchmark(
 ) -> None:
     """How fast SGLang serves with DFLASH, beside speculation off and its peers: tokens compared first, then speeds.
 
-    The last line on standard output is JSON. Exit code: 0 all cells measured, 1 some failed or tokens differ, 2 it
-    could not run, 130 stopped by Ctrl-C.
+    The last line on standard output is JSON.
+
+    Exit code: 0 all cells measured, 1 some failed or tokens differ, 2 it could not run, 130 stopped by Ctrl-C.
     """
     given = dict(locals())
     for name in ("resume", "overwrite", "compare"):
