@@ -17,6 +17,7 @@ from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import Cell, CellKey, Run
 from sglang_dflash.bench.rendering import Renderer
 from sglang_dflash.bench.traffic import prompts_of
+from sglang_dflash.checking.arms import last_error
 from sglang_dflash.serving import ServerError
 
 LOG_LINES = 15
@@ -71,8 +72,9 @@ class Sweep:
                         driver.warm_up()
                 self._note_server(arm, time.monotonic() - begin)
             except (ServerError, httpx.HTTPError, ValueError, OSError) as error:
+                ended = self._log.is_file() and "ended before" in str(error)
+                failure = _sentence(f"{arm.label} did not start: {last_error(self._log) if ended else error}")
                 while waiting:
-                    failure = _sentence(f"{arm.label} did not start: {error}")
                     self._keep(Cell(waiting.pop(0), failure=failure, log_tail=self._tail()), board)
                 return
             while waiting:
