@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -168,8 +169,15 @@ class Sweep:
             self._run.notes.append(sentence)
 
     def _note_server(self, arm: Arm, seconds: float) -> None:
-        words = {"command": [*arm.launch, *arm.arguments], "environment": arm.variables, "url": arm.url}
+        command = [_portable(word) for word in (*arm.launch, *arm.arguments)]
+        words = {"command": command, "environment": arm.variables, "url": arm.url}
         self._run.servers.append({"arm": arm.label, "start_s": round(seconds, 1), **words})
+
+
+def _portable(word: str) -> str:
+    """A word of a command without this machine's folders: results are passed on."""
+    package = str(Path(__file__).parents[1])
+    return "python" if word == sys.executable else word.replace(package, "sglang_dflash")
 
 
 def _sentence(text: str) -> str:
