@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
@@ -122,7 +122,11 @@ def main() -> None:
     parser.add_argument("--refuse-every", type=int, help="every so many requests one gets a 400")
     parser.add_argument("--refuse-start", action="store_true")
     parser.add_argument("--mark", help="a word by which a test finds this process")
-    Handler.options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    Handler.options = make_parser().parse_args()
     if Handler.options.refuse_start:
         print("ValueError: this server does not want to start", flush=True)
         raise SystemExit(1)

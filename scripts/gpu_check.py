@@ -1,0 +1,149 @@
+"""Our worker in SGLang on a GPU: equality, step times beside the built-in and off, and what a step launches.
+
+Stages go on where they stopped: within --budget-s a call begins nothing that it cannot finish. The output folder gets
+a JSON per stage and a README.md with all tables. Exit code 0: all asked stages are done, 1: one failed, 2: it could not
+run, 3: something is left (call it again), 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import tempfile
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path[:0] = [str(HERE), str(ROOT / "python")]
+# Servers are processes of their own, which must find the package of this folder, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
+
+from rich.console import Console  # noqa: E402
+
+from gpu_kit.budget import Budget  # noqa: E402
+from gpu_kit.checks import BACKENDS, Check, checks, run_check  # noqa: E402
+from gpu_kit.results import Results  # noqa: E402
+from gpu_kit.setting import Setting  # noqa: E402
+from sglang_dflash.bench.machine import machine, versions  # noqa: E402
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name the stages; with --output how far each has come")
+    parser.add_argument("--stage", action="append", help="only this one; repeatable. Default: all not done")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="of this call (default %(default)g)")
+    parser.add_argument("--output", type=Path, help="default: docs/gpu/DEVICE-COMMIT")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="attention backends (default %(default)s)")
+    parser.add_argument("--server-flags", default="", help="for every server, quoted: '--sampling-backend pytorch'")
+    parser.add_argument("--commit", help="where the folder is no git checkout")
+    parser.add_argument("--stand-in", type=Path, help="a script in the place of SGLang and the checker: a dry run")
+    arguments = parser.parse_args()
+    arguments.backends = tuple(dict.fromkeys(filter(None, arguments.backends.split(","))))
+    unknown = sorted(set(arguments.backends) - set(BACKENDS))
+    if unknown or not arguments.backends:
+        parser.error(f"--backends has {','.join(unknown)}; it must be some of {','.join(BACKENDS)}")
+    names = [check.name for check in checks(arguments.backends)]
+    for name in arguments.stage or ():
+        if name not in names:
+            parser.error(f"--stage {name}: there are {', '.join(names)}")
+    return arguments
+
+
+def describe(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Commit, versions and machine; the device's short name.
+
+    Raises:
+        ValueError: no GPU was found, our plugin is not installed, or no commit is known.
+    """
+    plugins = {point.name for point in entry_points(group="sglang.srt.plugins")}
+    if not arguments.stand_in and "sglang_dflash" not in plugins:
+        raise ValueError("SGLang would not find our plugin: install this package (README.md, On a GPU).")
+    found = {"versions": versions(""), "machine": machine()}
+    commit = arguments.commit or found["versions"].get("commit")
+    if not commit:
+        raise ValueError("This folder is no git checkout: --commit must name what it holds.")
+    return found | {"commit": commit, "device": _device(arguments.stand_in is not None)}
+
+
+def _device(dry: bool) -> str:
+    if dry:
+        return "dry-run"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("no GPU was found; --stand-in tests/scripts/stand_in.py goes through all stages without one.")
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
+
+
+def show(every: list[Check], results: Results | None) -> None:
+    for check in every:
+        stage = results.load(check.name) if results else None
+        state = "" if stage is None else f"{stage.state if stage.commands else 'not begun':11}"
+        print(f"{check.name:28} {state}{check.about}")
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    every = checks(arguments.backends)
+    if arguments.list and arguments.output is None:
+        show(every, None)
+        return 0
+    names = [check.name for check in every]
+    if arguments.list:
+        show(every, Results(arguments.output, names))
+        return 0
+    facts = describe(arguments)
+    folder = arguments.output or ROOT / "docs" / "gpu" / f"{facts['device']}-{facts['commit']}"
+    results = Results(folder.resolve(), names)
+    chosen = [c for c in every if (c.name in arguments.stage if arguments.stage else not _played(results, c.name))]
+    setting = Setting(
+        raw=results.folder / "raw",
+        models=Path(tempfile.gettempdir()) / "sglang-dflash-dummies",
+        budget=Budget(arguments.budget_s),
+        screen=Console(stderr=True, highlight=False, markup=False),
+        backends=arguments.backends,
+        server_flags=arguments.server_flags,
+        stand_in=arguments.stand_in.resolve() if arguments.stand_in else None,
+        command=shlex.join(["bash", "scripts/gpu_check.sh", *sys.argv[1:]]),
+    )
+    for number, check in enumerate(chosen, 1):
+        print(f"[{number}/{len(chosen)}] {check.name}: {check.about}", flush=True)
+        stage = run_check(check, setting, results, facts)
+        words = [stage.state, f"{len(stage.rows)} cells", *(f"FAILED {one}" for one in stage.failures), stage.left]
+        print("  " + "; ".join(filter(None, words)), flush=True)
+        if stage.left:
+            break
+    asked = chosen if arguments.stage else every
+    states = {check.name: results.load(check.name).state for check in asked}
+    print(json.dumps({"output": str(results.folder), "stages": states}))
+    return 3 if "partial" in states.values() else 1 if "failed" in states.values() else 0
+
+
+def _played(results: Results, name: str) -> bool:
+    """Whether all of it was tried: what failed is tried again only when it is asked for by name."""
+    return results.load(name).state != "partial"
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = main()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("stopped; finished cells are kept", file=sys.stderr)
+        code = 130
+    sys.exit(code)

@@ -1,0 +1,100 @@
+"""The time of one call: a stage begins nothing that it cannot finish, and what is done is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from sglang_dflash.bench.board import Board
+from sglang_dflash.bench.records import Cell, CellKey, Record, Run
+
+MARGIN = 1.3  # over the longest that took place so far
+START_S = 120.0  # until a server has started once
+CELL_S = 40.0  # until a cell has been played once
+GRACE_S = 30.0  # for a cell that takes longer than it should
+
+
+class OutOfTimeError(Exception):
+    """The rest needs another call."""
+
+
+class Budget:
+    """Seconds of this call. Until one cell is finished, estimates refuse nothing: a call that ends without any would be
+    followed by others like it."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+        self._finished = False
+
+    @property
+    def left_s(self) -> float:
+        return self._end - self._clock()
+
+    def begin(self, what: str, needed_s: float) -> None:
+        """
+        Raises:
+            OutOfTimeError: `needed_s` are not left.
+        """
+        if self.left_s <= 0 or (self._finished and needed_s > self.left_s):
+            raise OutOfTimeError(f"{what} needs about {needed_s:.0f} s, {max(0.0, self.left_s):.0f} s are left")
+
+    def finished(self) -> None:
+        """A cell was."""
+        self._finished = True
+
+    def check(self, what: str, grace_s: float = 0.0) -> None:
+        """
+        Raises:
+            OutOfTimeError: none are left, those of grace included.
+        """
+        if self.left_s + grace_s <= 0:
+            raise OutOfTimeError(f"{what} took all the time that was left")
+
+
+class BudgetBoard(Board):
+    """A sweep's board that ends the sweep in time; what a start or a cell needs is learned from those before it."""
+
+    def __init__(self, console: Console, cells: int, starts: int, budget: Budget, run: Run) -> None:
+        super().__init__(console, cells, starts)
+        self._budget = budget
+        self._run = run
+
+    @contextmanager
+    def starting(self, label: str) -> Iterator[Callable[[float], None]]:
+        self._budget.begin(f"starting {label}", self.start_s() + self.cell_s(None))
+        with super().starting(label) as on_wait:
+
+            def wait(seconds: float) -> None:
+                self._budget.check(f"starting {label}")
+                on_wait(seconds)
+
+            yield wait
+
+    @contextmanager
+    def cell(self, key: CellKey, requests: int) -> Iterator[Callable[[Record], None]]:
+        self._budget.begin(f"{key.arm} at {key.load:g}", self.cell_s(key.load))
+        with super().cell(key, requests) as on_answer:
+
+            def answered(record: Record) -> None:
+                self._budget.check(f"{key.arm} at {key.load:g}", GRACE_S)
+                on_answer(record)
+
+            yield answered
+
+    def finished(self, cell: Cell) -> None:
+        super().finished(cell)
+        self._budget.finished()
+
+    def start_s(self) -> float:
+        """Warm-up included, as the run notes it."""
+        return MARGIN * max((server["start_s"] for server in self._run.servers), default=START_S / MARGIN)
+
+    def cell_s(self, load: float | None) -> float:
+        """None: of any load."""
+        played = [cell for cell in self._run.cells if cell.wall_s]
+        same = [cell.wall_s for cell in played if load in (None, cell.key.load)]
+        return MARGIN * max(same or [cell.wall_s for cell in played], default=CELL_S / MARGIN)

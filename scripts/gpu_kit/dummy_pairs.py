@@ -1,0 +1,106 @@
+"""Targets of real shapes with block-16 drafts of five layers: configs, the embedded pair's tokenizer, no weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.core.draft_config import build_target_layer_ids
+from sglang_dflash.serving import TINY_TARGET
+
+DRAFT_LAYERS, BLOCK_SIZE = 5, 16
+_SHARED: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+}
+TARGETS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": _SHARED
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "llama-3.1-8b": _SHARED
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "vocab_size": 128256,
+    },
+}
+"""As published in the models' own config.json."""
+MASKS = {"qwen3-8b": 151669, "llama-3.1-8b": 128002}
+"""A reserved id of each vocabulary."""
+
+
+def draft_config(model: str) -> dict[str, Any]:
+    """In the published layout: a Qwen3 of the target's width, whose layers read the formula's taps."""
+    target = TARGETS[model]
+    kept = ("intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "vocab_size")
+    return (
+        _SHARED
+        | {key: target[key] for key in kept}
+        | {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": BLOCK_SIZE,
+            "dflash_config": {
+                "mask_token_id": MASKS[model],
+                "target_layer_ids": list(build_target_layer_ids(target["num_hidden_layers"], DRAFT_LAYERS)),
+            },
+            "layer_types": ["full_attention"] * DRAFT_LAYERS,
+            "max_window_layers": DRAFT_LAYERS,
+            "model_type": "qwen3",
+            "num_hidden_layers": DRAFT_LAYERS,
+            "num_target_layers": target["num_hidden_layers"],
+            "sliding_window": None,
+            "use_sliding_window": False,
+        }
+    )
+
+
+def make_pair(model: str, folder: Path) -> tuple[Path, Path]:
+    """Folders of target and draft, for `--load-format dummy`; written anew each time."""
+    paths = folder / model / "target", folder / model / "draft"
+    for path, config in zip(paths, (TARGETS[model], draft_config(model)), strict=True):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copyfile(TINY_TARGET / file, path / file)
+    return paths

@@ -1,0 +1,143 @@
+"""A profile of some decode steps: what the host launches, copies and waits for, ours beside the built-in and off."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gpu_kit.budget import MARGIN, START_S, OutOfTimeError
+from gpu_kit.dummy_pairs import make_pair
+from gpu_kit.results import Stage
+from gpu_kit.setting import Setting
+from gpu_kit.sweep_stages import ARMS, dummy_flags
+from gpu_kit.trace import count_steps, read_trace
+from sglang_dflash.bench.arms import Arm, Models, Serving, arms_of, split_flags
+from sglang_dflash.serving import Client, ServerError
+
+LOADS = (1, 8, 32)
+STEPS = 24
+LONG = 4096  # tokens of an answer: many more than STEPS steps decode
+WARM = 32
+PREFILLED_S = 1.0  # after which all requests decode
+CELL_S = 45.0  # one profile, until one was taken
+TRACE_S = 120.0
+NOTES = (
+    f"From torch's profiler in the scheduler, about {STEPS} steps; host_ms has the profiler's own cost in it.",
+    "Dummy weights, acceptance as it is (not simulated): what a step launches does not depend on it.",
+    "launches: kernels one by one; kernels: on the device, those within graphs included; waits: calls that block until "
+    "the device is done, those of the thread that fetches results among them.",
+)
+
+
+def profile(setting: Setting, stage: Stage, model: str) -> None:
+    """Every arm on the first attention backend, its requests at one batch size all the while."""
+    target, draft = make_pair(model, setting.models)
+    done = {(row["arm"], row["load"]) for row in stage.rows}
+    stage.left, stage.failures, stage.notes = "", [], list(NOTES)
+    for arm in _arms(setting, str(target), str(draft)):
+        loads = [load for load in LOADS if (arm.name, load) not in done]
+        try:
+            if loads:
+                _serve(setting, stage, setting.launched(arm), loads)
+        except OutOfTimeError as reason:
+            stage.left = str(reason)
+            return
+        except (ServerError, httpx.HTTPError, ValueError, OSError) as error:
+            stage.failures.append(f"{arm.label}: {' '.join(str(error).split())[:400]}")
+
+
+def _arms(setting: Setting, target: str, draft: str) -> list[Arm]:
+    device = () if setting.stand_in is None else ("--device", "cpu")
+    flags = (*split_flags(dummy_flags()), *device, *setting.flags())
+    serving = Serving(flags, {}, {}, {}, setting.backends[:1], (True,), 1, "", "", "cuda")
+    return arms_of(ARMS.split(","), Models(target, {"dflash": draft}, None, 0), serving, {})
+
+
+def _serve(setting: Setting, stage: Stage, arm: Arm, loads: list[int]) -> None:
+    budget = setting.budget
+    starts = [row["start_s"] for row in stage.rows]
+    budget.begin(f"starting {arm.label}", MARGIN * max(starts, default=START_S / MARGIN) + _cell_s(stage))
+    setting.screen.print(f"starting {arm.label} ...", style="dim")
+    begin = time.monotonic()
+    log = setting.raw / f"{stage.stage}-{arm.name}.log"
+    with arm.up(log, 600.0, lambda seconds: budget.check(f"starting {arm.label}")) as (url, _):
+        start_s = round(time.monotonic() - begin, 1)
+        client = Client(url, timeout_s=TRACE_S)
+        for load in loads:
+            budget.begin(f"profiling {arm.name} at {load}", _cell_s(stage))
+            begin = time.monotonic()
+            folder = setting.raw / f"{stage.stage}-{arm.name}-{load}"
+            with _decoding(client, load):
+                trace = take_trace(client, folder, min(TRACE_S, budget.left_s))
+            counts = count_steps(read_trace(trace)).to_json()
+            if f" bs={load}]" not in counts["span"]:
+                raise ValueError(f"{load} requests were to decode, and the trace has {counts['span']} at best")
+            times = {"start_s": start_s, "seconds": round(time.monotonic() - begin, 1)}
+            stage.rows.append({"arm": arm.name, "load": load, **counts, **times})
+            budget.finished()
+            setting.screen.print(f"{arm.name} at {load}: {counts['launches']} launches, {counts['graphs']} graphs")
+
+
+def _cell_s(stage: Stage) -> float:
+    return MARGIN * max((row["seconds"] for row in stage.rows), default=CELL_S / MARGIN)
+
+
+@contextmanager
+def _decoding(client: Client, load: int) -> Iterator[None]:
+    """`load` requests that decode until the block is left; graphs and caches have seen them before."""
+    prompts = [[100 + row] * 32 for row in range(load)]
+    client.generate_all(prompts, load, max_new_tokens=WARM, ignore_eos=True)
+    stopped = threading.Event()
+    thread = threading.Thread(target=_ask, args=(client, prompts, load, stopped), daemon=True)
+    thread.start()
+    time.sleep(PREFILLED_S)
+    try:
+        yield
+    finally:
+        stopped.set()
+        while thread.is_alive():
+            client.post("/abort_request", {"abort_all": True})
+            thread.join(1.0)
+
+
+def _ask(client: Client, prompts: list[list[int]], load: int, stopped: threading.Event) -> None:
+    """Again and again: a draft that guesses what dummy weights say makes answers short."""
+    while not stopped.is_set():
+        try:
+            client.generate_all(prompts, load, max_new_tokens=LONG, ignore_eos=True)
+        except (httpx.HTTPError, KeyError, ValueError):
+            return  # aborted, or the server is lost, which whoever waits for the trace will find
+
+
+def take_trace(client: Client, folder: Path, timeout_s: float) -> Path:
+    """Has SGLang's profiler watch STEPS steps of whatever runs.
+
+    Raises:
+        ServerError: no trace came.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.trace.json.gz"):
+        old.unlink()
+    body: dict[str, Any] = {"output_dir": str(folder), "num_steps": STEPS, "activities": ["CPU", "GPU"]}
+    client.post("/start_profile", body | {"with_stack": False, "record_shapes": False}).raise_for_status()
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for path in folder.glob("*.trace.json.gz"):
+            if _whole(path):
+                return path
+        time.sleep(0.5)
+    raise ServerError(f"no trace came into {folder} within {timeout_s:.0f} s; did {STEPS} steps take place?")
+
+
+def _whole(path: Path) -> bool:
+    try:
+        read_trace(path)
+    except (OSError, EOFError, ValueError):
+        return False
+    return True

@@ -1,0 +1,146 @@
+"""What a check leaves: a JSON per stage, with what it was measured on, and a README made anew from all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.bench.layout import escaped, grid, number
+
+Row = dict[str, Any]
+HIDDEN = ("launched", "differences")  # in the JSON alone
+
+
+@dataclass(slots=True)
+class Stage:
+    """One stage as far as it has come.
+
+    Fields:
+        rows: one per cell.
+        failures: sentences: what was wrong or did not run.
+        notes: sentences that a reader must know.
+        left: why another call is needed; "" where all cells were played.
+        commit, versions, machine, commands: what was measured, and on what; every call's command.
+        seconds: of all calls.
+    """
+
+    stage: str
+    rows: list[Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    left: str = "not begun"
+    commit: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def state(self) -> str:
+        return "partial" if self.left else "failed" if self.failures else "done"
+
+
+class Results:
+    """The folder of a check."""
+
+    def __init__(self, folder: Path, order: Sequence[str]) -> None:
+        """order: of the stages in the README."""
+        self.folder = folder
+        self._order = list(order)
+
+    def load(self, stage: str) -> Stage:
+        """Empty where it was not begun.
+
+        Raises:
+            ValueError: the file is not one of ours.
+        """
+        path = self.folder / f"{stage}.json"
+        if not path.exists():
+            return Stage(stage)
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+            held.pop("state")
+            return Stage(**held)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} holds no results of gpu_check: {error}.") from None
+
+    def save(self, stage: Stage) -> None:
+        """Whole or not at all; then the README."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = {"state": stage.state, **_without_nan(asdict(stage))}
+        _replace(self.folder / f"{stage.stage}.json", json.dumps(content, indent=1) + "\n")
+        _replace(self.folder / "README.md", self.readme())
+
+    def readme(self) -> str:
+        held = [self.load(name) for name in self._order]
+        begun = [stage for stage in held if stage.commands]
+        blocks = ["# GPU check", _overview(held)]
+        if begun:
+            blocks.append(_setting(begun))
+        for stage in begun:
+            blocks += [f"## {stage.stage}", *_stage(stage)]
+        return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _overview(held: Sequence[Stage]) -> str:
+    rows = [
+        [stage.stage, stage.state if stage.commands else "-", str(len(stage.rows)), f"{stage.seconds:.0f}"]
+        for stage in held
+    ]
+    return grid(["stage", "state", "cells", "seconds"], rows)
+
+
+def _setting(begun: Sequence[Stage]) -> str:
+    commits = ", ".join(dict.fromkeys(stage.commit for stage in begun))
+    last = begun[-1]
+    versions = ", ".join(f"{name} {version}" for name, version in last.versions.items() if name != "commit")
+    gpus = "; ".join(last.machine.get("gpus") or ["no GPU"])
+    return f"Commit {commits}; {escaped(gpus)}; {escaped(last.machine.get('cpu', ''))}; {escaped(versions)}."
+
+
+def _stage(stage: Stage) -> list[str]:
+    columns = [name for name in dict.fromkeys(key for row in stage.rows for key in row) if name not in HIDDEN]
+    table = grid(columns, [[_cell(row.get(column)) for column in columns] for row in stage.rows]) if stage.rows else ""
+    lines = [f"* failed: {escaped(sentence)}" for sentence in stage.failures]
+    lines += [f"* {escaped(sentence)}" for sentence in stage.notes]
+    lines += [f"* unfinished: {escaped(stage.left)}"] if stage.left else []
+    command = f"`{stage.commands[-1]}`" if stage.commands else ""
+    return [table, _launched(stage.rows), "\n".join(lines), command]
+
+
+def _launched(rows: Sequence[Row]) -> str:
+    """Which kernels a step launches one by one, where the stage counted them."""
+    lines = []
+    for row in rows:
+        if row.get("launched"):
+            names = ", ".join(f"{escaped(name)} x {_cell(count)}" for name, count in row["launched"].items())
+            lines.append(f"* {row['arm']} at {_cell(row['load'])}: {names}")
+    return "Launched one by one, per step:\n\n" + "\n".join(lines) if lines else ""
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, int | float) and math.isfinite(value):
+        return str(int(value)) if value == int(value) else number(value)
+    return "-" if value in (None, "") or isinstance(value, float) else escaped(value)
+
+
+def _without_nan(content: Any) -> Any:
+    """JSON knows no NaN: null instead."""
+    if isinstance(content, dict):
+        return {key: _without_nan(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_without_nan(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)

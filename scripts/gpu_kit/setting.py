@@ -1,0 +1,50 @@
+"""What every stage is given: where it keeps things, how long it may take, how servers are started."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from gpu_kit.budget import Budget
+from sglang_dflash.bench.arms import Arm
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """
+    Fields:
+        raw: folder of logs, traces and half-finished sweeps.
+        models: folder of dummy models.
+        backends: attention backends, in order.
+        server_flags: for every server, quoted.
+        stand_in: a script in the place of SGLang and of the checker: a dry run. None: the real ones.
+        command: the words that started this call.
+    """
+
+    raw: Path
+    models: Path
+    budget: Budget
+    screen: Console
+    backends: tuple[str, ...]
+    server_flags: str
+    stand_in: Path | None
+    command: str
+
+    def launched(self, arm: Arm) -> Arm:
+        """The arm, served by the stand-in where there is one."""
+        if self.stand_in is None:
+            return arm
+        return replace(arm, launch=(sys.executable, str(self.stand_in), "serve"), health="/health")
+
+    def checker(self) -> list[str]:
+        """The words before the arguments of `sglang-dflash check`."""
+        if self.stand_in is not None:
+            return [sys.executable, str(self.stand_in), "check"]
+        return [sys.executable, "-m", "sglang_dflash.cli", "check"]
+
+    def flags(self) -> list[str]:
+        return shlex.split(self.server_flags)

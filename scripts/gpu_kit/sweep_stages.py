@@ -1,0 +1,147 @@
+"""Stages that are sweeps of the benchmark: the smoke test, and step times with simulated acceptance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpu_kit.budget import BudgetBoard, OutOfTimeError
+from gpu_kit.dummy_pairs import make_pair
+from gpu_kit.results import Stage
+from gpu_kit.setting import Setting
+from sglang_dflash.bench.frame import frame
+from sglang_dflash.bench.options import Options, check_resumable
+from sglang_dflash.bench.planning import digests, make_plan
+from sglang_dflash.bench.records import Run
+from sglang_dflash.bench.rendering import Renderer
+from sglang_dflash.bench.sweep import Sweep
+from sglang_dflash.serving import TINY_TARGET
+
+ARMS = "off,dflash,builtin"
+LOADS = "1,4,8,16,32,64"
+MOST = 64
+TAU = 6.0  # simulated: about what published drafts reach on their easier tasks
+OURS = "sglang-dflash"  # how our worker's start-up line begins
+LEAST_TAU = 2.5  # of the embedded pair: an inert draft gives equal tokens, too
+STEP_NOTES = (
+    f"Dummy weights; commit lengths are drawn by the host, of mean {TAU:g}, and tokens mean nothing. off decodes one "
+    "token per step.",
+    "step_ms = requests in flight x tau / tok_s, prefills included; decode_ms = median TPOT x tau, without them.",
+    "While acceptance is simulated, our worker takes the argmax and accepts in two ops instead of one, and either "
+    "worker fills three tensors more than when it serves.",
+)
+
+
+def smoke(setting: Setting, stage: Stage) -> None:
+    """The embedded pair, bfloat16: servers come up, greedy tokens are those of speculation off, drafts are accepted."""
+    options = _options(
+        setting, stage.stage, attention_backends=setting.backends[0], concurrencies="1,8", num_prompts=16
+    )
+    run = _sweep(setting, stage, replace(options, max_new_tokens=128), keep_tokens=True)
+    stage.rows = [_row(row, ()) for row in frame(run).to_dict("records")]
+    stage.failures += [
+        f"{cell.key.arm} at {cell.key.load:g}: {example}"
+        for cell in run.cells
+        if cell.equality is not None and cell.equality.withheld
+        for example in cell.equality.examples
+    ]
+    stage.failures += _strangers(Path(options.logs))
+    for row in stage.rows:
+        if row["arm"] == "dflash" and (row["tau"] or 0.0) < LEAST_TAU:
+            stage.failures.append(f"tau of dflash at {row['load']:g} is {row['tau']}, below {LEAST_TAU}")
+
+
+def _strangers(logs: Path) -> list[str]:
+    """Servers whose worker is not the one that their arm says; SGLang falls back on its own without a word."""
+    found = []
+    for log in sorted(logs.glob("*.log")):
+        arm = log.name.split("-")[1]
+        ours = f"{OURS} " in (text := log.read_text(errors="replace")) and "serves DFLASH" in text
+        if ours != (arm == "dflash"):
+            found.append(f"{arm} was served by {'our' if ours else 'another'} worker (log: {log.name})")
+    return found
+
+
+def step_times(setting: Setting, stage: Stage, model: str, backend: str) -> None:
+    """A dummy target of a real shape with a block-16 draft: off, ours and the built-in at every load."""
+    target, draft = make_pair(model, setting.models)
+    simulate = [f"{arm}:SGLANG_SIMULATE_ACC_LEN={TAU}" for arm in ("dflash", "builtin")]
+    options = _options(
+        setting,
+        stage.stage,
+        target_model=str(target),
+        draft_model=str(draft),
+        attention_backends=backend,
+        concurrencies=LOADS,
+        max_new_tokens=256,
+        ignore_eos=True,
+        env=simulate,
+        server_flags=" ".join([dummy_flags(), setting.server_flags]),
+    )
+    run = _sweep(setting, stage, options, keep_tokens=False)
+    stage.rows = [_row(row, ("step_ms", "decode_ms")) for row in frame(run).to_dict("records")]
+    stage.notes = [*STEP_NOTES, *(note for note in run.notes if "simulated" not in note)]
+
+
+def dummy_flags() -> str:
+    """Room for the largest load, which the host else caps at 48 with speculation, and graphs up to it, no further."""
+    return f"--load-format dummy --max-running-requests {MOST} --cuda-graph-max-bs-decode {MOST}"
+
+
+def _sweep(setting: Setting, stage: Stage, options: Options, keep_tokens: bool) -> Run:
+    """Goes on with what former calls kept; fills in what failed and what is left.
+
+    Raises:
+        ValueError: former calls of this stage measured something else.
+    """
+    renderer = Renderer(options.target_model or str(TINY_TARGET), {"enable_thinking": False})
+    plan = make_plan(options, renderer.count)
+    plan = replace(plan, arms=tuple(setting.launched(arm) for arm in plan.arms))
+    run = Run(setting.command, "closed", options.to_json(digests(plan)), stage.versions, stage.machine)
+    path = setting.raw / f"{stage.stage}.run.json"
+    if path.exists():
+        held = Run.load(path)
+        check_resumable(run.workload, run.options, held.workload, held.options)
+        run.cells, run.servers, run.notes = held.cells, held.servers, held.notes
+
+    def board(cells: int, starts: int) -> BudgetBoard:
+        return BudgetBoard(setting.screen, cells, starts, setting.budget, run)
+
+    stage.left = ""
+    try:
+        Sweep(plan, run, renderer, path).go(board)
+    except OutOfTimeError as reason:
+        stage.left = str(reason)
+    if not keep_tokens:  # of dummy weights, they say nothing and would fill the file
+        for cell in run.cells:
+            cell.records = [replace(record, ids=[], text="") for record in cell.records]
+        run.save(path)
+    stage.failures = [
+        f"{cell.key.arm} at {cell.key.load:g}, {cell.key.backend or 'own backend'}: {cell.failure}"
+        for cell in run.cells
+        if cell.failure
+    ]
+    return run
+
+
+def _row(row: dict[str, Any], more: tuple[str, ...]) -> dict[str, Any]:
+    """What the stage keeps of a row of the benchmark's table."""
+    tau = row["tau"] if "tau" in row and math.isfinite(row["tau"]) else 1.0
+    tok_s, tpot_ms = row.get("tok_s", math.nan), row.get("tpot_ms_p50", math.nan)
+    row = row | {"step_ms": 1e3 * row["load"] * tau / tok_s, "decode_ms": tpot_ms * tau}
+    kept = ("arm", "backend", "load", "tok_s", "tau", *more, "speedup_off", "speedup_builtin")
+    found = {name: row.get(name, math.nan) for name in kept}
+    return found if more else found | {name: int(row[name]) for name in ("compared", "identical", "ties", "different")}
+
+
+def _options(setting: Setting, stage: str, **changes: Any) -> Options:
+    """The benchmark's, for the embedded pair; `changes` replace fields."""
+    fields: dict[str, Any] = dict.fromkeys(Options.__dataclass_fields__)
+    fields |= {"arms": ARMS, "vllm_python": "", "base_url": (), "workload": "closed", "dataset_name": "tiny"}
+    fields |= {"temperature": 0.0, "top_p": 1.0, "seed": 0, "ignore_eos": False, "enable_thinking": False}
+    fields |= {"request_rate": "1", "think_s": 0.0, "radix_cache": "on", "tp_size": 1, "dtype": ""}
+    fields |= {"server_flags": setting.server_flags, "arm_flags": (), "env": (), "repeats": 1, "interleave": False}
+    fields |= {"warm_up": True, "stall_s": 60.0, "start_s": 540.0, "logs": setting.raw / f"{stage}-logs"}
+    return Options(**{**fields, "output_md": Path(setting.raw / f"{stage}.md"), **changes})

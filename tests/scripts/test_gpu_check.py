@@ -1,0 +1,292 @@
+"""gpu_check's logic without a GPU: servers and the checker are `stand_in.py`; nothing of SGLang is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = Path(__file__).with_name("stand_in.py")
+sys.path[:0] = [str(ROOT / "scripts"), str(STAND_IN.parent)]
+
+from stand_in import TAU, made_trace  # noqa: E402
+
+from gpu_kit import profile_stage, sweep_stages  # noqa: E402
+from gpu_kit.budget import Budget, OutOfTimeError  # noqa: E402
+from gpu_kit.checks import BACKENDS, checks, run_check  # noqa: E402
+from gpu_kit.dummy_pairs import BLOCK_SIZE, TARGETS, draft_config, make_pair  # noqa: E402
+from gpu_kit.equality_stage import equality  # noqa: E402
+from gpu_kit.profile_stage import profile  # noqa: E402
+from gpu_kit.results import Results, Stage  # noqa: E402
+from gpu_kit.setting import Setting  # noqa: E402
+from gpu_kit.sweep_stages import smoke, step_times  # noqa: E402
+from gpu_kit.trace import count_steps  # noqa: E402
+from sglang_dflash.core.draft_config import DraftConfig  # noqa: E402
+
+FACTS = {"commit": "abc", "versions": {"torch": "0"}, "machine": {"gpus": ["none"], "cpu": "some"}}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(sweep_stages, "LOADS", "1,4")
+    monkeypatch.setattr(profile_stage, "LOADS", (1, 4))
+    monkeypatch.setattr(profile_stage, "PREFILLED_S", 0.1)
+
+
+class Clock:
+    """Time that passes by `per_look` seconds whenever somebody looks."""
+
+    def __init__(self, per_look: float = 0.0) -> None:
+        self.now, self.per_look = 0.0, per_look
+
+    def __call__(self) -> float:
+        self.now += self.per_look
+        return self.now
+
+
+def make_setting(folder: Path, budget: Budget | None = None, backends: tuple[str, ...] = ("triton",)) -> Setting:
+    screen = Console(file=(folder / "screen.txt").open("a"), width=200)
+    budget = budget or Budget(1000.0)
+    return Setting(folder / "raw", folder / "models", budget, screen, backends, "", STAND_IN, "a dry run")
+
+
+# Traces.
+
+
+def test_a_step_is_counted_from_one_target_forward_to_the_next():
+    """Fails where launches of the driver are missed, nested calls counted twice, a graph's kernels taken for launches,
+    a copy's direction lost, or a wait or read overlooked or made up."""
+    counts = count_steps(made_trace("step[VERIFY bs=4]", steps=4))
+    assert (counts.span, counts.steps, counts.host_ms) == ("step[VERIFY bs=4]", 3, 1.0)
+    assert (counts.launches, counts.graphs, counts.kernels) == (2, 1, 5)
+    assert (counts.copies_h2d, counts.copies_d2h, counts.copies_d2d, counts.copies_other) == (1, 1, 0, 0)
+    assert (counts.pageable, counts.waits, counts.reads, counts.fills) == (1, 1, 1, 0)
+    assert counts.launched == {"copy_kernel<float>": 1.0, "_accept_kernel": 1.0}
+
+
+def test_steps_of_another_kind_end_the_run():
+    """Fails where a prefill, or a step of another batch size, is counted among the decode steps."""
+    events = made_trace("step[DECODE bs=4]", steps=5)["traceEvents"]
+    spans = [event for event in events if event["name"] == "step[DECODE bs=4]"]
+    spans[2]["name"] = "step[EXTEND bs=1 toks=9]"  # the second of five, both its annotations
+    spans[3]["name"] = "step[EXTEND bs=1 toks=9]"
+    assert count_steps({"traceEvents": events}).steps == 2
+    spans[8]["name"] = spans[9]["name"] = "step[DECODE bs=3]"
+    assert count_steps({"traceEvents": events}).steps == 1
+    with pytest.raises(ValueError, match="1 decode steps"):
+        count_steps(made_trace("step[DECODE bs=4]", steps=1))
+
+
+# Models.
+
+
+@pytest.mark.parametrize("model", TARGETS)
+def test_dummy_pairs_are_ones_that_we_serve(model, tmp_path):
+    """Fails where a draft is refused, does not fit its target, or transformers cannot read a config."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    draft = DraftConfig.from_dict(draft_config(model))
+    target = TARGETS[model]
+    draft.check_target(target["num_hidden_layers"], target["hidden_size"], target["vocab_size"])
+    assert (draft.block_size, draft.num_layers, len(draft.target_layer_ids)) == (BLOCK_SIZE, 5, 5)
+    for folder in make_pair(model, tmp_path):
+        config = AutoConfig.from_pretrained(folder)
+        assert (config.vocab_size, config.head_dim) == (target["vocab_size"], 128)
+        assert AutoTokenizer.from_pretrained(folder)("1 + 1")["input_ids"]
+
+
+# Time.
+
+
+def test_nothing_is_begun_that_does_not_fit():
+    """Fails where a cell that is too long is begun, or a call ends before it has finished any."""
+    clock = Clock()
+    budget = Budget(100.0, clock)
+    budget.begin("long", 500.0)
+    budget.finished()
+    budget.begin("short", 50.0)
+    with pytest.raises(OutOfTimeError, match="long needs about 500 s, 100 s are left"):
+        budget.begin("long", 500.0)
+    clock.now = 100.0
+    with pytest.raises(OutOfTimeError):
+        Budget(0.0, clock).begin("anything", 0.0)
+    with pytest.raises(OutOfTimeError):
+        budget.check("a start")
+    budget.check("a cell", grace_s=1.0)
+
+
+def test_a_cell_that_never_ends_is_left(tmp_path, monkeypatch):
+    """Fails where a cell that takes much longer than it should keeps the call from ending, or counts as played."""
+    clock = Clock()
+    stage = Stage("steps")
+    budget = Budget(100.0, clock)
+    begin = budget.begin
+
+    def begun(what: str, needed_s: float) -> None:
+        begin(what, needed_s)
+        clock.now += 131.0 if what == "off at 1" else 0.0
+
+    monkeypatch.setattr(budget, "begin", begun)
+    step_times(make_setting(tmp_path, budget), stage, "qwen3-8b", "triton")
+    assert stage.left == "off at 1 took all the time that was left" and stage.state == "partial" and not stage.rows
+
+
+# Stages.
+
+
+def test_step_times_go_on_where_they_stopped(tmp_path, monkeypatch):
+    """Fails where a second call plays a cell again, loses one, or a step's time is not requests x tau / tok_s."""
+    clock = Clock()
+    budget = Budget(100.0, clock)
+    setting, stage = make_setting(tmp_path, budget), Stage("steps")
+    finish = budget.finished
+
+    def finished() -> None:  # three cells, then the time is up
+        finish()
+        clock.now += 40.0
+
+    monkeypatch.setattr(budget, "finished", finished)
+    step_times(setting, stage, "qwen3-8b", "triton")
+    assert [(row["arm"], row["load"]) for row in stage.rows] == [("off", 1.0), ("off", 4.0), ("dflash", 1.0)]
+    assert "dflash at 4" in stage.left and stage.state == "partial" and not stage.failures
+    before = json.loads((tmp_path / "raw" / "steps.run.json").read_text())["cells"]
+    step_times(make_setting(tmp_path), stage, "qwen3-8b", "triton")
+    assert [(row["arm"], row["load"]) for row in stage.rows] == [
+        (arm, load) for arm in ("off", "dflash", "builtin") for load in (1.0, 4.0)
+    ]
+    assert stage.state == "done", (stage.left, stage.failures)
+    after = json.loads((tmp_path / "raw" / "steps.run.json").read_text())["cells"]
+    assert after[:3] == before[:3] and not any(record["ids"] for cell in after for record in cell["records"])
+    for row in stage.rows:
+        tau = 1 if row["arm"] == "off" else TAU
+        assert row["step_ms"] == pytest.approx(1e3 * row["load"] * tau / row["tok_s"])
+        assert row["speedup_off"] > 0 and row["speedup_builtin"] > 0
+
+
+def test_servers_of_a_sweep_are_asked_for_the_shape(tmp_path):
+    """Fails where an arm would serve other weights, backends or block sizes, or off's acceptance be simulated, too."""
+    stage = Stage("steps")
+    step_times(make_setting(tmp_path), stage, "llama-3.1-8b", "fa3")
+    servers = {
+        s["arm"].split(",")[0]: s for s in json.loads((tmp_path / "raw" / "steps.run.json").read_text())["servers"]
+    }
+    for name, server in servers.items():
+        words = " ".join(server["command"])
+        assert "llama-3.1-8b/target" in words and "--attention-backend fa3" in words
+        assert "--load-format dummy --max-running-requests 64 --cuda-graph-max-bs-decode 64" in words
+        assert server["environment"].get("SGLANG_SIMULATE_ACC_LEN") == (None if name == "off" else "6.0")
+        assert server["environment"]["SGLANG_DFLASH_WORKER"] == ("builtin" if name == "builtin" else "plugin")
+
+
+def test_smoke_fails_where_tokens_differ(tmp_path, monkeypatch):
+    """Fails where an arm with other tokens than speculation off passes, or one with the same fails."""
+    stage = Stage("smoke")
+    smoke(make_setting(tmp_path), stage)
+    assert stage.state == "done", stage.failures
+    assert {(row["arm"], row["load"]) for row in stage.rows} == {
+        (a, b) for a in ("off", "dflash", "builtin") for b in (1, 8)
+    }
+    monkeypatch.setenv("STAND_IN_WRONG", "dflash")
+    wrong = Stage("wrong")
+    smoke(make_setting(tmp_path), wrong)
+    assert wrong.state == "failed" and "token 3" in wrong.failures[0]
+
+
+def test_smoke_fails_where_another_worker_serves(tmp_path, monkeypatch):
+    """Fails where SGLang's own worker could pass for ours, or ours for SGLang's."""
+    monkeypatch.setenv("STAND_IN_OURS", "builtin")
+    stage = Stage("smoke")
+    smoke(make_setting(tmp_path), stage)
+    assert [sentence.split(" (")[0] for sentence in stage.failures] == [
+        "dflash was served by another worker",
+        "builtin was served by our worker",
+    ]
+
+
+def test_equality_asks_every_backend_once(tmp_path, monkeypatch):
+    """Fails where a backend is left out, asked again, or a difference is passed over."""
+    stage = Stage("equality")
+    monkeypatch.setenv("STAND_IN_LOSSY", "flashinfer")
+    setting = make_setting(tmp_path, backends=BACKENDS)
+    equality(setting, stage)
+    cells = [*((backend, "bfloat16") for backend in BACKENDS), ("triton", "float32")]
+    assert [(row["backend"], row["dtype"]) for row in stage.rows] == cells
+    assert stage.failures == ["flashinfer, bfloat16: 1 of 12 requests"] and stage.state == "failed"
+    rows = list(stage.rows)
+    equality(setting, stage)
+    assert stage.rows == rows
+
+
+def test_a_check_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+    """Fails where a check outlives the budget, or counts as done or failed."""
+    monkeypatch.setenv("STAND_IN_SLOW", "60")
+    stage = Stage("equality")
+    equality(make_setting(tmp_path, Budget(1.5)), stage)
+    assert stage.state == "partial" and not stage.rows and not stage.failures
+
+
+def test_a_profile_counts_every_arm(tmp_path):
+    """Fails where an arm or a load has no counts, or a trace is not asked for as the host wants it."""
+    stage = Stage("profile")
+    profile(make_setting(tmp_path), stage, "qwen3-8b")
+    assert stage.state == "done", (stage.failures, stage.left)
+    assert [(row["arm"], row["load"]) for row in stage.rows] == [
+        (arm, load) for arm in ("off", "dflash", "builtin") for load in (1, 4)
+    ]
+    assert {row["span"] for row in stage.rows if row["arm"] != "off"} == {"step[VERIFY bs=1]", "step[VERIFY bs=4]"}
+    assert all((row["launches"], row["graphs"], row["waits"]) == (2, 1, 1) for row in stage.rows)
+
+
+# What is kept, and the command.
+
+
+def test_results_of_another_commit_are_not_gone_on_with(tmp_path):
+    """Fails where numbers of two commits would stand in one file."""
+    results = Results(tmp_path, ["smoke"])
+    check = next(check for check in checks(BACKENDS) if check.name == "smoke")
+    results.save(Stage("smoke", commit="older", commands=["x"]))
+    with pytest.raises(ValueError, match="older"):
+        run_check(check, make_setting(tmp_path), results, FACTS)
+
+
+def test_the_readme_has_what_the_jsons_have(tmp_path):
+    """Fails where a table, a failure, the commit or a kernel's name is missing, or NaN reaches the JSON."""
+    results = Results(tmp_path, ["one", "two", "three"])
+    results.save(Stage("one", [{"arm": "off", "tau": float("nan")}], [], ["a note"], "", **FACTS, commands=["bash x"]))
+    rows = [{"arm": "dflash", "load": 8, "launches": 10.0, "launched": {"_accept_kernel": 1.0}}]
+    results.save(Stage("two", rows, ["it broke"], [], "", **FACTS, commands=["bash y"]))
+    assert json.loads((tmp_path / "one.json").read_text())["rows"] == [{"arm": "off", "tau": None}]
+    text = (tmp_path / "README.md").read_text()
+    for words in ("| one | done |", "| two | failed |", "| three | - |", "Commit abc", "failed: it broke", "a note"):
+        assert words in text, text
+    assert "dflash at 8: _accept_kernel x 1" in text and "| dflash | 8 | 10 |" in text and "`bash y`" in text
+
+
+def _command(*words: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"SGLANG_DFLASH_PYTHON": sys.executable}
+    script = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *words]
+    return subprocess.run(script, capture_output=True, text=True, env=environment)
+
+
+def test_the_command_runs_a_stage_and_says_what_is_left(tmp_path):
+    """Fails where exit codes, files or the list do not tell how far a check has come."""
+    common = ["--output", str(tmp_path), "--backends", "triton"]
+    dry = [*common, "--stand-in", str(STAND_IN), "--commit", "abc"]
+    run = _command(*dry, "--stage", "smoke")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads(run.stdout.splitlines()[-1])["stages"] == {"smoke": "done"}
+    assert json.loads((tmp_path / "smoke.json").read_text())["commit"] == "abc"
+    assert "## smoke" in (tmp_path / "README.md").read_text()
+    run = _command(*dry, "--budget-s", "0")
+    assert run.returncode == 3, run.stdout + run.stderr
+    assert json.loads(run.stdout.splitlines()[-1])["stages"]["equality"] == "partial"
+    listed = {line.split()[0]: line for line in _command(*common, "--list").stdout.splitlines()}
+    assert "done" in listed["smoke"] and "partial" in listed["equality"] and "not begun" in listed["profile-qwen3-8b"]
+    assert _command(*dry[:-1], "another", "--stage", "smoke").returncode == 2
+    assert _command("--stage", "nonesuch").returncode == 2
