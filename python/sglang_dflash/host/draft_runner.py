@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import (
@@ -61,7 +62,9 @@ class DraftHead:
         """hidden: [B * K, H]. Returns [B, K-1] int64."""
         rows = hidden.view(-1, self._block_size, hidden.shape[-1])[:, 1:]
         weight = self._lm_head.weight[: self._vocab_size]  # [V, H] without the host's padding
-        best, ids = torch.matmul(rows.to(weight.dtype), weight.T).max(-1)
+        # Made dense, so that all rows go through one product: of a slice, torch multiplies request by request.
+        logits = F.linear(rows.reshape(-1, rows.shape[-1]).to(weight.dtype), weight)
+        best, ids = logits.view(*rows.shape[:2], -1).max(-1)
         return ids if self._group is None else self._best_of_ranks(best, ids + self._first_id)
 
     def _best_of_ranks(self, best: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
