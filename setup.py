@@ -94,8 +94,11 @@ def reason_not_to_build():
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
         source.write_text("#include <atomic>\nint main() { return 0; }\n")
-        if subprocess.run([compiler(), str(source), "-o", f"{folder}/probe"], capture_output=True).returncode:
-            return f"{compiler()} does not work"
+        widest = list(INSTRUCTION_SETS.values())[-1]
+        for flags in (["-std=c++20", *FLAGS], ["-std=c++17", *FLAGS, *widest]):
+            command = [compiler(), *flags, str(source), "-o", f"{folder}/probe"]
+            if subprocess.run(command, capture_output=True).returncode:
+                return f"{compiler()} does not work with {' '.join(flags)} (GCC 10 or newer does)"
     if find_spec("torch") is None:
         return "torch is not in the environment that builds (pip install --no-build-isolation)"
     return None

@@ -21,8 +21,18 @@ def benchmark(folder: Path, *words: str) -> subprocess.CompletedProcess:
 
 
 def test_a_small_sweep(tmp_path):
-    """Fails where an arm does not run, tokens differ, tau is lost, or a file is not written."""
-    words = ["--arms", "off,dflash,transformers", "--dataset-name", "arithmetic,chat", "--concurrencies", "1,4"]
+    """Fails where an arm does not run, tokens differ, tau is lost, or a file is not written; and where compiled
+    forwards, speculation off or on, do not give the tokens and the steps of the reference in transformers."""
+    words = [
+        "--env",
+        "SGLANG_DFLASH_COMPILE=1",
+        "--arms",
+        "off,dflash,transformers",
+        "--dataset-name",
+        "arithmetic,chat",
+        "--concurrencies",
+        "1,4",
+    ]
     done = benchmark(tmp_path, *words, "--num-prompts", "6", "--max-new-tokens", "48")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
@@ -38,6 +48,8 @@ def test_a_small_sweep(tmp_path):
         assert taus["dflash", dataset] == pytest.approx(taus["transformers", dataset])
     text = (tmp_path / "results.md").read_text()
     assert "dflash" in text and "off" in text
+    for log in ("01-off.log", "02-dflash.log"):
+        assert "forward is captured" in (tmp_path / log).read_text(), log
     assert (tmp_path / "results.csv").exists() and list(tmp_path.glob("results*.png"))
 
 

@@ -36,6 +36,12 @@ def test_a_broken_mean_is_the_mean_of_what_is_drawn():
     assert abs(sum(drawn) / len(drawn) - 2.5) < 0.15
 
 
+def test_ranks_would_draw_each_their_own():
+    """Fails where two ranks may commit different lengths, and so wait for each other for ever."""
+    with envs.SGLANG_SIMULATE_ACC_LEN.override(2.0), pytest.raises(ValueError, match="--tp-size is 2"):
+        simulated.check(4, tp_size=2)
+
+
 def test_off_by_default():
     """Fails where a server simulates unasked."""
     assert not simulated.simulates()

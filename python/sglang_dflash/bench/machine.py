@@ -37,9 +37,8 @@ def versions(vllm_python: str) -> dict[str, str]:
     if commit:
         found["commit"] = commit[0]
     if vllm_python:
-        script = (
-            "import importlib.metadata as m; print(m.version('vllm') if 'vllm' in m.packages_distributions() else '')"
-        )
+        # The distribution of the CPU build has a name of its own.
+        script = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
         said = _lines([vllm_python, "-c", script])
         found["vllm"] = said[-1] if said else "unknown"
     return found

@@ -61,7 +61,7 @@ def check(server_args: Any, previous: Any) -> None:
         draft.check_ranks(cfg.tp_size)
         block_size = _block_size(cfg, draft, target.context_len)
         if simulated.simulates():
-            simulated.check(block_size)
+            simulated.check(block_size, cfg.tp_size)
         declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
         previous(server_args)
     except ValueError as error:
@@ -75,7 +75,7 @@ def check(server_args: Any, previous: Any) -> None:
         draft.block_size,
         cfg.attention_backend or f"{cfg.prefill_attention_backend}/{cfg.decode_attention_backend}",
         cfg.speculative_draft_attention_backend,
-        ops.bodies(),
+        ops.bodies("cpu" if cpu_platform_in_use() else "cuda"),
         WORKER_VARIABLE,
     )
     if simulated.simulates():

@@ -18,8 +18,10 @@ def simulates() -> bool:
     return envs.SGLANG_SIMULATE_ACC_LEN.get() > 0
 
 
-def check(block_size: int) -> None:
-    """Raises ValueError where the host's variables ask for what it cannot draw."""
+def check(block_size: int, tp_size: int = 1) -> None:
+    """Raises ValueError where the host's variables ask for what it cannot draw, or ranks would each draw their own."""
+    if tp_size > 1:
+        raise ValueError(f"{VARIABLE} is set and --tp-size is {tp_size}: acceptance is simulated on one rank only.")
     mean = envs.SGLANG_SIMULATE_ACC_LEN.get()
     if not 1 <= mean <= block_size:
         raise ValueError(f"{VARIABLE} is {mean}: the mean commit_len to simulate is 1 to {block_size}, the block size.")

@@ -1,4 +1,4 @@
-"""Ops with a native and a torch body: each names both, and a caller chooses once, when it is constructed.
+"""Ops with a native or Triton body beside torch's: a caller chooses once, when it is constructed.
 
 A native body takes what its torch body takes and gives the same, up to the rounding that a test allows. Its results
 depend neither on the number of threads nor, but for `accept_greedy`'s reading less, on the other requests of a batch.
@@ -132,6 +132,6 @@ def choose_rows(device: torch.device | str, *dtypes: torch.dtype) -> RowOps:
     )
 
 
-def bodies() -> str:
-    """What the start-up line says of the ops of this process."""
-    return f"native ops: {native.described()}"
+def bodies(device: torch.device | str = "cpu") -> str:
+    """What the start-up line says of the ops that serve on this device."""
+    return f"native ops: {native.described()}" if torch.device(device).type == "cpu" else "ops: triton and torch"

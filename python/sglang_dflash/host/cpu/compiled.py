@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -71,9 +72,14 @@ def _install_target(runner: Any) -> Any:
     mode = ForwardMode.TARGET_VERIFY if speculates else ForwardMode.DECODE
     captured = CapturedLayers(module, call, torch.zeros(1, dtype=torch.int64), mode)
 
-    def forward(ids: Any, positions: Any, batch: Any, input_embeds: Any = None, pp_proxy_tensors: Any = None) -> Any:
-        if input_embeds is not None or pp_proxy_tensors is not None or not 0 < len(positions) <= MAX_ROWS:
-            return original(ids, positions, batch, input_embeds, pp_proxy_tensors=pp_proxy_tensors)
+    parameters = inspect.signature(original)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        """Models call it by position or by name, with what they have; `call` gave the first three by position."""
+        given = list(parameters.bind(*args, **kwargs).arguments.values())
+        (ids, positions, batch), others = given[:3], given[3:]
+        if any(other is not None for other in others) or not 0 < len(positions) <= MAX_ROWS:
+            return original(*args, **kwargs)
         hidden, *tapped = captured.run(ids, positions, batch)
         return (hidden, AuxHiddenStateList(tapped)) if tapped else hidden
 

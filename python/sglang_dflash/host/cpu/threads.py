@@ -47,8 +47,14 @@ def choose_threads(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any
         return loaded
     parallel = get_parallel()
     ranks = parallel.tp_size * parallel.pp_size * parallel.dp_size
-    layers = [weight.numel() for name, weight in runner.model.named_parameters() if ".layers." in name]
-    threads = default_threads(usable_cores(), ranks, max(layers, default=0))
+    outside = ("embed", "wte", "wpe", "lm_head")  # a lookup, and one product at the end
+    matrices = [
+        weight.numel()
+        for name, weight in runner.model.named_parameters()
+        if weight.dim() > 1 and not any(word in name for word in outside)
+    ]
+    # Not more than torch's own choice, which counts cores and not their threads.
+    threads = min(default_threads(usable_cores(), ranks, max(matrices, default=0)), torch.get_num_threads())
     torch.set_num_threads(threads)
     logger.info(
         "%d compute threads of %d usable cores; %s=N chooses another number.", threads, usable_cores(), VARIABLE
