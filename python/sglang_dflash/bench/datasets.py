@@ -20,16 +20,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.bench.hub_datasets import HUB, hub_rows
 from sglang_dflash.bench.sessions import Message, Session, Turn
-from sglang_dflash.serving import held_out_prompts
+from sglang_dflash.serving import KINDS, held_out_prompts, held_out_prompts_in_turn
 
-KINDS = ("arithmetic", "code", "chat")
-"""Of the embedded pair's prompts; `tiny` is all three in turn."""
 CONTENTS = ("prompt", "turns", "messages", "input_ids")
 ROLES = ("system", "user", "assistant")
 
@@ -67,9 +65,8 @@ def _refuse_empty(name: str) -> list[Session]:
 
 
 def _bundled_sessions(name: str) -> list[Session]:
-    kinds = [held_out_prompts(kind) for kind in (KINDS if name == "tiny" else (name,))]
-    mixed = [prompt for row in zip_longest(*kinds) for prompt in row if prompt is not None]
-    return [Session.of_texts(prompt.id, [prompt.prompt]) for prompt in mixed]
+    prompts = held_out_prompts_in_turn() if name == "tiny" else held_out_prompts(name)
+    return [Session.of_texts(prompt.id, [prompt.prompt]) for prompt in prompts]
 
 
 def _hub_sessions(name: str, count: int | None, seed: int) -> list[Session]:

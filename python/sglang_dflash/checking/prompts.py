@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.serving import Client, held_out_prompts
+from sglang_dflash.serving import Client, held_out_prompts_in_turn
 
 KEYS = ("text", "messages", "input_ids")
 
@@ -48,9 +47,8 @@ class Prompt:
 
 def bundled_prompts(limit: int) -> list[Prompt]:
     """Held-out questions of the embedded pair, its three kinds in turn."""
-    kinds = [held_out_prompts(kind) for kind in ("arithmetic", "code", "chat")]
-    mixed = [prompt for row in zip_longest(*kinds) for prompt in row if prompt is not None]
-    return [Prompt(p.id, "messages", [{"role": "user", "content": p.prompt}], {}) for p in mixed[:limit]]
+    prompts = held_out_prompts_in_turn()[:limit]
+    return [Prompt(p.id, "messages", [{"role": "user", "content": p.prompt}], {}) for p in prompts]
 
 
 def read_prompts(path: Path, limit: int) -> list[Prompt]:

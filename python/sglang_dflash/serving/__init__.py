@@ -2,9 +2,18 @@
 
 from sglang_dflash.serving.client import Answer, Client
 from sglang_dflash.serving.server import Server, ServerError
-from sglang_dflash.serving.tiny_pair import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, HeldOutPrompt, held_out_prompts
+from sglang_dflash.serving.tiny_pair import (
+    KINDS,
+    TINY_DRAFT,
+    TINY_ENVIRONMENT,
+    TINY_TARGET,
+    HeldOutPrompt,
+    held_out_prompts,
+    held_out_prompts_in_turn,
+)
 
 __all__ = [
+    "KINDS",
     "TINY_DRAFT",
     "TINY_ENVIRONMENT",
     "TINY_TARGET",
@@ -14,4 +23,5 @@ __all__ = [
     "Server",
     "ServerError",
     "held_out_prompts",
+    "held_out_prompts_in_turn",
 ]

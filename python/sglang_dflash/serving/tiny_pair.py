@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[1] / "assets" / "tiny-pair"
 TINY_TARGET = _ROOT / "target"
 TINY_DRAFT = _ROOT / "draft"
+KINDS = ("arithmetic", "code", "chat")
 TINY_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """One compute thread: on matrices this small, waiting for a second one costs more than it brings, and on shared
 cores up to a hundred times more."""
@@ -29,3 +31,9 @@ def held_out_prompts(kind: str | None = None) -> list[HeldOutPrompt]:
     lines = (_ROOT / "heldout.jsonl").read_text().splitlines()
     prompts = [HeldOutPrompt(**json.loads(line)) for line in lines]
     return [prompt for prompt in prompts if kind in (None, prompt.kind)]
+
+
+def held_out_prompts_in_turn() -> list[HeldOutPrompt]:
+    """All held-out prompts: one of each kind, then the next of each."""
+    kinds = [held_out_prompts(kind) for kind in KINDS]
+    return [prompt for row in zip_longest(*kinds) for prompt in row if prompt is not None]
