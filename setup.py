@@ -16,7 +16,8 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "python/sglang_dflash/__init__.py").read_text()).group(1)
 
-SOURCES = ["csrc/bindings.cpp", "csrc/cpu/attention_op.cpp", "csrc/cpu/row_ops.cpp", "csrc/cpu/dispatch.cpp"]
+OPS = ("attention_op", "linear_op", "row_ops", "dispatch")
+SOURCES = ["csrc/bindings.cpp", *(f"csrc/cpu/{name}.cpp" for name in OPS)]
 KERNELS = "csrc/cpu/kernels.cpp"  # compiled once per instruction set
 HEADERS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.h"))]
 # Vectors pass between inline functions only, so that their calling convention (-Wpsabi) does not matter.
@@ -53,8 +54,8 @@ class NativeOps(build_ext):
         flags = [*FLAGS, *([f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"] if sanitize else [])]
         torch = Path(find_spec("torch").origin).parent
         units = [
-            (source, "torch", ["-std=c++20", "-O1", f"-I{torch}/include"]) for source in SOURCES
-        ]  # torch's headers ask
+            (source, "torch", ["-std=c++20", "-O1", "-fopenmp", f"-I{torch}/include"]) for source in SOURCES
+        ]  # torch's headers ask; at::parallel_for is a plain loop in a unit compiled without OpenMP
         for isa, isa_flags in INSTRUCTION_SETS.items():
             units.append((KERNELS, isa, ["-std=c++17", *isa_flags, f"-DISA={isa}", f"-DTABLE=k{isa.capitalize()}"]))
 
@@ -70,7 +71,8 @@ class NativeOps(build_ext):
             objects = list(pool.map(compile_unit, units))
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        # torch is loaded first, so that its libraries are found without a path.
+        # torch is loaded first, so that its libraries are found without a path; its OpenMP runtime among them, to which
+        # alone the threads belong that torch.set_num_threads counts.
         libraries = [f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
         sanitizers = [f"-fsanitize={sanitize}"] if sanitize else []
         fresh = target.with_suffix(".new")
@@ -95,7 +97,7 @@ def reason_not_to_build():
         source = Path(folder, "probe.cpp")
         source.write_text("#include <atomic>\nint main() { return 0; }\n")
         widest = list(INSTRUCTION_SETS.values())[-1]
-        for flags in (["-std=c++20", *FLAGS], ["-std=c++17", *FLAGS, *widest]):
+        for flags in (["-std=c++20", "-fopenmp", *FLAGS], ["-std=c++17", *FLAGS, *widest]):
             command = [compiler(), *flags, str(source), "-o", f"{folder}/probe"]
             if subprocess.run(command, capture_output=True).returncode:
                 return f"{compiler()} does not work with {' '.join(flags)} (GCC 10 or newer does)"

@@ -1,5 +1,6 @@
 // The kernels of one instruction set; setup.py compiles this file once for each, with its flags and TABLE its name.
 #include "attention.h"
+#include "linear.h"
 #include "rows.h"
 
 #define TEXT_OF(x) #x
@@ -7,6 +8,6 @@
 
 namespace sglang_dflash {
 
-const Kernels TABLE = {TEXT(ISA), attention_workspace, attend, merge, norm, norm_rope, argmax};
+const Kernels TABLE = {TEXT(ISA), attention_workspace, attend, merge, norm, norm_rope, linear, kLinearRows, argmax};
 
 }  // namespace sglang_dflash

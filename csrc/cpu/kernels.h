@@ -63,6 +63,15 @@ struct Heads {
   float eps;
 };
 
+struct Linear {
+  const float* x;      // [rows, inner]
+  const void* weight;  // [columns, inner]
+  const void* bias;    // [columns] or null
+  void* out;           // [rows, columns]
+  Type type;           // of weight, bias and out
+  int64_t rows, inner, x_stride, weight_stride, out_stride;
+};
+
 struct Best {
   float value;
   int64_t index;
@@ -75,6 +84,8 @@ struct Kernels {
   void (*merge)(const Attention&, const AttentionItem&, float*);                // of a split item
   void (*norm)(const Norm&, int64_t begin, int64_t end);                        // rows
   void (*norm_rope)(const Heads&, int64_t in_row, int64_t out_row, int64_t position);
+  void (*linear)(const Linear&, int64_t begin, int64_t end);                    // columns
+  int64_t linear_rows;                                                          // up to which it beats a BLAS
   Best (*argmax)(const void* values, Type, int64_t count);                      // lowest index; NaN is the largest
 };
 

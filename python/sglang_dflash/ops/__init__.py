@@ -24,7 +24,7 @@ from sglang_dflash.ops.bodies import (
 )
 from sglang_dflash.ops.kv_buffers import KVBuffers, fits
 from sglang_dflash.ops.murmur import murmur_hash32
-from sglang_dflash.ops.native import serves
+from sglang_dflash.ops.native import install_linear, serves
 from sglang_dflash.ops.penalties import Emitted, EmittedTokens, PenaltyParams, penalize, penalties_of
 from sglang_dflash.ops.reference import (
     GreedyAcceptance,
@@ -59,6 +59,7 @@ __all__ = [
     "fits",
     "gather_slots",
     "install_batch_invariant_kernels",
+    "install_linear",
     "invariant_attention",
     "murmur_hash32",
     "native_attention",

@@ -63,12 +63,24 @@ def serves(device: torch.device | str, *dtypes: torch.dtype) -> bool:
     return torch.device(device).type == "cpu" and all(dtype in DTYPES for dtype in dtypes) and isa() is not None
 
 
+def install_linear() -> None:
+    """From now on torch's own products of few float32 or bfloat16 rows with a dense weight (`F.linear`, `mm`, `addmm`,
+    on a CPU) are the op `linear` in this process: a row's bits no longer depend on the rows beside it, and a weight is
+    read once for all rows. Up to 64 rows, and with AVX2 or AVX-512 only: else torch's BLAS is the better one."""
+    if isa() is not None:
+        torch.ops.sglang_dflash.install_linear()
+
+
 def _register_fakes() -> None:
     """Shapes and dtypes of the results, so that `torch.compile` can trace through the ops."""
 
     @torch.library.register_fake("sglang_dflash::paged_attention")
     def _(q, k_cache, v_cache, *rest):  # type: ignore[no-untyped-def]
         return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
+
+    @torch.library.register_fake("sglang_dflash::linear")
+    def _(x, weight, bias):  # type: ignore[no-untyped-def]
+        return x.new_empty(x.shape[0], weight.shape[0])
 
     @torch.library.register_fake("sglang_dflash::write_context_kv")
     def _(*args):  # type: ignore[no-untyped-def]

@@ -1,4 +1,5 @@
-"""SGLang's norms and rotary embeddings on a plain CPU with the native ops, where the host has torch bodies only."""
+"""SGLang's layers on a plain CPU with the native ops, where the host has torch bodies only: norms, rotary embeddings,
+and the products of linear layers and heads."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ ROTARY = (RotaryEmbedding, Llama3RotaryEmbedding, YaRNScalingRotaryEmbedding)  #
 
 
 def install() -> None:
-    """Registers our forwards for exactly these classes; without native ops the host's own stay."""
+    """Registers our forwards for exactly these classes, and our products with torch; without native ops the host's own
+    stay."""
     if not ops.serves("cpu"):
         return
+    ops.install_linear()
     key = current_platform.get_dispatch_key_name()
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, key)
     for layer in ROTARY:

@@ -1,0 +1,104 @@
+// Products of few rows with a weight as it lies in memory: every weight is read once for all rows of a pass.
+#pragma once
+
+#include "vec.h"
+
+namespace sglang_dflash {
+namespace {
+
+constexpr int kTileHeight = 4;                                     // rows that share a loaded weight
+constexpr int kAccumulators = kLanes == 16 ? 24 : 12;              // of 32 or 16 vector registers
+constexpr int64_t kLinearRows = kLanes == 4 ? 0 : 64;              // with four lanes a BLAS is the better one
+constexpr int64_t kSpanBytes = 16384;                              // weights that stay in the first cache for all rows
+constexpr int64_t kSpanColumns = kAccumulators;                    // a multiple of every tile's width 
+constexpr int tile_width(int height) { return height == 1 ? 6 : kAccumulators / height; }
+
+// What a tile prefetches while it multiplies: its share of the weights of the span to come, so that memory never rests.
+struct Ahead {
+  int64_t columns;  // from a column to its like in the next span
+  int64_t part;     // of a weight's row, for each block of rows
+  int64_t step;     // per vector
+};
+
+// [HEIGHT, WIDTH] of the result. Each element is one vector accumulator over the inner dimension from its beginning to
+// its end, whatever the tile: a row's bits depend neither on the rows beside it nor on the threads.
+template <int HEIGHT, int WIDTH, typename T>
+INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahead& ahead) {
+  const float* x[HEIGHT];
+  const T *w[WIDTH], *next[WIDTH];
+  Vec acc[HEIGHT][WIDTH] = {};
+  for (int i = 0; i < HEIGHT; i++) x[i] = l.x + (row + i) * l.x_stride;
+  for (int j = 0; j < WIDTH; j++) {
+    w[j] = static_cast<const T*>(l.weight) + (column + j) * l.weight_stride;
+    next[j] = w[j] + ahead.columns * l.weight_stride + row / kTileHeight * ahead.part;
+  }
+  int64_t k = 0;
+  for (; k + kLanes <= l.inner; k += kLanes) {
+    Vec weight[WIDTH];
+    for (int j = 0; j < WIDTH; j++) weight[j] = load(w[j] + k);
+    for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next[j]), next[j] += ahead.step;
+    for (int i = 0; i < HEIGHT; i++) {
+      const Vec value = load(x[i] + k);
+      for (int j = 0; j < WIDTH; j++) acc[i][j] += value * weight[j];
+    }
+  }
+  if (k < l.inner) {
+    const int64_t rest = l.inner - k;
+    for (int j = 0; j < WIDTH; j++) {
+      const Vec weight = load_some(w[j] + k, rest);
+      for (int i = 0; i < HEIGHT; i++) acc[i][j] += load_some(x[i] + k, rest) * weight;
+    }
+  }
+  float result[HEIGHT * WIDTH];
+  const Vec* flat = &acc[0][0];
+  int n = 0;
+  for (; n + 4 <= HEIGHT * WIDTH; n += 4) {
+    const Vec4 four = sums(flat[n], flat[n + 1], flat[n + 2], flat[n + 3]);
+    memcpy(result + n, &four, sizeof four);
+  }
+  for (; n < HEIGHT * WIDTH; n++) result[n] = sum(flat[n]);
+  for (int i = 0; i < HEIGHT; i++) {
+    T* out = static_cast<T*>(l.out) + (row + i) * l.out_stride + column;
+    for (int j = 0; j < WIDTH; j++) {
+      const float bias = l.bias ? wide(static_cast<const T*>(l.bias)[column + j]) : 0.0f;
+      narrow(out + j, result[i * WIDTH + j] + bias);
+    }
+  }
+}
+
+template <int HEIGHT, typename T>
+INLINE void linear_columns(const Linear& l, int64_t row, int64_t begin, int64_t end, const Ahead& ahead) {
+  constexpr int kWidth = tile_width(HEIGHT);
+  int64_t column = begin;
+  for (; column + kWidth <= end; column += kWidth) linear_tile<HEIGHT, kWidth, T>(l, row, column, ahead);
+  for (; column < end; column++) linear_tile<HEIGHT, 1, T>(l, row, column, ahead);
+}
+
+template <typename T>
+void linear_span(const Linear& l, int64_t begin, int64_t end) {
+  const int64_t passes = (l.rows + kTileHeight - 1) / kTileHeight;
+  const int64_t fit = kSpanBytes / int64_t(sizeof(T)) / larger(l.inner, 1) / kSpanColumns;
+  const int64_t span = larger(fit, 1) * kSpanColumns;
+  const Ahead ahead{span, l.inner / passes, larger(kLanes / passes, 1)};
+  for (int64_t column = begin; column < end; column += span) {
+    const int64_t stop = smaller(column + span, end);
+    int64_t row = 0;
+    for (; row + kTileHeight <= l.rows; row += kTileHeight) linear_columns<kTileHeight, T>(l, row, column, stop, ahead);
+    switch (l.rows - row) {
+      case 1: linear_columns<1, T>(l, row, column, stop, ahead); break;
+      case 2: linear_columns<2, T>(l, row, column, stop, ahead); break;
+      case 3: linear_columns<3, T>(l, row, column, stop, ahead); break;
+    }
+  }
+}
+
+// Columns begin .. end of the result.
+void linear(const Linear& l, int64_t begin, int64_t end) {
+  if (l.type == Type::kFloat)
+    linear_span<float>(l, begin, end);
+  else
+    linear_span<BFloat16>(l, begin, end);
+}
+
+}  // namespace
+}  // namespace sglang_dflash

@@ -1,0 +1,114 @@
+// x times a weight's transpose, for few rows; and torch's own products of that kind, if asked, made of it.
+#include <ATen/CPUFunctions.h>
+#include <c10/util/Exception.h>
+
+#include "common.h"
+
+namespace sglang_dflash {
+namespace {
+
+constexpr int64_t kItemProducts = 1 << 16;  // multiplications of one work item: some microseconds
+constexpr int64_t kItemColumns = 48;        // a multiple of every tile's width
+
+// out [N, O] = x [N, H] weight [O, H]^T + bias, rows of all dense; the threads share the columns.
+void multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* bias, at::Tensor& out) {
+  if (out.numel() == 0) return;
+  const at::Tensor rows = x.to(at::kFloat).contiguous();
+  const int64_t columns = weight.size(0);
+  Linear l{};
+  l.type = type_of(weight, "weight");
+  l.x = rows.const_data_ptr<float>(), l.weight = weight.const_data_ptr(), l.out = out.data_ptr();
+  l.bias = bias ? bias->const_data_ptr() : nullptr;
+  l.rows = x.size(0), l.inner = x.size(1);
+  l.x_stride = rows.stride(0), l.weight_stride = weight.stride(0), l.out_stride = out.stride(0);
+  const int64_t span = (kItemProducts / std::max<int64_t>(1, l.rows * l.inner) / kItemColumns + 1) * kItemColumns;
+  each_item((columns + span - 1) / span, [&](int64_t item, int64_t) {
+    kernels().linear(l, item * span, std::min(columns, (item + 1) * span));
+  });
+}
+
+bool fits_bias(const at::Tensor& bias, const at::Tensor& weight) {
+  return bias.dim() == 1 && bias.size(0) == weight.size(0) && dense(bias) && bias.scalar_type() == weight.scalar_type();
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1) && dense(weight), "x is ", x.sizes(),
+              ", weight ", weight.sizes(), " with strides ", weight.strides(),
+              "; [N, H] and [O, H] with dense rows are needed");
+  TORCH_CHECK(x.scalar_type() == weight.scalar_type(), "x is ", x.scalar_type(), ", weight ", weight.scalar_type());
+  TORCH_CHECK(!bias || fits_bias(*bias, weight), "bias is ", bias->scalar_type(), bias->sizes(), ", weight ",
+              weight.scalar_type(), weight.sizes(), "; [O] of its dtype is needed");
+  at::Tensor out = at::empty({x.size(0), weight.size(0)}, x.options());
+  multiply(x, weight, bias ? &*bias : nullptr, out);
+  return out;
+}
+
+// Torch's products whose second factor is the transpose of a dense weight, as those of `F.linear` are. All others, and
+// those of many rows, go to torch's own kernels, without the dispatcher that would bring them back.
+
+bool serves(const at::Tensor& a, const at::Tensor& b) {
+  const auto type = a.scalar_type();
+  return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && a.size(0) <= kernels().linear_rows &&
+         b.scalar_type() == type && (type == at::kFloat || type == at::kBFloat16) && b.stride(0) == 1 &&
+         (b.size(1) <= 1 || b.stride(1) >= b.size(0));
+}
+
+bool serves(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {
+  return serves(a, b) && out.scalar_type() == a.scalar_type() && out.dim() == 2 && out.size(0) == a.size(0) &&
+         out.size(1) == b.size(1) && dense(out);
+}
+
+bool plain(const at::Scalar& beta, const at::Scalar& alpha) {
+  return beta.toComplexDouble() == 1.0 && alpha.toComplexDouble() == 1.0;
+}
+
+at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
+  return serves(a, b) ? linear(a, b.t(), {}) : at::cpu::mm(a, b);
+}
+
+at::Tensor& mm_out(const at::Tensor& a, const at::Tensor& b, at::Tensor& out) {
+  if (!serves(a, b, out)) return at::cpu::mm_out(out, a, b);
+  multiply(a, b.t(), nullptr, out);
+  return out;
+}
+
+at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+                 const at::Scalar& alpha) {
+  const bool ours = serves(a, b) && plain(beta, alpha) && fits_bias(bias, b.t());
+  return ours ? linear(a, b.t(), bias) : at::cpu::addmm(bias, a, b, beta, alpha);
+}
+
+at::Tensor& addmm_out(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+                      const at::Scalar& alpha, at::Tensor& out) {
+  const bool ours = serves(a, b, out) && plain(beta, alpha) && fits_bias(bias, b.t());
+  if (!ours) return at::cpu::addmm_out(out, bias, a, b, beta, alpha);
+  multiply(a, b.t(), &bias, out);
+  return out;
+}
+
+struct Silent : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// For the rest of this process.
+void install_linear() {
+  static const auto* const library = [] {
+    Silent silent;  // the dispatcher warns of kernels that are replaced, which is what we ask for
+    c10::WarningUtils::WarningHandlerGuard guard(&silent);
+    auto* aten = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+    aten->impl("mm", mm);
+    aten->impl("mm.out", mm_out);
+    aten->impl("addmm", addmm);
+    aten->impl("addmm.out", addmm_out);
+    return aten;
+  }();
+  (void)library;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) { m.impl("linear", linear); }
+
+TORCH_LIBRARY_IMPL(sglang_dflash, CompositeExplicitAutograd, m) { m.impl("install_linear", install_linear); }
+
+}  // namespace sglang_dflash
