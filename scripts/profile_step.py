@@ -2,7 +2,8 @@
 
 Serves the embedded pair, or a target of Qwen3-0.6B's shape with dummy weights and a 3-layer draft, whose acceptance the
 host simulates. Timers are hung into SGLang from outside by `step_timers.py`, as a plugin of the server's own process;
-they cost some 1 us per call, and a compiled forward is one box. Prints a table; the last line is JSON.
+they cost some 1 us per call, and a compiled forward is one box. With several `--block`s, a second table says what the
+target's forward over W rows of each request costs against that over one. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -69,10 +70,12 @@ def profile(server: Server, stages: Path | None, concurrency: int, tokens: int, 
         steps = max(1, after["steps"] - before["steps"])
         spent = {name: (us - before["us"].get(name, 0.0)) / steps for name, us in after["us"].items()}
         rows = {name: n - before["calls"].get(name, 0) for name, n in after["calls"].items()}
+        targets_us = after["targets_us"][len(before["targets_us"]) :]
         rounds.append(
             {
                 "tok_s": count / seconds,
                 "step_us": seconds / steps * 1e6 if stages else 0.0,
+                "target_us": statistics.median(targets_us or [0.0]),  # of decode and verify: prefills are few
                 "us": spent | {"outside the scheduler's steps": seconds / steps * 1e6 - sum(spent.values())},
                 "calls": {name: round(n / steps, 1) for name, n in rows.items()},
             }
@@ -98,13 +101,30 @@ def show(console: Console, title: str, results: dict[str, dict[str, Any]]) -> No
     console.print(table)
 
 
+def show_widths(console: Console, results: dict[str, dict[str, Any]], blocks: list[int], counts: list[int]) -> None:
+    """What the target's forward over W rows costs, over that of one row: of `off`, or of the smallest block."""
+    table = Table(title="the target's forward over W rows of each request")
+    table.add_column("W", justify="right")
+    for count in counts:
+        table.add_column(f"us, {count} at once", justify="right")
+        table.add_column("over one row", justify="right")
+    rows = [(1, "off"), *((block, f"on {block}" if len(blocks) > 1 else "on") for block in blocks)]
+    for width, arm in rows:
+        cells: list[str] = []
+        for count in counts:
+            us, one = (results.get(f"{name}, {count}", {}).get("target_us", 0.0) for name in (arm, "off"))
+            cells += [f"{us:.0f}", f"{us / one:.2f}" if one else "-"]
+        table.add_row(str(width), *cells)
+    console.print(table)
+
+
 def main(
     model: Annotated[str, typer.Option(help="tiny, or the shape of a dummy target: " + ", ".join(SHAPES))] = "tiny",
     arms: Annotated[str, typer.Option(help="Of off and on, with a comma.")] = "off,on",
     requests: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,8",
     tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 96,
     repeats: Annotated[int, typer.Option(help="Rounds; the median one is shown.")] = 5,
-    block: Annotated[int, typer.Option(help="--speculative-num-draft-tokens.")] = 8,
+    block: Annotated[str, typer.Option(help="--speculative-num-draft-tokens, with commas.")] = "8",
     tau: Annotated[float, typer.Option(help="Mean commit_len to simulate; 0: none (dummy weights need it).")] = 0.0,
     threads: Annotated[str, typer.Option(help="OMP_NUM_THREADS; empty: leave it unset.")] = "1",
     timers: Annotated[bool, typer.Option(help="Off: tok/s alone, undisturbed.")] = True,
@@ -117,20 +137,28 @@ def main(
         [] if model == "tiny" else ["--load-format", "dummy"]
     )
     speculate = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
-    speculate += ["--speculative-num-draft-tokens", str(block)]
-    results: dict[str, dict[str, Any]] = {}
+    blocks, counts = ([int(one) for one in text.split(",")] for text in (block, requests))
+    runs: list[tuple[str, list[str]]] = []
     for arm in arms.split(","):
-        stages = folder / f"{arm}.json" if timers else None
+        several = arm == "on" and len(blocks) > 1
+        for size in blocks if arm == "on" else [1]:
+            options = [*speculate, "--speculative-num-draft-tokens", str(size)] if arm == "on" else []
+            runs.append((f"{arm} {size}" if several else arm, options))
+    results: dict[str, dict[str, Any]] = {}
+    for name, options in runs:
+        stages = folder / f"{name}.json" if timers else None
         environment = install(folder, stages) if stages else {}
         environment |= {"OMP_NUM_THREADS": threads} if threads else {}
-        if tau and arm == "on":
+        if tau and options:
             environment["SGLANG_SIMULATE_ACC_LEN"] = str(tau)
         begin = time.perf_counter()
-        with Server([*base, *(speculate if arm == "on" else [])], folder / f"{arm}.log", environment) as server:
-            console.print(f"{arm}: up after {time.perf_counter() - begin:.1f} s, load {os.getloadavg()[0]:.1f}")
-            for count in map(int, requests.split(",")):
-                results[f"{arm}, {count}"] = profile(server, stages, count, tokens, repeats)
+        with Server([*base, *options], folder / f"{name}.log", environment) as server:
+            console.print(f"{name}: up after {time.perf_counter() - begin:.1f} s, load {os.getloadavg()[0]:.1f}")
+            for count in counts:
+                results[f"{name}, {count}"] = profile(server, stages, count, tokens, repeats)
     show(console, f"{model}, {threads or 'unset'} threads, block {block}, tau {tau or 'real'}", results)
+    if timers and len(blocks) > 1:
+        show_widths(console, results, blocks, counts)
     print(json.dumps({"model": model, "threads": threads, "block": block, "tau": tau, "arms": results}))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "STEP_TIMERS_OUTPUT"
+TARGET = "worker: target"  # around the target's forward, head included
 STAGES = {
     "scheduler": [
         "sglang.srt.managers.scheduler:Scheduler.get_next_batch_to_run",
@@ -36,7 +37,7 @@ STAGES = {
     ],
     "batch: ForwardBatch": ["sglang.srt.model_executor.forward_batch_info:ForwardBatch.init_new"],
     "batch: eager buffers": ["sglang.srt.model_executor.runner.eager_runner:EagerRunner.load_batch"],
-    "worker: target": ["sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation"],
+    TARGET: ["sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation"],
     "runner": ["sglang.srt.model_executor.model_runner:ModelRunner.forward"],
     "model": [
         "sglang.srt.models.qwen3:Qwen3ForCausalLM.forward",
@@ -81,16 +82,19 @@ def install(folder: Path, output: Path) -> dict[str, str]:
 
 
 def read(output: Path | None) -> dict[str, Any]:
-    """The totals so far, of an idle scheduler: `us` and `calls` by stage, and `steps`."""
+    """The totals so far, of an idle scheduler: `us` and `calls` by stage, `steps`, and `targets_us`, the
+    whole time of every forward of the target."""
+    nothing: dict[str, Any] = {"us": {}, "calls": {}, "steps": 0, "targets_us": []}
     if output is None:
-        return {"us": {}, "calls": {}, "steps": 0}
+        return nothing
     time.sleep(1.5)  # it says so once it has been idle for a moment
-    return json.loads(output.read_text()) if output.exists() else {"us": {}, "calls": {}, "steps": 0}
+    return json.loads(output.read_text()) if output.exists() else nothing
 
 
 class Timers:
     def __init__(self, output: Path) -> None:
         self.own_us: defaultdict[str, float] = defaultdict(float)
+        self.targets_us: list[float] = []
         self.calls: defaultdict[str, int] = defaultdict(int)
         self._inner = [0.0]
         self._output = output
@@ -106,6 +110,8 @@ class Timers:
             finally:
                 took = (time.perf_counter_ns() - begin) / 1e3
                 self.own_us[stage] += took - self._inner.pop()
+                if stage == TARGET:
+                    self.targets_us.append(took)
                 self.calls[stage] += 1
                 self._inner[-1] += took
 
@@ -115,7 +121,7 @@ class Timers:
         steps = self.calls["batch: prepare"]
         if steps != self._written:
             self._written = steps
-            totals = {"us": self.own_us, "calls": self.calls, "steps": steps}
+            totals = {"us": self.own_us, "calls": self.calls, "steps": steps, "targets_us": self.targets_us}
             draft = self._output.with_suffix(".new")
             draft.write_text(json.dumps(totals))
             draft.replace(self._output)

@@ -39,7 +39,7 @@ def test_every_instruction_set(isa):
     """Fails where other kernels than those the tests run with here are wrong."""
     if isa == native.isa():
         pytest.skip("the other tests of this folder run with it")
-    names = ["tests/ops/test_native_attention.py", "tests/ops/test_native_rows.py"]
+    names = [f"tests/ops/test_native_{part}.py" for part in ("attention", "linear", "rows")]
     if NAMES.index(isa) < NAMES.index(str(native.isa())):
         refused = run_python("-c", "from sglang_dflash.ops import native; native.isa()", SGLANG_DFLASH_ISA=isa)
         assert "allowed: what this machine has of" in refused.stderr

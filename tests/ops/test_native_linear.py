@@ -100,7 +100,8 @@ INSTALLED = """
     assert torch.equal(F.linear(x, weight, bias), before[1]), "more rows than it takes"
     plain, biased = (torch.ops.sglang_dflash.linear(few, weight, one) for one in (None, bias))
     assert native.isa() == "scalar" or not torch.equal(plain, before[0][:64]), "nothing was replaced, or nothing shown"
-    same = torch.equal if native.isa() != "scalar" else torch.allclose
+    close = lambda a, b: torch.allclose(a, b, atol=1e-4)
+    same = torch.equal if native.isa() != "scalar" else close
     assert same(F.linear(few, weight), plain) and same(F.linear(few, weight, bias), biased)
     assert same(F.linear(few[None], weight)[0], plain)
     torch.mm(few, weight.t(), out=out); assert same(out, plain)
