@@ -156,6 +156,22 @@ int64_t argmax_of(const char* row, Type type, int64_t size, int64_t element) {
   return first * kSpan + best[first].index;
 }
 
+at::Tensor row_argmax(const at::Tensor& logits) {
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && dense(logits), "logits are ", logits.sizes(), " with strides ",
+              logits.strides(), "; [N, V] with dense rows is needed");
+  const int64_t rows = logits.size(0), vocabulary = logits.size(1), stride = logits.stride(0) * logits.element_size();
+  const Type type = type_of(logits, "logits");
+  at::Tensor ids = at::empty({rows}, logits.options().dtype(at::kLong));
+  const char* base = static_cast<const char*>(logits.const_data_ptr());
+  int64_t* id = ids.data_ptr<int64_t>();
+  const int64_t together = rows >= at::get_num_threads() ? 1 : rows;  // as in accept_greedy
+  at::parallel_for(0, rows, std::max<int64_t>(together, grain(vocabulary)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++)
+      id[row] = argmax_of(base + row * stride, type, vocabulary, logits.element_size());
+  });
+  return ids;
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& logits, const at::Tensor& ids) {
   TORCH_CHECK(logits.dim() == 3 && logits.size(2) > 0 && dense(logits), "logits are ", logits.sizes(),
               " with strides ", logits.strides(), "; [B, W, V] with dense rows is needed");
@@ -196,6 +212,7 @@ TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
   m.impl("norm_rope_", norm_rope_);
   m.impl("rms_norm", rms_norm);
   m.impl("add_rms_norm", add_rms_norm);
+  m.impl("row_argmax", row_argmax);
   m.impl("accept_greedy", accept_greedy);
 }
 

@@ -133,6 +133,8 @@ def assert_accepts_alike(logits: torch.Tensor, ids: torch.Tensor) -> None:
     ):
         assert got.dtype == expected.dtype
         assert torch.equal(got, expected)
+    for rows in logits.unbind(1):  # those of one position are spaced by a whole block
+        assert torch.equal(torch.ops.sglang_dflash.row_argmax(rows), rows.argmax(-1))
 
 
 @settings(max_examples=200, deadline=None)
@@ -182,6 +184,8 @@ def test_torch_can_trace_through_them():
         compiled.add_rms_norm: (x, x.clone(), torch.ones(16), EPS),
         compiled.norm_rope_: (x.view(4, 2, 8).clone(), torch.ones(8), EPS, positions, table),
         compiled.write_context_kv: (kv, torch.ones(2, 8), EPS, positions, table, positions, caches[:2], caches[2:]),
+        compiled.linear: (x, torch.randn(7, 16), torch.randn(7)),
+        compiled.row_argmax: (x,),
         compiled.accept_greedy: (torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)),
     }
     for call, arguments in calls.items():

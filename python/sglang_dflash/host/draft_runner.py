@@ -27,6 +27,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_pp_context
 
+from sglang_dflash import ops
 from sglang_dflash.core.block import Block
 from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_input import known_kv_lens
@@ -64,8 +65,10 @@ class DraftHead:
         weight = self._lm_head.weight[: self._vocab_size]  # [V, H] without the host's padding
         # Made dense, so that all rows go through one product: of a slice, torch multiplies request by request.
         logits = F.linear(rows.reshape(-1, rows.shape[-1]).to(weight.dtype), weight)
+        if self._group is None:
+            return ops.row_argmax(logits).view(rows.shape[:2])
         best, ids = logits.view(*rows.shape[:2], -1).max(-1)
-        return ids if self._group is None else self._best_of_ranks(best, ids + self._first_id)
+        return self._best_of_ranks(best, ids + self._first_id)
 
     def _best_of_ranks(self, best: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """best: [B, K-1], this rank's largest logits; ids: theirs. Ranks hold ascending spans of ids, so that the

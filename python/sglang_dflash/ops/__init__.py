@@ -1,6 +1,6 @@
 """Public ops. `reference.py` is the specification of each.
 
-Bodies are chosen here, by the device of the tensors (Triton on CUDA, torch elsewhere), and in `bodies.py`, once for
+Bodies are chosen here, by the device of the tensors (Triton on CUDA, torch or native elsewhere), and in `bodies.py`, once for
 whoever asks (native, Triton or torch). Triton is imported by the first such call: without a GPU nothing loads it.
 """
 
@@ -97,6 +97,9 @@ def row_argmax(logits: torch.Tensor) -> torch.Tensor:
         from sglang_dflash.ops import triton_acceptance
 
         return triton_acceptance.row_argmax(logits)
+    if serves(logits.device, logits.dtype):
+        ids: torch.Tensor = torch.ops.sglang_dflash.row_argmax(logits)
+        return ids
     return reference.row_argmax(logits)
 
 

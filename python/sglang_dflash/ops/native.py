@@ -99,6 +99,10 @@ def _register_fakes() -> None:
         one, other = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
         return one, other
 
+    @torch.library.register_fake("sglang_dflash::row_argmax")
+    def _(logits):  # type: ignore[no-untyped-def]
+        return logits.new_empty(len(logits), dtype=torch.int64)
+
     @torch.library.register_fake("sglang_dflash::accept_greedy")
     def _(logits, ids):  # type: ignore[no-untyped-def]
         lens = ids.new_empty(len(ids), dtype=torch.int32)
