@@ -1,7 +1,8 @@
 """Public ops. `reference.py` is the specification of each.
 
-Bodies are chosen here, by the device of the tensors (Triton on CUDA, torch or native elsewhere), and in `bodies.py`, once for
-whoever asks (native, Triton or torch). Triton is imported by the first such call: without a GPU nothing loads it.
+Bodies are chosen here, by the device of the tensors (Triton on CUDA, native or torch elsewhere), and in `bodies.py`,
+once for whoever asks (native, Triton or torch). Triton is imported by the first such call: without a GPU
+nothing loads it.
 """
 
 from __future__ import annotations
