@@ -193,7 +193,9 @@ def fuzz(count: int, seed: int, logs: Path, watch: Watch) -> dict[str, Any]:
         ServerError: a server does not start, or the one without speculation ends.
     """
     with watch.waiting("Starting the DFLASH server ...") as on_wait:
-        server = Server([*BASE, *DFLASH], logs / "on.log", TINY_ENVIRONMENT).start(on_wait=on_wait)
+        # With overlap, as on CUDA: a request may end while its next step is under way.
+        environment = {**TINY_ENVIRONMENT, "SGLANG_DFLASH_OVERLAP": "1"}
+        server = Server([*BASE, *DFLASH], logs / "on.log", environment).start(on_wait=on_wait)
     with server:
         client = server.client()
         before = used_slots(client)

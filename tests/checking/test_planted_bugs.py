@@ -38,7 +38,7 @@ class Checked:
 
 
 def run_check(*words: object) -> Checked:
-    environment = {**os.environ, **TINY_ENVIRONMENT}
+    environment = {**os.environ, **TINY_ENVIRONMENT, "SGLANG_DFLASH_OVERLAP": "1"}  # as on CUDA
     done = subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, env=environment, timeout=600)
     lines = done.stdout.splitlines()
     report = json.loads(lines[-1]) if lines else {}

@@ -9,6 +9,7 @@ from arms import (
     MAX_NEW_TOKENS,
     ON_ARMS,
     OPENINGS,
+    OVERLAPPING,
     PENALTIES,
     PLAIN,
     POOL,
@@ -79,7 +80,7 @@ def server(
 ) -> Iterator[Server]:
     """The on arm that `on_arms` names; arms follow each other, one up at a time."""
     arguments = [*PLAIN, *SPECULATE, *ON_ARMS[request.param]]
-    with Server(arguments, tmp_path_factory.mktemp(request.param) / "server.log", TINY_ENVIRONMENT) as running:
+    with Server(arguments, tmp_path_factory.mktemp(request.param) / "server.log", OVERLAPPING) as running:
         yield running
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from arms import (
     MAX_NEW_TOKENS,
+    OVERLAPPING,
     PENALTIES,
     PLAIN,
     POOL,
@@ -64,7 +65,7 @@ def server(
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp(request.param)
     arguments = [*PLAIN, *POOL, *FEATURE_ARMS[request.param](folder)]
-    with Server(arguments, folder / "server.log", TINY_ENVIRONMENT) as running:
+    with Server(arguments, folder / "server.log", OVERLAPPING) as running:
         yield running
 
 
@@ -290,7 +291,7 @@ def test_lora_and_kv_in_fewer_bits(baseline: Baseline, tmp_path: Path) -> None:
     plain, first, second = (off[index :: 1 + len(ADAPTERS)] for index in range(3))
     for one, other in ((plain, first), (plain, second), (first, second)):
         assert sum(a.ids != b.ids for a, b in zip(one, other, strict=True)) > len(plain) / 3, "adapters change nothing"
-    with Server([*adapted, *on_flags], tmp_path / "on.log", TINY_ENVIRONMENT) as server:
+    with Server([*adapted, *on_flags], tmp_path / "on.log", OVERLAPPING) as server:
         answers = ask_all(server.client())
         assert_pool_empties(server.client())
     assert_equal_tokens(answers, off, requests)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -10,6 +14,23 @@ from sglang_dflash.host import hooks
 from sglang_dflash.host.cpu.detect import cpu_platform_active
 from sglang_dflash.host.version import builtin_worker_requested
 from sglang_dflash.plugin import activate_platform
+from sglang_dflash.serving import TINY_TARGET
+
+# Resolves server arguments as the launcher does; a case is SGLANG_DFLASH_OVERLAP and flags.
+RESOLVE = """
+import json, os, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.server_args import prepare_server_args
+overlaps = []
+for variable, flags in json.loads(sys.argv[1]):
+    os.environ["SGLANG_DFLASH_OVERLAP"] = variable
+    arguments = prepare_server_args(flags)
+    arguments.resolve_once()
+    overlaps.append(not resolved_view(arguments).disable_overlap_schedule)
+print(json.dumps(overlaps))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +91,18 @@ def test_a_hook_replaced_by_another_plugin_is_missing(registered):
     """Fails where another plugin's later replacement of our request check goes unnoticed."""
     registered[hooks.VALIDATE_REQUEST].append((HookType.REPLACE, lambda req, overlap: None, None))
     assert hooks.missing_hooks() == [hooks.VALIDATE_REQUEST]
+
+
+def test_no_overlap_unless_asked_for():
+    """Fails where a token on a CPU waits unasked for the step after its own, or where a wish is not heard."""
+    outcomes = {
+        ("0", ""): False,
+        ("1", ""): True,
+        ("1", "--disable-overlap-schedule"): False,
+        ("0", "--enable-prefill-delayer"): True,
+    }
+    base = ["--device", "cpu", "--model-path", str(TINY_TARGET)]
+    cases = [(variable, [*base, *flag.split()]) for variable, flag in outcomes]
+    command = [sys.executable, "-c", RESOLVE, json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == list(outcomes.values())

@@ -5,6 +5,7 @@ All go when the host asks its platform at these places.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 from sglang_dflash.host.version import builtin_worker_requested
 
+OVERLAP_VARIABLE = "SGLANG_DFLASH_OVERLAP"
 HOOKS: dict[str, tuple[Any, HookType]] = {}
 """Hook target -> (our function, how it is applied). `hooks.install` registers them and proves them in place."""
 
@@ -137,6 +139,18 @@ def _cpu_defaults(server_args: Any, previous: Any) -> None:
         defaults["lora_backend"] = "torch_native"  # the host's default is made of Triton
     if not cfg.sleep_on_idle:
         defaults["sleep_on_idle"] = True  # an idle scheduler would spin a core
+    if not (cfg.disable_overlap_schedule or _wants_overlap(cfg)):
+        defaults["disable_overlap_schedule"] = True
     if defaults:
         declare_resolution(server_args, "sglang_dflash.cpu_defaults", **defaults)
     previous(server_args)
+
+
+def _wants_overlap(cfg: Any) -> bool:
+    """The host launches a step before it handles the result of the one before. Here a launched step runs at once: each
+    token would wait for the step after its own, and a finished request would take part in one more.
+
+    The host's prefill delayer asserts that there is overlap. The host's flag can only switch it off, so that a
+    variable switches it on: for tests of what CUDA runs.
+    """
+    return os.environ.get(OVERLAP_VARIABLE, "0") == "1" or cfg.enable_prefill_delayer
