@@ -315,7 +315,8 @@ def write_and_attend(
     """
     k_cache[slots] = k.view(-1, *k_cache.shape[1:])
     v_cache[slots] = v.view(-1, *v_cache.shape[1:])
-    q = q.flatten(1).unflatten(1, (-1, k_cache.shape[2]))  # [T, Hq, D]
+    q = q.flatten(1)
+    q = q.reshape(len(q), q.shape[1] // k_cache.shape[2], k_cache.shape[2])
     rows = (req_to_token, req_pool_indices, prefix_lens, row_starts)
     return paged_attention(q, k_cache, v_cache, *rows, scaling, causal, window_left).flatten(1)
 

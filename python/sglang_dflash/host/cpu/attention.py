@@ -41,6 +41,7 @@ class CpuAttentionBackend(AttentionBackend):
                 )
         plain = _holds_plain_rows(self.token_to_kv_pool, model_runner.dtype)
         self._write_and_attend = self._attention.write_and_attend if plain else None
+        self._views: dict[RadixAttention, tuple[float, bool, int | None]] = {}
         self._rows: Any = None  # of the forward that was prepared last
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -81,28 +82,38 @@ class CpuAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """[T, Hq * D] in, [T, Hq * Dv] out. Keywords name features that we do not have: sinks, masks."""
-        if layer.logit_cap or any(value is not None for value in kwargs.values()):
-            unsupported = [name for name, value in kwargs.items() if value is not None]
-            raise NotImplementedError(f"CPU attention has no {unsupported or 'logit cap'}.")
+        if kwargs:
+            _refuse([name for name, value in kwargs.items() if value is not None])
+        view = self._views.get(layer)
+        if view is None:
+            view = self._views[layer] = _view_of(layer)
         pool = self.token_to_kv_pool
-        window = layer.sliding_window_size
-        view = {
-            "scaling": layer.scaling,
-            "causal": layer.attn_type != AttentionType.ENCODER_ONLY,
-            "window_left": window if window is not None and window >= 0 else None,
-        }
         if save_kv_cache and k is not None:
             if self._write_and_attend is not None and k.dtype == v.dtype == pool.dtype:
-                buffers = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-                return self._write_and_attend(q, k, v, forward_batch.out_cache_loc, *buffers, self._rows, **view)
+                slots, buffers = forward_batch.out_cache_loc, pool.get_kv_buffer(layer.layer_id)
+                return self._write_and_attend(q, k, v, slots, *buffers, self._rows, *view)
             pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
         # Only now: a pool may hand out a copy.
         buffers = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        out = self._attention.attend(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), *buffers, self._rows, **view)
+        out = self._attention.attend(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), *buffers, self._rows, *view)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def support_triton(self) -> bool:
         return False
+
+
+def _refuse(unsupported: list[str]) -> None:
+    if unsupported:
+        raise NotImplementedError(f"CPU attention has no {', '.join(unsupported)}.")
+
+
+def _view_of(layer: RadixAttention) -> tuple[float, bool, int | None]:
+    """What a layer's rows see: scaling, causal, window_left."""
+    if layer.logit_cap:
+        _refuse(["logit cap"])
+    window = layer.sliding_window_size
+    causal = layer.attn_type != AttentionType.ENCODER_ONLY
+    return layer.scaling, causal, window if window is not None and window >= 0 else None
 
 
 def _holds_plain_rows(pool: Any, dtype: torch.dtype) -> bool:
