@@ -7,6 +7,13 @@ TORCH_LIBRARY(sglang_dflash, m) {
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor req_to_token, Tensor req_pool_indices, "
       "Tensor prefix_lens, Tensor row_starts, float scaling, bool causal, int window_left, Tensor? row_mask) -> Tensor");
   m.def(
+      "write_and_attend(Tensor q, Tensor k, Tensor v, Tensor slots, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+      "Tensor req_to_token, Tensor req_pool_indices, Tensor prefix_lens, Tensor row_starts, float scaling, "
+      "bool causal, int window_left) -> Tensor");
+  m.def(
+      "block_layout(Tensor bonus_ids, Tensor prefix_lens, Tensor req_pool_indices, Tensor req_to_token, "
+      "int block_size, int mask_token_id) -> (Tensor, Tensor, Tensor)");
+  m.def(
       "write_context_kv(Tensor kv, Tensor k_norm_weight, float eps, Tensor positions, Tensor cos_sin, Tensor slots, "
       "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches) -> ()");
   m.def(

@@ -1,4 +1,5 @@
-// sglang_dflash::paged_attention: checks, the split into items of work, and the passes over them.
+// sglang_dflash::paged_attention and write_and_attend: checks, the split into items of work, the passes over them.
+#include <cstring>
 #include <vector>
 
 #include "common.h"
@@ -148,8 +149,47 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
   return out;
 }
 
+// Rows of `from` ([T, Hkv, D]) to their slots.
+void write_rows(const at::Tensor& from, const int64_t* slots, const at::Tensor& cache, const char* name) {
+  TORCH_CHECK(from.scalar_type() == cache.scalar_type(), name, " is ", from.scalar_type(), ", its cache ",
+              cache.scalar_type());
+  const View in = view_of(from, name), out = view_of(cache, name);
+  const int64_t heads = cache.size(1), element = cache.element_size();
+  const bool whole = (heads == 1) || (in.inner == cache.size(2) && out.inner == cache.size(2));
+  const int64_t runs = whole ? 1 : heads, bytes = (whole ? heads : 1) * cache.size(2) * element;
+  for (int64_t row = 0; row < from.size(0); row++) {
+    const char* source = static_cast<const char*>(in.data) + row * in.outer * element;
+    char* target = static_cast<char*>(out.data) + slots[row] * out.outer * element;
+    for (int64_t run = 0; run < runs; run++)
+      memcpy(target + run * out.inner * element, source + run * in.inner * element, bytes);
+  }
+}
+
+at::Tensor write_and_attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& slots,
+                            const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& req_to_token,
+                            const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
+                            const at::Tensor& row_starts, double scaling, bool causal, int64_t window_left) {
+  TORCH_CHECK(k_cache.dim() == 3 && v_cache.dim() == 3 && k_cache.size(0) == v_cache.size(0), "shapes of k_cache ",
+              k_cache.sizes(), ", v_cache ", v_cache.sizes());
+  TORCH_CHECK(q.dim() == 2 || q.dim() == 3, "q has shape ", q.sizes(), "; 2 or 3 dimensions are needed");
+  const int64_t rows = q.size(0), heads = k_cache.size(1), dim = k_cache.size(2);
+  const int64_t q_size = q.size(1) * (q.dim() == 3 ? q.size(2) : 1);
+  TORCH_CHECK(dim > 0 && q_size % dim == 0, "q has shape ", q.sizes(), ", a key ", dim, " elements");
+  const int64_t q_heads = q_size / dim;
+  const int64_t* slot = ids_of(slots, "slots", rows);
+  require_below(slot, rows, k_cache.size(0), "slots");
+  write_rows(k.view({rows, heads, dim}), slot, k_cache, "k");
+  write_rows(v.view({rows, v_cache.size(1), v_cache.size(2)}), slot, v_cache, "v");
+  return paged_attention(q.view({rows, q_heads, dim}), k_cache, v_cache, req_to_token, req_pool_indices, prefix_lens,
+                         row_starts, scaling, causal, window_left, std::nullopt)
+      .view({rows, q_heads * v_cache.size(2)});
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) { m.impl("paged_attention", paged_attention); }
+TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
+  m.impl("paged_attention", paged_attention);
+  m.impl("write_and_attend", write_and_attend);
+}
 
 }  // namespace sglang_dflash

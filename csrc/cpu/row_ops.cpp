@@ -1,4 +1,4 @@
-// The ops that go row by row: norms, rotary embedding, context KV, greedy acceptance. And which kernels serve.
+// The ops that go row by row: norms, rotary embedding, block layout, context KV, greedy acceptance. And which kernels serve.
 #include <cstdlib>
 #include <vector>
 
@@ -139,6 +139,33 @@ void write_context_kv(const at::Tensor& kv, const at::Tensor& k_norm_weight, dou
   });
 }
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor> block_layout(const at::Tensor& bonus_ids, const at::Tensor& prefix_lens,
+                                                            const at::Tensor& req_pool_indices,
+                                                            const at::Tensor& req_to_token, int64_t block_size,
+                                                            int64_t mask_token_id) {
+  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
+              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
+  const int64_t batch = bonus_ids.numel();
+  const at::Tensor prefixes = prefix_lens.to(at::kLong), rows = req_pool_indices.to(at::kLong);
+  const int64_t* bonus = ids_of(bonus_ids, "bonus_ids", batch);
+  const int64_t* prefix = ids_of(prefixes, "prefix_lens", batch);
+  const int64_t* row = ids_of(rows, "req_pool_indices", batch);
+  require_below(row, batch, req_to_token.size(0), "req_pool_indices");
+  require_below(prefix, batch, req_to_token.size(1) - block_size + 1, "prefix_lens");
+  at::Tensor ids = at::empty({batch, block_size}, bonus_ids.options());
+  at::Tensor positions = at::empty_like(ids), slots = at::empty_like(ids);
+  int64_t *id = ids.data_ptr<int64_t>(), *position = positions.data_ptr<int64_t>(), *slot = slots.data_ptr<int64_t>();
+  const int32_t* table = req_to_token.const_data_ptr<int32_t>();
+  for (int64_t b = 0; b < batch; b++) {
+    for (int64_t i = 0; i < block_size; i++, id++, position++, slot++) {
+      *id = i == 0 ? bonus[b] : mask_token_id;
+      *position = prefix[b] + i;
+      *slot = table[row[b] * req_to_token.stride(0) + *position];
+    }
+  }
+  return {ids, positions, slots};
+}
+
 // Index of a row's largest logit, its vocabulary shared by the threads.
 int64_t argmax_of(const char* row, Type type, int64_t size, int64_t element) {
   constexpr int64_t kSpan = 16384;
@@ -208,6 +235,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& l
 }  // namespace
 
 TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
+  m.impl("block_layout", block_layout);
   m.impl("write_context_kv", write_context_kv);
   m.impl("norm_rope_", norm_rope_);
   m.impl("rms_norm", rms_norm);

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.ops import PagedTable, native, native_attention, reference
+from sglang_dflash.ops import PagedTable, native, native_attention, native_write_and_attend, reference
 
 pytestmark = pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -310,3 +310,59 @@ def test_torch_can_trace_through_it():
         (*arguments, 0.2, True, -1, None),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=5),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2)]),
+    dims=st.sampled_from([(64, 64), (17, 5)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    causal=st.booleans(),
+    window=st.sampled_from([None, 3]),
+    apart=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_write_and_attend(lens, heads, dims, dtype, causal, window, apart, seed):
+    """Fails where a row lands elsewhere than in its slot, another slot changes, or attention comes before the write."""
+    case = make([p for p, _ in lens], [n for _, n in lens], heads, dims, dtype, seed=seed)
+    r, rows = case.rows, len(case.q)
+    spans = [(row, p + i) for row, (p, n) in zip(r.req_pool_indices.tolist(), lens, strict=True) for i in range(n)]
+    slots = torch.tensor([int(r.req_to_token[row, position]) for row, position in spans], dtype=torch.int64)
+    # As parts of one product's result, the queries, keys and values of a row lie side by side.
+    sizes = [heads[0] * dims[0], heads[1] * dims[0], heads[1] * dims[1]]
+    q, k, v = torch.randn(rows, sum(sizes)).to(dtype).split(sizes, 1)
+    if not apart:
+        q, k, v = q.contiguous(), k.unflatten(1, (heads[1], -1)).contiguous(), v.contiguous()
+    caches = [[case.k_cache.clone(), case.v_cache.clone()] for _ in range(2)]
+    tables = (r.req_to_token, r.req_pool_indices, r.prefix_lens, r.row_starts)
+    expected = reference.write_and_attend(q, k, v, slots, *caches[0], *tables, case.scaling, causal, window)
+    got = native_write_and_attend(q, k, v, slots, *caches[1], r, case.scaling, causal, window)
+    for ours, theirs in zip(caches[1], caches[0], strict=True):
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))  # NaN of the slots beside them included
+    assert got.shape == expected.shape == (rows, heads[0] * dims[1])
+    written = replace(case, q=q.reshape(rows, heads[0], dims[0]), k_cache=caches[1][0], v_cache=caches[1][1])
+    assert torch.equal(got, run(written, causal, window).flatten(1))
+
+
+def test_write_and_attend_refuses():
+    """Fails where a write would leave the cache, or rows and caches of two dtypes are mixed."""
+    case = make([3], [2], (4, 2), (8, 8), torch.float32)
+    k = torch.randn(2, 16)
+    arguments = (case.k_cache, case.v_cache, case.rows, case.scaling, True)
+    for slots in ([0, len(case.k_cache)], [-1, 0], [0]):
+        with pytest.raises(RuntimeError, match="slots"):
+            native_write_and_attend(case.q, k, k, torch.tensor(slots), *arguments)
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        native_write_and_attend(case.q, k.bfloat16(), k, torch.tensor([0, 1]), *arguments)
+
+
+def test_uniform_rows_are_laid_out_as_lists_are():
+    """Fails where the shortcut for requests of equally many rows names other rows."""
+    table, requests = torch.arange(40, dtype=torch.int32).view(4, 10), torch.tensor([3, 1])
+    for width in (1, 4):
+        short = PagedTable.uniform(table, requests, torch.tensor([2, 5]), width)
+        long = PagedTable.gather(table, requests, [2, 5], [width, width])
+        for name in ("req_to_token", "req_pool_indices", "prefix_lens", "row_starts"):
+            assert torch.equal(getattr(short, name), getattr(long, name))
+            assert getattr(short, name).dtype == getattr(long, name).dtype

@@ -190,3 +190,28 @@ def test_torch_can_trace_through_them():
     }
     for call, arguments in calls.items():
         torch.library.opcheck(call.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=st.integers(0, 5), block_size=st.integers(1, 17), seed=st.integers(0, 99))
+def test_block_layout(batch, block_size, seed):
+    """Fails where an id, a position or a slot of the block differs."""
+    random = torch.Generator().manual_seed(seed)
+    table = torch.randint(2**31 - 1, (7, 60), generator=random, dtype=torch.int32)[:, :40]
+    bonus_ids = torch.randint(100, (batch,), generator=random)
+    prefix_lens = torch.randint(41 - block_size, (batch,), generator=random)
+    requests = torch.randint(7, (batch,), generator=random)
+    arguments = (bonus_ids, prefix_lens, requests, table, block_size, 99)
+    got, expected = native_rows().block_layout(*arguments), TORCH_ROWS.block_layout(*arguments)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == theirs.dtype == torch.int64
+        assert torch.equal(ours, theirs)
+
+
+def test_block_layout_refuses():
+    """Fails where the op would read past a row of the table, or past the table."""
+    table, ids = torch.zeros(3, 10, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="prefix_lens"):
+        native_rows().block_layout(ids, ids + 7, ids, table, 4, 99)
+    with pytest.raises(RuntimeError, match="req_pool_indices"):
+        native_rows().block_layout(ids, ids, ids + 3, table, 4, 99)

@@ -72,9 +72,14 @@ class ContextKVWriter:
             positions: [N] int64, absolute.
             slots: [N] int64, in the draft pool's ids.
         """
-        for begin in range(0, len(slots), ROWS):
+        count = len(slots)
+        hidden = hidden[:count] if len(hidden) > count else hidden
+        if 0 < count <= ROWS:
+            self._write_rows(pool, hidden, positions, slots)
+            return
+        for begin in range(0, count, ROWS):
             rows = slice(begin, begin + ROWS)
-            self._write_rows(pool, hidden[: len(slots)][rows], positions[rows], slots[rows])
+            self._write_rows(pool, hidden[rows], positions[rows], slots[rows])
 
     def _write_rows(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         features = self._model.project_target_hidden(hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,14 +21,8 @@ class DraftInput(DFlashDraftInputV2):
     @classmethod
     def create(cls, bonus_ids: torch.Tensor, prefix_lens: torch.Tensor) -> DraftInput:
         """bonus_ids, prefix_lens: [B] int64. EAGLE-shaped fields are empty: the relay carries only the bonus."""
-        batch, device = len(bonus_ids), bonus_ids.device
-        return cls(
-            topk_p=torch.empty((batch, 0), dtype=torch.float32, device=device),
-            topk_index=torch.empty((batch, 0), dtype=torch.int64, device=device),
-            bonus_tokens=bonus_ids.long(),
-            new_seq_lens=prefix_lens.long(),
-            hidden_states=torch.empty((batch, 0), dtype=torch.float16, device=device),
-        )
+        fields = _no_fields(len(bonus_ids), bonus_ids.device)
+        return cls(bonus_tokens=bonus_ids.long(), new_seq_lens=prefix_lens.long(), **fields)
 
     def prepare_for_decode(self, batch: Any) -> None:
         """Reserves two blocks of slots beyond the committed tokens of every request of a `ScheduleBatch`.
@@ -38,21 +33,24 @@ class DraftInput(DFlashDraftInputV2):
         if not reqs:
             return
         batch.maybe_evict_swa()
+        committed = [req.kv.kv_committed_len for req in reqs]
+        allocated = [req.kv.kv_allocated_len for req in reqs]
         page_size = batch.token_to_kv_pool_allocator.page_size
-        committed_cpu = torch.tensor([req.kv.kv_committed_len for req in reqs])  # [B] int64
-        allocated_cpu = torch.tensor([req.kv.kv_allocated_len for req in reqs])
-        reserved_cpu = reserve_lens(committed_cpu, allocated_cpu, get_alloc_reserve_per_decode(), page_size)
+        reserved = reserve_lens(committed, allocated, get_alloc_reserve_per_decode(), page_size)
         row_width = batch.req_to_token_pool.req_to_token.shape[1]
-        assert int(reserved_cpu.max()) <= row_width, (reserved_cpu.max(), row_width)
-        self._allocate(batch, allocated_cpu.int(), reserved_cpu.int())
+        assert max(reserved) <= row_width, (max(reserved), row_width)
+        if reserved != allocated:
+            self._allocate(batch, allocated, reserved)
         for req in reqs:
             req.decode_batch_idx += 1
-        batch.seq_lens_cpu = committed_cpu
-        batch.seq_lens_sum = int(committed_cpu.sum())
-        self.nxt_kv_lens_cpu = reserved_cpu
-        self.nxt_kv_lens_sum = int(reserved_cpu.sum())
+        batch.seq_lens_cpu = torch.tensor(committed)  # [B] int64
+        batch.seq_lens_sum = sum(committed)
+        self.nxt_kv_lens_cpu = torch.tensor(reserved)
+        self.nxt_kv_lens_sum = sum(reserved)
 
-    def _allocate(self, batch: Any, allocated_cpu: torch.Tensor, reserved_cpu: torch.Tensor) -> None:
+    def _allocate(self, batch: Any, allocated: list[int], reserved: list[int]) -> None:
+        allocated_cpu = torch.tensor(allocated, dtype=torch.int32)
+        reserved_cpu = torch.tensor(reserved, dtype=torch.int32)
         plan_stream, plan_context = _get_overlap_plan_stream(batch.device)
         caller_stream = None
         if plan_stream is not None:
@@ -69,20 +67,32 @@ class DraftInput(DFlashDraftInputV2):
                 cur_kv_lens_cpu=allocated_cpu,
                 nxt_kv_lens=upload(reserved_cpu, batch.device),
                 nxt_kv_lens_cpu=reserved_cpu,
-                num_needed_tokens=int((reserved_cpu - allocated_cpu).sum()),
+                num_needed_tokens=sum(reserved) - sum(allocated),
                 batch=batch,
             )
         if caller_stream is not None:
             caller_stream.wait_stream(plan_stream)  # the forward must not see half-written rows
 
 
-def known_kv_lens(batch: Any, extra: int) -> torch.Tensor:
-    """[B] int64 on the CPU: how far a step that adds `extra` rows to the prefixes may read, at most.
+def known_kv_lens(batch: Any, extra: int) -> tuple[torch.Tensor, int]:
+    """How far a step that adds `extra` rows to the prefixes may read, at most: [B] int64 on the CPU, and their sum.
 
     Where no attention backend asks for lengths on the CPU, the host keeps none under overlap, and what was reserved
     is the bound.
     """
-    return batch.spec_info.nxt_kv_lens_cpu if batch.seq_lens_cpu is None else batch.seq_lens_cpu + extra
+    lens_cpu = batch.seq_lens_cpu
+    if lens_cpu is None:
+        return batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum
+    return (lens_cpu + extra if extra else lens_cpu), batch.seq_lens_sum + extra * len(lens_cpu)
+
+
+@lru_cache(maxsize=64)
+def _no_fields(batch: int, device: torch.device) -> dict[str, torch.Tensor]:
+    return {
+        "topk_p": torch.empty((batch, 0), dtype=torch.float32, device=device),
+        "topk_index": torch.empty((batch, 0), dtype=torch.int64, device=device),
+        "hidden_states": torch.empty((batch, 0), dtype=torch.float16, device=device),
+    }
 
 
 def upload(tensor_cpu: torch.Tensor, device: Any) -> torch.Tensor:
@@ -92,14 +102,10 @@ def upload(tensor_cpu: torch.Tensor, device: Any) -> torch.Tensor:
     return tensor_cpu.to(device, non_blocking=True)
 
 
-def reserve_lens(committed: torch.Tensor, allocated: torch.Tensor, reserve: int, page_size: int) -> torch.Tensor:
-    """Slots each request must own before the step: committed + reserve in whole pages, never fewer than it owns.
-
-    Args:
-        committed, allocated: [B] int64 on the CPU.
-
-    Returns:
-        [B] int64.
-    """
-    pages = (committed + reserve + page_size - 1) // page_size
-    return torch.maximum(allocated, pages * page_size)
+def reserve_lens(committed: list[int], allocated: list[int], reserve: int, page_size: int) -> list[int]:
+    """Slots each request must own before the step: committed + reserve in whole pages, never fewer than it owns."""
+    ahead = reserve + page_size - 1
+    return [
+        max(owned, (length + ahead) // page_size * page_size)
+        for length, owned in zip(committed, allocated, strict=True)
+    ]

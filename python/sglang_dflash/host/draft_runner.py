@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import (
@@ -88,6 +91,14 @@ class DraftHead:
         self.captured_ids[: len(draft_ids)].copy_(draft_ids)
 
 
+def _lookup(embedding: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A plain table's rows without the layer around it, whose Python costs a small batch more than the rows."""
+    plain = type(embedding) is VocabParallelEmbedding and type(embedding.quant_method) is UnquantizedEmbeddingMethod
+    if not plain or embedding.tp_size > 1 or embedding.output_dtype is not None:
+        return embedding
+    return lambda ids: F.embedding(ids, embedding.weight)
+
+
 class DraftRunner:
     """The draft model inside SGLang: its worker, its KV pool over the target's slots, its graphs."""
 
@@ -118,7 +129,7 @@ class DraftRunner:
             for layer in self.model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False  # Triton, not gated on CUDA (models/dflash.py:383)
         target_model = target_runner.model
-        self._embed = unwrap_lora_layer(target_model.get_input_embeddings())  # adapters are the target's alone
+        self._embed = _lookup(unwrap_lora_layer(target_model.get_input_embeddings()))  # adapters are the target's alone
         scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
         self._embed_scale = float(scale()) if scale else 1.0
         self._head = DraftHead(unwrap_lora_layer(target_model.lm_head), block_size)
@@ -192,10 +203,12 @@ class DraftRunner:
         embeds = self._embed(block.ids)
         if self._embed_scale != 1.0:
             embeds = embeds * self._embed_scale
-        kv_lens, kv_lens_cpu = block.prefix_lens, known_kv_lens(batch, self.block_size)
+        kv_lens = block.prefix_lens
+        kv_lens_cpu, kv_lens_sum = known_kv_lens(batch, self.block_size)
         if self._window is not None:
             kv_lens = self._window.lay_out(block, batch.req_pool_indices)
             kv_lens_cpu = kv_lens_cpu.clamp(max=self._window.max_len + self.block_size)
+            kv_lens_sum = int(kv_lens_cpu.sum())
         num_rows = block.ids.numel()
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -204,7 +217,7 @@ class DraftRunner:
             req_pool_indices=batch.req_pool_indices,
             seq_lens=kv_lens,
             out_cache_loc=block.slots.flatten(),
-            seq_lens_sum=int(kv_lens_cpu.sum()),
+            seq_lens_sum=kv_lens_sum,
             seq_lens_cpu=kv_lens_cpu,
             positions=block.positions.flatten(),
             input_embeds=embeds.flatten(0, 1),

@@ -158,7 +158,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def _lay_out_block(self, batch: Any) -> Block:
         prefix_lens = batch.seq_lens
-        ids, positions, slots = ops.block_layout(
+        ids, positions, slots = self._rows.block_layout(
             batch.spec_info.bonus_tokens,
             prefix_lens,
             batch.req_pool_indices,
@@ -173,7 +173,7 @@ class DFlashWorker(BaseSpecWorker):
         return self._target.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=block.prefix_lens,
-            seq_lens_cpu=known_kv_lens(batch, 0),
+            seq_lens_cpu=known_kv_lens(batch, 0)[0],
             write_virtual=block.slots.flatten(),
             read_extent=block.block_size,
         )
@@ -190,9 +190,10 @@ class DFlashWorker(BaseSpecWorker):
         assert plan.width == self.block_size, "the KV plan's write ids are those of whole blocks"
         batch.out_cache_loc = plan.slots.flatten()
         lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
-        batch.seq_lens_cpu = known_kv_lens(batch, plan.width)
-        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = known_kv_lens(batch, plan.width)
+        # Without graphs, the forward lays out attention's metadata once more.
+        eager = self.device == "cpu"
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker, defer_metadata_init=eager)
         batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum
         return self._target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True

@@ -22,6 +22,7 @@ from sglang_dflash.ops.bodies import (
     choose_attention,
     choose_rows,
     native_attention,
+    native_write_and_attend,
 )
 from sglang_dflash.ops.kv_buffers import KVBuffers, fits
 from sglang_dflash.ops.murmur import murmur_hash32
@@ -51,7 +52,6 @@ __all__ = [
     "PenaltyParams",
     "RowOps",
     "accept_chain",
-    "block_layout",
     "bodies",
     "choose_attention",
     "choose_rows",
@@ -64,6 +64,7 @@ __all__ = [
     "invariant_attention",
     "murmur_hash32",
     "native_attention",
+    "native_write_and_attend",
     "paged_attention",
     "penalize",
     "penalties_of",
@@ -73,23 +74,6 @@ __all__ = [
     "row_argmax",
     "serves",
 ]
-
-
-def block_layout(
-    bonus_ids: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    block_size: int,
-    mask_token_id: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `reference.block_layout`."""
-    arguments = (bonus_ids, prefix_lens, req_pool_indices, req_to_token, block_size, mask_token_id)
-    if bonus_ids.is_cuda:
-        from sglang_dflash.ops import triton_block
-
-        return triton_block.block_layout(*arguments)
-    return reference.block_layout(*arguments)
 
 
 def row_argmax(logits: torch.Tensor) -> torch.Tensor:

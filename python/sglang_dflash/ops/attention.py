@@ -82,6 +82,13 @@ class PagedRows:
         batched = uniform and slots.numel() <= min(BATCHED_TOKENS, MAX_PADDING * sum(kv_lens))
         return cls(slots, prefix_lens, row_lens, kv_lens, batched, scratch or KVScratch())
 
+    @classmethod
+    def uniform(
+        cls, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, width: int
+    ) -> PagedRows:
+        """`width` rows of every request; prefix_lens: [B] int."""
+        return cls.gather(req_to_token, req_pool_indices, prefix_lens.tolist(), [width] * len(prefix_lens))
+
     def folded_mask(self, index: int, causal: bool, window_left: int | None, groups: int) -> torch.Tensor | None:
         """[1 or B, 1, groups * W, S] bool: what request `index` sees, or all requests (-1); None where all is seen."""
         key = (index, causal, window_left, groups)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,6 +41,19 @@ class PagedTable:
         row_starts = torch.tensor([0, *row_lens]).cumsum(0)
         return cls(req_to_token, req_pool_indices.long(), torch.tensor(prefix_lens, dtype=torch.int64), row_starts)
 
+    @classmethod
+    def uniform(
+        cls, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, width: int
+    ) -> PagedTable:
+        """`width` rows of every request; prefix_lens: [B] int."""
+        row_starts = _uniform_starts(len(prefix_lens), width)
+        return cls(req_to_token, req_pool_indices.long(), prefix_lens.long(), row_starts)
+
+
+@lru_cache(maxsize=64)
+def _uniform_starts(batch: int, width: int) -> torch.Tensor:
+    return torch.arange(batch + 1) * width
+
 
 def native_attention(
     q: torch.Tensor,
@@ -71,23 +85,62 @@ def native_attention(
     return out
 
 
+def native_write_and_attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: PagedTable,
+    scaling: float,
+    causal: bool,
+    window_left: int | None = None,
+) -> torch.Tensor:
+    """`reference.write_and_attend` in one native call."""
+    out: torch.Tensor = torch.ops.sglang_dflash.write_and_attend.default(
+        q,
+        k,
+        v,
+        slots,
+        k_cache,
+        v_cache,
+        rows.req_to_token,
+        rows.req_pool_indices,
+        rows.prefix_lens,
+        rows.row_starts,
+        scaling,
+        causal,
+        -1 if window_left is None else window_left,
+    )
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """An attention and how it wants the rows of a forward: `lay_out(req_to_token, req_pool_indices, prefix_lens,
-    row_lens)` once per forward, `attend(q, k_cache, v_cache, rows, scaling, causal, window_left)` per layer."""
+    """An attention and how it wants the rows of a forward.
+
+    Fields:
+        lay_out: once per forward; (req_to_token, req_pool_indices, prefix_lens, row_lens) with lists.
+        lay_out_uniform: the same where every request has as many rows; (..., prefix_lens [B] int, width).
+        attend: per layer; (q, k_cache, v_cache, rows, scaling, causal, window_left).
+        write_and_attend: `reference.write_and_attend` with `rows`, where it saves a call; else None.
+    """
 
     lay_out: Callable[..., Any]
+    lay_out_uniform: Callable[..., Any]
     attend: Callable[..., torch.Tensor]
+    write_and_attend: Callable[..., torch.Tensor] | None = None
 
 
 def choose_attention(device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype) -> Attention:
     """The attention for queries of `dtype` over a cache of `kv_dtype`."""
     if native.serves(device, dtype, kv_dtype):
-        return Attention(PagedTable.gather, native_attention)
-    return Attention(PagedRows.gather, paged_attention)
+        return Attention(PagedTable.gather, PagedTable.uniform, native_attention, native_write_and_attend)
+    return Attention(PagedRows.gather, PagedRows.uniform, paged_attention)
 
 
-INVARIANT_ATTENTION = Attention(PagedRows.gather, invariant_attention)
+INVARIANT_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, invariant_attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +150,7 @@ class RowOps:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     norm_rope_: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor, torch.Tensor], None]
+    block_layout: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     write_context_kv: Callable[..., None]
     accept_greedy: Callable[[torch.Tensor, torch.Tensor], reference.GreedyAcceptance]
 
@@ -105,6 +159,7 @@ TORCH_ROWS = RowOps(
     rms_norm=reference.rms_norm,
     add_rms_norm=reference.add_rms_norm,
     norm_rope_=reference.norm_rope_,
+    block_layout=reference.block_layout,
     write_context_kv=reference.write_context_kv,
     accept_greedy=reference.accept_greedy,
 )
@@ -113,10 +168,11 @@ TORCH_ROWS = RowOps(
 def choose_rows(device: torch.device | str, *dtypes: torch.dtype) -> RowOps:
     """The row ops for tensors of these dtypes on this device."""
     if torch.device(device).type == "cuda":
-        from sglang_dflash.ops import triton_acceptance, triton_context_kv
+        from sglang_dflash.ops import triton_acceptance, triton_block, triton_context_kv
 
         return replace(
             TORCH_ROWS,
+            block_layout=triton_block.block_layout,
             write_context_kv=triton_context_kv.write_context_kv,
             accept_greedy=triton_acceptance.accept_greedy,
         )
@@ -127,6 +183,7 @@ def choose_rows(device: torch.device | str, *dtypes: torch.dtype) -> RowOps:
         rms_norm=compiled.rms_norm,
         add_rms_norm=compiled.add_rms_norm,
         norm_rope_=compiled.norm_rope_,
+        block_layout=compiled.block_layout.default,
         write_context_kv=lambda *rest: compiled.write_context_kv(*rest[:-1], rest[-1].k, rest[-1].v),
         accept_greedy=lambda logits, ids: reference.GreedyAcceptance(*compiled.accept_greedy(logits, ids)),
     )

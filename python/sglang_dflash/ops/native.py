@@ -82,6 +82,16 @@ def _register_fakes() -> None:
     def _(x, weight, bias):  # type: ignore[no-untyped-def]
         return x.new_empty(x.shape[0], weight.shape[0])
 
+    @torch.library.register_fake("sglang_dflash::write_and_attend")
+    def _(q, k, v, slots, k_cache, v_cache, *rest):  # type: ignore[no-untyped-def]
+        heads = q.flatten(1).shape[1] // k_cache.shape[2]
+        return q.new_empty(q.shape[0], heads * v_cache.shape[2])
+
+    @torch.library.register_fake("sglang_dflash::block_layout")
+    def _(bonus_ids, prefix_lens, req_pool_indices, req_to_token, block_size, mask):  # type: ignore[no-untyped-def]
+        ids, positions, slots = (bonus_ids.new_empty(len(bonus_ids), block_size) for _ in range(3))
+        return ids, positions, slots
+
     @torch.library.register_fake("sglang_dflash::write_context_kv")
     def _(*args):  # type: ignore[no-untyped-def]
         return None

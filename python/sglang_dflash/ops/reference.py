@@ -288,6 +288,39 @@ def paged_attention(
     return out
 
 
+def write_and_attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    row_starts: torch.Tensor,
+    scaling: float,
+    causal: bool,
+    window_left: int | None = None,
+) -> torch.Tensor:
+    """What an attention layer does to a batch: the rows' own keys and values go to their slots, then `paged_attention`.
+
+    Args:
+        q: [T, Hq * D] or [T, Hq, D].
+        k, v: [T, Hkv * D and Dv] or [T, Hkv, D and Dv], in the caches' dtype.
+        slots: [T] int64; those that `req_to_token` names for the rows. No slot occurs twice.
+
+    Returns:
+        [T, Hq * Dv] in `q`'s dtype.
+    """
+    k_cache[slots] = k.view(-1, *k_cache.shape[1:])
+    v_cache[slots] = v.view(-1, *v_cache.shape[1:])
+    q = q.flatten(1)
+    q = q.reshape(len(q), q.shape[1] // k_cache.shape[2], k_cache.shape[2])
+    rows = (req_to_token, req_pool_indices, prefix_lens, row_starts)
+    return paged_attention(q, k_cache, v_cache, *rows, scaling, causal, window_left).flatten(1)
+
+
 def attention_rows(
     q: torch.Tensor,
     k: torch.Tensor,

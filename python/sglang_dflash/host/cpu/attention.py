@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_exec
@@ -39,13 +39,25 @@ class CpuAttentionBackend(AttentionBackend):
                 raise ValueError(
                     f"--enable-deterministic-inference on the CPU needs keys and values of one size, not {head_dims}."
                 )
+        plain = _holds_plain_rows(self.token_to_kv_pool, model_runner.dtype)
+        self._write_and_attend = self._attention.write_and_attend if plain else None
+        self._views: dict[RadixAttention, tuple[float, bool, int | None]] = {}
         self._rows: Any = None  # of the forward that was prepared last
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        prefix_lens, row_lens = _row_layout(forward_batch)
-        self._rows = self._attention.lay_out(
-            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, prefix_lens, row_lens
-        )
+        """The host counts differently per mode: a decode's `seq_lens` include the new token, a verify's do not
+        include the block."""
+        mode, table = forward_batch.forward_mode, self.req_to_token_pool.req_to_token
+        requests = forward_batch.req_pool_indices
+        if mode.is_target_verify():
+            width = forward_batch.spec_info.draft_token_num
+            self._rows = self._attention.lay_out_uniform(table, requests, forward_batch.seq_lens, width)
+        elif mode.is_decode_or_idle():
+            self._rows = self._attention.lay_out_uniform(table, requests, forward_batch.seq_lens - 1, 1)
+        else:
+            assert mode.is_extend(), f"forward mode {mode} on the CPU"
+            prefix_lens, row_lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+            self._rows = self._attention.lay_out(table, requests, list(prefix_lens), list(row_lens))
 
     def forward_decode(
         self,
@@ -70,38 +82,43 @@ class CpuAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """[T, Hq * D] in, [T, Hq * Dv] out. Keywords name features that we do not have: sinks, masks."""
-        unsupported = [name for name, value in kwargs.items() if value is not None]
-        if unsupported or layer.logit_cap:
-            raise NotImplementedError(f"CPU attention has no {unsupported or 'logit cap'}.")
+        if kwargs:
+            _refuse([name for name, value in kwargs.items() if value is not None])
+        view = self._views.get(layer)
+        if view is None:
+            view = self._views[layer] = _view_of(layer)
+        pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
-        window = layer.sliding_window_size
-        out = self._attention.attend(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            self._rows,
-            scaling=layer.scaling,
-            causal=layer.attn_type != AttentionType.ENCODER_ONLY,
-            window_left=window if window is not None and window >= 0 else None,
-        )
+            if self._write_and_attend is not None and k.dtype == v.dtype == pool.dtype:
+                slots, buffers = forward_batch.out_cache_loc, pool.get_kv_buffer(layer.layer_id)
+                return self._write_and_attend(q, k, v, slots, *buffers, self._rows, *view)
+            pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+        # Only now: a pool may hand out a copy.
+        buffers = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        out = self._attention.attend(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), *buffers, self._rows, *view)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def support_triton(self) -> bool:
         return False
 
 
-def _row_layout(forward_batch: ForwardBatch) -> tuple[list[int], list[int]]:
-    """Per request: the tokens before its first row, and its rows.
+def _refuse(unsupported: list[str]) -> None:
+    if unsupported:
+        raise NotImplementedError(f"CPU attention has no {', '.join(unsupported)}.")
 
-    The host counts differently per mode: a decode's `seq_lens` include the new token, a verify's do not
-    include the block.
-    """
-    mode = forward_batch.forward_mode
-    if mode.is_target_verify():
-        prefix_lens = forward_batch.seq_lens.tolist()
-        return prefix_lens, [forward_batch.spec_info.draft_token_num] * len(prefix_lens)
-    if mode.is_decode_or_idle():
-        return (forward_batch.seq_lens - 1).tolist(), [1] * len(forward_batch.seq_lens)
-    assert mode.is_extend(), f"forward mode {mode} on the CPU"
-    return list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
+
+def _view_of(layer: RadixAttention) -> tuple[float, bool, int | None]:
+    """What a layer's rows see: scaling, causal, window_left."""
+    if layer.logit_cap:
+        _refuse(["logit cap"])
+    window = layer.sliding_window_size
+    causal = layer.attn_type != AttentionType.ENCODER_ONLY
+    return layer.scaling, causal, window if window is not None and window >= 0 else None
+
+
+def _holds_plain_rows(pool: Any, dtype: torch.dtype) -> bool:
+    """Whether writing to such a pool is a copy of rows to slots, and a slot's id is where the pool keeps it: other
+    pools quantise, translate ids or have other layouts, which `set_kv_buffer` knows."""
+    plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd"
+    plain = plain and not pool.is_quantized_kv_cache and not pool.requires_physical_write_loc
+    return plain and pool.dtype == pool.store_dtype == dtype

@@ -5,6 +5,7 @@ All go when the host asks its platform at these places.
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -91,6 +92,14 @@ def leave_unpinned(original: Any, *args: Any, **kwargs: Any) -> Any:
 def skip_kv_copy_warmup(pool: Any) -> None:
     """With speculation on, the host warms up a Triton KV copy that only tree verification uses."""
     pool._kv_copy_config = None
+
+
+@_hook("sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch", HookType.AROUND)
+def copy_batch(original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """The host leaves the tensors where they are, but makes the batch anew from its hundred fields at each forward."""
+    if envs.SGLANG_EAGER_INPUT_NO_COPY.get():
+        return copy.copy(forward_batch)
+    return original(runner, forward_batch, *args, **kwargs)
 
 
 def install() -> None:
