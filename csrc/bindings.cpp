@@ -21,7 +21,7 @@ TORCH_LIBRARY(sglang_dflash, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");
   m.def("install_linear() -> ()");
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? addend) -> Tensor");
   m.def("row_argmax(Tensor logits) -> Tensor");
   m.def("accept_greedy(Tensor logits, Tensor ids) -> (Tensor, Tensor, Tensor)");
 }

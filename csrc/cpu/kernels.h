@@ -66,10 +66,10 @@ struct Heads {
 struct Linear {
   const float* x;      // [rows, inner]
   const void* weight;  // [columns, inner]
-  const void* bias;    // [columns] or null
+  const void* addend;  // [rows, columns] or null; of one row for all where its stride is 0
   void* out;           // [rows, columns]
-  Type type;           // of weight, bias and out
-  int64_t rows, inner, x_stride, weight_stride, out_stride;
+  Type type;           // of weight, addend and out
+  int64_t rows, inner, x_stride, weight_stride, addend_stride, out_stride;
 };
 
 struct Best {

@@ -59,9 +59,11 @@ INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahea
   for (; n < HEIGHT * WIDTH; n++) result[n] = sum(flat[n]);
   for (int i = 0; i < HEIGHT; i++) {
     T* out = static_cast<T*>(l.out) + (row + i) * l.out_stride + column;
-    for (int j = 0; j < WIDTH; j++) {
-      const float bias = l.bias ? wide(static_cast<const T*>(l.bias)[column + j]) : 0.0f;
-      narrow(out + j, result[i * WIDTH + j] + bias);
+    if (l.addend) {
+      const T* addend = static_cast<const T*>(l.addend) + (row + i) * l.addend_stride + column;
+      for (int j = 0; j < WIDTH; j++) narrow(out + j, result[i * WIDTH + j] + wide(addend[j]));
+    } else {
+      for (int j = 0; j < WIDTH; j++) narrow(out + j, result[i * WIDTH + j]);
     }
   }
 }

@@ -10,15 +10,16 @@ namespace {
 constexpr int64_t kItemProducts = 1 << 16;  // multiplications of one work item: some microseconds
 constexpr int64_t kItemColumns = 48;        // a multiple of every tile's width
 
-// out [N, O] = x [N, H] weight [O, H]^T + bias, rows of all dense; the threads share the columns.
-void multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* bias, at::Tensor& out) {
+// out [N, O] = x [N, H] weight [O, H]^T + addend [O] or [N, O], rows of all dense; the threads share the columns.
+void multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* addend, at::Tensor& out) {
   if (out.numel() == 0) return;
   const at::Tensor rows = x.to(at::kFloat).contiguous();
   const int64_t columns = weight.size(0);
   Linear l{};
   l.type = type_of(weight, "weight");
   l.x = rows.const_data_ptr<float>(), l.weight = weight.const_data_ptr(), l.out = out.data_ptr();
-  l.bias = bias ? bias->const_data_ptr() : nullptr;
+  l.addend = addend ? addend->const_data_ptr() : nullptr;
+  l.addend_stride = addend && addend->dim() == 2 ? addend->stride(0) : 0;
   l.rows = x.size(0), l.inner = x.size(1);
   l.x_stride = rows.stride(0), l.weight_stride = weight.stride(0), l.out_stride = out.stride(0);
   const int64_t span = (kItemProducts / std::max<int64_t>(1, l.rows * l.inner) / kItemColumns + 1) * kItemColumns;
@@ -27,23 +28,24 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* b
   });
 }
 
-bool fits_bias(const at::Tensor& bias, const at::Tensor& weight) {
-  return bias.dim() == 1 && bias.size(0) == weight.size(0) && dense(bias) && bias.scalar_type() == weight.scalar_type();
+bool fits(const at::Tensor& addend, int64_t rows, const at::Tensor& weight) {
+  return (addend.dim() == 1 || (addend.dim() == 2 && addend.size(0) == rows)) && addend.size(-1) == weight.size(0) &&
+         dense(addend) && addend.scalar_type() == weight.scalar_type();
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& addend) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1) && dense(weight), "x is ", x.sizes(),
               ", weight ", weight.sizes(), " with strides ", weight.strides(),
               "; [N, H] and [O, H] with dense rows are needed");
   TORCH_CHECK(x.scalar_type() == weight.scalar_type(), "x is ", x.scalar_type(), ", weight ", weight.scalar_type());
-  TORCH_CHECK(!bias || fits_bias(*bias, weight), "bias is ", bias->scalar_type(), bias->sizes(), ", weight ",
-              weight.scalar_type(), weight.sizes(), "; [O] of its dtype is needed");
+  TORCH_CHECK(!addend || fits(*addend, x.size(0), weight), "the addend is ", addend->scalar_type(), addend->sizes(),
+              ", weight ", weight.scalar_type(), weight.sizes(), "; [O] or [N, O] of its dtype is needed");
   at::Tensor out = at::empty({x.size(0), weight.size(0)}, x.options());
-  multiply(x, weight, bias ? &*bias : nullptr, out);
+  multiply(x, weight, addend ? &*addend : nullptr, out);
   return out;
 }
 
-// Torch's products whose second factor is the transpose of a dense weight, as those of `F.linear` are. All others, and
+// Torch's products whose second factor is the transpose of a dense weight, as those of `F.linear` are, or a residual's that inductor folds in. All others, and
 // those of many rows, go to torch's own kernels, without the dispatcher that would bring them back.
 
 bool serves(const at::Tensor& a, const at::Tensor& b) {
@@ -72,17 +74,17 @@ at::Tensor& mm_out(const at::Tensor& a, const at::Tensor& b, at::Tensor& out) {
   return out;
 }
 
-at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+at::Tensor addmm(const at::Tensor& addend, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
                  const at::Scalar& alpha) {
-  const bool ours = serves(a, b) && plain(beta, alpha) && fits_bias(bias, b.t());
-  return ours ? linear(a, b.t(), bias) : at::cpu::addmm(bias, a, b, beta, alpha);
+  const bool ours = serves(a, b) && plain(beta, alpha) && fits(addend, a.size(0), b.t());
+  return ours ? linear(a, b.t(), addend) : at::cpu::addmm(addend, a, b, beta, alpha);
 }
 
-at::Tensor& addmm_out(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+at::Tensor& addmm_out(const at::Tensor& addend, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
                       const at::Scalar& alpha, at::Tensor& out) {
-  const bool ours = serves(a, b, out) && plain(beta, alpha) && fits_bias(bias, b.t());
-  if (!ours) return at::cpu::addmm_out(out, bias, a, b, beta, alpha);
-  multiply(a, b.t(), &bias, out);
+  const bool ours = serves(a, b, out) && plain(beta, alpha) && fits(addend, a.size(0), b.t());
+  if (!ours) return at::cpu::addmm_out(out, addend, a, b, beta, alpha);
+  multiply(a, b.t(), &addend, out);
   return out;
 }
 

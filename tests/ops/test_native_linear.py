@@ -28,10 +28,11 @@ def drawn(rows: int, inner: int, columns: int, dtype: torch.dtype) -> tuple[torc
     return x.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
-def near(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def near(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None) -> None:
     """Asserts the error of a sum in float32, rounded once."""
-    truth = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    size = F.linear(x.double().abs(), weight.double().abs(), None if bias is None else bias.double().abs())
+    wide = torch.zeros(len(weight), dtype=torch.float64) if addend is None else addend.double()
+    truth = F.linear(x.double(), weight.double()) + wide
+    size = F.linear(x.double().abs(), weight.double().abs()) + wide.abs()
     allowed = size * (x.shape[1] + 2) * 2**-24 + truth.abs() * torch.finfo(x.dtype).eps
     assert got.shape == truth.shape
     assert got.dtype == x.dtype
@@ -44,13 +45,13 @@ def near(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.T
     inner=st.one_of(st.integers(0, 40), st.integers(1, 700)),
     columns=st.integers(0, 130),
     dtype=st.sampled_from(DTYPES),
-    biased=st.booleans(),
+    adds=st.sampled_from(["nothing", "bias", "residual"]),
 )
-def test_it_is_the_product(rows, inner, columns, dtype, biased):
+def test_it_is_the_product(rows, inner, columns, dtype, adds):
     """Fails where a row, a column or the end of a sum is left out or written twice."""
     x, weight, bias = drawn(rows, inner, columns, dtype)
-    bias = bias if biased else None
-    near(linear(x, weight, bias), x, weight, bias)
+    addend = {"nothing": None, "bias": bias, "residual": torch.randn(rows, columns + 3)[:, 3:].to(dtype)}[adds]
+    near(linear(x, weight, addend), x, weight, addend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,7 +85,7 @@ def test_what_does_not_fit_is_refused():
         linear(x[:, :7], weight)
     with pytest.raises(RuntimeError, match="BFloat16"):
         linear(x.bfloat16(), weight)
-    with pytest.raises(RuntimeError, match="bias is"):
+    with pytest.raises(RuntimeError, match="addend is"):
         linear(x, weight, bias[:3])
 
 
@@ -106,6 +107,8 @@ INSTALLED = """
     assert same(F.linear(few[None], weight)[0], plain)
     torch.mm(few, weight.t(), out=out); assert same(out, plain)
     torch.addmm(bias, few, weight.t(), out=out); assert same(out, biased)
+    residual = torch.randn(64, 30); torch.addmm(residual, few, weight.t(), out=out)
+    assert same(out, torch.ops.sglang_dflash.linear(few, weight, residual))
     halves = torch.empty(64, 60); torch.mm(few, weight.t(), out=halves[:, 30:]); assert same(halves[:, 30:], plain)
     near = lambda a, b: torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4)
     truth, wide_bias = few.double() @ weight.double().t(), bias.double()
