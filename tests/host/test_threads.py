@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from sglang_dflash.host.cpu.threads import SMALL_MATRIX, default_threads, usable_cores
+from sglang_dflash.host.cpu.threads import SHARE, SMALL_MATRIX, default_threads, usable_cores
 
 LARGE = SMALL_MATRIX + 1
 
@@ -33,6 +33,10 @@ def test_ranks_share_what_is_left(cores, ranks, expected):
     assert default_threads(cores, ranks, LARGE) == expected
 
 
-def test_a_small_model_takes_one():
-    """Fails where threads wait for each other longer than they compute."""
-    assert default_threads(64, 1, SMALL_MATRIX) == 1
+@pytest.mark.parametrize(
+    ("cores", "largest_matrix", "expected"),
+    [(64, SHARE - 1, 1), (64, 4 * SHARE, 4), (4, 4 * SHARE, 3), (2, SMALL_MATRIX, 1), (2, SMALL_MATRIX + 1, 2)],
+)
+def test_a_small_model_takes_what_it_keeps_busy(cores, largest_matrix, expected):
+    """Fails where threads wait for each other longer than they compute, or for one that has no core."""
+    assert default_threads(cores, 1, largest_matrix) == expected

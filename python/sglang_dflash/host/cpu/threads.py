@@ -1,4 +1,4 @@
-"""How many compute threads a rank takes: no more than the process may use, and one where a second costs more."""
+"""How many compute threads a rank takes: no more than the process may use, and than its matrices keep busy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from sglang.srt.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 VARIABLE = "OMP_NUM_THREADS"
-SMALL_MATRIX = 1 << 20  # elements of a layer's largest weight up to which waiting for a second thread costs more
+SHARE = 1 << 16  # elements of a layer's largest weight below which waiting for another thread costs more
+SMALL_MATRIX = 1 << 20  # up to here a product is so short that a thread without a core of its own is waited for
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -33,10 +34,9 @@ def default_threads(cores: int, ranks: int, largest_matrix: int) -> int:
         ranks: of this machine; each has a scheduler that computes.
         largest_matrix: elements of the largest weight within a layer.
     """
-    if largest_matrix <= SMALL_MATRIX:
-        return 1
-    spare = 1 if cores > 2 else 0  # the tokenizer, the detokenizer and HTTP
-    return max(1, (cores - spare) // ranks)
+    # One for the tokenizer, the detokenizer and HTTP; of two cores a large model is better served by both.
+    spare = 1 if cores > 2 or largest_matrix <= SMALL_MATRIX else 0
+    return max(1, min((cores - spare) // ranks, largest_matrix // SHARE))
 
 
 def choose_threads(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
