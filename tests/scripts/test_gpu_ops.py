@@ -23,7 +23,7 @@ def test_every_stage_runs_dry(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     content = json.loads((tmp_path / "gpu_ops.json").read_text())
     assert content["machine"]["dry"] and content["machine"]["copy_gb_s"] > 0
-    assert content["failures"] == {}
+    assert content["failures"] == {} and "commit" in content
     assert set(content["stages"]) == {
         "block_layout",
         "acceptance",
@@ -63,3 +63,21 @@ def test_a_wrong_op_fails_the_run_and_the_others_still_count(tmp_path):
     content = json.loads((tmp_path / "gpu_ops.json").read_text())
     assert "differs" in content["failures"]["block_layout"]
     assert list(content["stages"]) == ["accept_chain"]
+
+
+def test_captured_steps_read_memory_that_stays():
+    """Fails where a variant of the toy step puts other tensors in the place of those an earlier graph has captured."""
+    script = (
+        "import os, sys; os.environ['TRITON_INTERPRET'] = '1'\n"
+        f"sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+        "import torch\n"
+        "from gpu_kit.device import pick\n"
+        "from gpu_kit.toy_step import TINY, Models, Step, _variants\n"
+        "step = Step(Models(TINY, 'cpu', 7), 2, 2, 5)\n"
+        "def held(): return {n: id(v) for n, v in vars(step).items() if isinstance(v, torch.Tensor | tuple)}\n"
+        "before = held()\n"
+        "for call in _variants(pick(True), step).values(): call()\n"
+        "assert held() == before, 'a tensor was replaced'"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
