@@ -21,6 +21,7 @@ from sglang_dflash.bench.arms import Arm, Models, Serving, arms_of, split_flags
 from sglang_dflash.serving import Client, ServerError
 
 LOADS = (1, 8, 32)
+REHEARSED_LOADS = (1, 4)
 STEPS = 24
 LONG = 4096  # tokens of an answer: many more than STEPS steps decode
 WARM = 32
@@ -41,7 +42,8 @@ def profile(setting: Setting, stage: Stage, model: str) -> None:
     done = {(row["arm"], row["load"]) for row in stage.rows}
     stage.left, stage.failures, stage.notes = "", [], list(NOTES)
     for arm in _arms(setting, str(target), str(draft)):
-        loads = [load for load in LOADS if (arm.name, load) not in done]
+        every = REHEARSED_LOADS if setting.rehearsal else LOADS
+        loads = [load for load in every if (arm.name, load) not in done]
         try:
             if loads:
                 _serve(setting, stage, setting.launched(arm), loads)

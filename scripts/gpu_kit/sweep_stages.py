@@ -21,6 +21,7 @@ from sglang_dflash.serving import TINY_TARGET
 
 ARMS = "off,dflash,builtin"
 LOADS = "1,4,8,16,32,64"
+REHEARSED_LOADS = "1,4"
 MOST = 64
 TAU = 6.0  # simulated: about what published drafts reach on their easier tasks
 OURS = "sglang-dflash"  # how our worker's start-up line begins
@@ -74,7 +75,7 @@ def step_times(setting: Setting, stage: Stage, model: str, backend: str) -> None
         target_model=str(target),
         draft_model=str(draft),
         attention_backends=backend,
-        concurrencies=LOADS,
+        concurrencies=REHEARSED_LOADS if setting.rehearsal else LOADS,
         max_new_tokens=256,
         ignore_eos=True,
         env=simulate,

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,15 @@ from stand_in import TAU, made_trace  # noqa: E402
 
 from gpu_kit import profile_stage, sweep_stages  # noqa: E402
 from gpu_kit.budget import Budget, OutOfTimeError  # noqa: E402
-from gpu_kit.checks import BACKENDS, checks, run_check  # noqa: E402
+from gpu_kit.checks import (  # noqa: E402
+    BACKENDS,
+    REHEARSAL,
+    REHEARSED_BACKENDS,
+    REHEARSED_MODELS,
+    Check,
+    checks,
+    run_check,
+)
 from gpu_kit.dummy_pairs import BLOCK_SIZE, TARGETS, draft_config, make_pair  # noqa: E402
 from gpu_kit.equality_stage import equality  # noqa: E402
 from gpu_kit.profile_stage import profile  # noqa: E402
@@ -244,6 +253,30 @@ def test_a_profile_counts_every_arm(tmp_path):
 
 
 # What is kept, and the command.
+
+
+def test_whatever_breaks_a_stage_is_a_sentence_of_it(tmp_path, capsys):
+    """Fails where an unforeseen error ends the call, and with it the stages behind, or is tried again each time."""
+
+    def broken(setting: Setting, stage: Stage) -> None:
+        stage.rows.append({"arm": "off"})
+        raise KeyError("tau")
+
+    results = Results(tmp_path, ["one"])
+    stage = run_check(Check("one", "", broken), make_setting(tmp_path), results, FACTS)
+    assert stage.state == results.load("one").state == "failed" and stage.rows == [{"arm": "off"}]
+    assert stage.failures == ["KeyError: 'tau'"] and "Traceback" in capsys.readouterr().err
+
+
+def test_a_rehearsal_is_small_and_says_what_it_is(tmp_path):
+    """Fails where numbers of small shapes on a CPU could be taken for a GPU's, or loads are those of a GPU."""
+    setting = replace(make_setting(tmp_path, backends=REHEARSED_BACKENDS), rehearsal=True)
+    (check,) = [c for c in checks(REHEARSED_BACKENDS, REHEARSED_MODELS) if c.name.startswith("profile")]
+    stage = run_check(check, setting, Results(tmp_path, [check.name]), FACTS)
+    assert stage.state == "done" and {row["load"] for row in stage.rows} == {1, 4}
+    assert stage.notes[0] == REHEARSAL and REHEARSAL in (tmp_path / "README.md").read_text()
+    refused = _command("--device", "cpu", "--stage", "smoke")
+    assert refused.returncode == 2 and "--output" in refused.stderr
 
 
 def test_results_of_another_commit_are_not_gone_on_with(tmp_path):
