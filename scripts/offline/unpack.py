@@ -98,12 +98,11 @@ def check(bundle: Bundle) -> None:
     if running != bundle.manifest["python"]:
         raise SystemExit(f"error: the bundle is for Python {bundle.manifest['python']}; this is {running}.")
     _check_platform(bundle.manifest["platform"])
-    corrupted = bundle.corrupted()
+    missing, corrupted = bundle.missing(), bundle.corrupted()
+    if missing:
+        print(f"missing: {', '.join(missing)} of {len(bundle.manifest['parts'])} parts", flush=True)
     if corrupted:
         raise SystemExit(f"error: corrupted, bring again: {', '.join(corrupted)}.")
-    missing = bundle.missing()
-    if missing:
-        print(f"missing: {', '.join(missing)} of {len(bundle.manifest['parts'])} parts; the rest is whole")
 
 
 def _check_platform(tag: str) -> None:
@@ -114,9 +113,7 @@ def _check_platform(tag: str) -> None:
         raise SystemExit(f"error: the bundle is for Linux on {machine} ({tag}); this is {here}.")
     library, version = platform.libc_ver()
     if library == "glibc" and tuple(map(int, version.split(".")[:2])) < (int(major), int(minor)):
-        print(
-            f"the bundle is for glibc {major}.{minor}, this machine has {version}: pip refuses what needs the newer one"
-        )
+        print(f"the bundle is for glibc {major}.{minor}, this machine has {version}: pip refuses what needs more")
 
 
 def state(bundle: Bundle) -> None:

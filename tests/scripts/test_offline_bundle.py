@@ -120,14 +120,16 @@ def test_a_second_run_rebuilds_what_is_missing_or_wrong_alone(bundle):
 
 
 def test_a_corrupted_part_is_named(bundle):
-    """Fails where a flipped byte passes, or the message does not say which part to bring again."""
+    """Fails where a flipped byte passes, or it is not said which parts to bring: broken and missing ones at once."""
     folder, _, _ = bundle
     part = folder / "part-002"
     data = bytearray(part.read_bytes())
     data[100] ^= 1
     part.write_bytes(data)
+    (folder / "part-003").unlink()
     run = _unpack("check", folder)
     assert run.returncode == 1 and "part-002" in run.stderr and "part-001" not in run.stderr
+    assert "missing: part-003" in run.stdout
 
 
 def test_another_python_is_refused(bundle):
