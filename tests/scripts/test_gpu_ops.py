@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -81,3 +83,40 @@ def test_captured_steps_read_memory_that_stays():
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+COMPILE = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gpu_kit import toy_kernels as kernels
+
+def build(kernel, pointers, numbers=(), **constants):
+    names = kernel.arg_names
+    types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(numbers, "i32")
+    types |= {"cos_sin": "*fp32"} if "cos_sin" in types else {}
+    assert set(types) | set(constants) == set(names), names
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=dict.fromkeys(names, "constexpr") | types, constexprs=values, attrs={})
+    compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
+
+build(kernels._add_rms_norm_kernel, ["x", "residual", "weight", "out"], EPS=1e-6, WIDTH=4096, LANES=4096)
+build(kernels._silu_mul_kernel, ["gate_up", "out"], WIDTH=12288, BLOCK=1024)
+pointers = ["qkv", "q_weight", "k_weight", "cos_sin", "q_out", "k_cache", "v_cache"]
+for rows in (1, 16):
+    shape = {"ROWS": rows, "GROUPS": 4, "KV_HEADS": 8, "DIM": 128}
+    build(kernels._qk_norm_rope_kernel, pointers, ["prefix", "capacity"], **shape)
+"""
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_the_toy_kernels_compile(capability, tmp_path):
+    """Fails where the toy step would end on a GPU before it has begun, although it runs under the interpreter."""
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "scripts")}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(capability)], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
