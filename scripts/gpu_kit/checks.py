@@ -11,7 +11,7 @@ from typing import Any
 
 from gpu_kit.equality_stage import equality
 from gpu_kit.profile_stage import profile
-from gpu_kit.results import Results, Stage
+from gpu_kit.results import OtherRunError, Results, Stage
 from gpu_kit.setting import Setting
 from gpu_kit.sweep_stages import smoke, step_times
 
@@ -59,20 +59,23 @@ def run_check(check: Check, setting: Setting, results: Results, facts: dict[str,
         facts: commit, versions and machine of this call.
 
     Raises:
-        ValueError: former calls were made at another commit.
+        OtherRunError: former calls were made at another commit, or measured something else.
     """
     stage = results.load(check.name)
     if stage.commit and stage.commit != facts["commit"]:
-        raise ValueError(
+        raise OtherRunError(
             f"--output {results.folder} holds {check.name} of commit {stage.commit}, this is {facts['commit']}: name "
             "another folder."
         )
     stage.commit, stage.versions, stage.machine = facts["commit"], facts["versions"], facts["machine"]
     stage.commands.append(setting.command)
-    begin = time.monotonic()
+    begin, left = time.monotonic(), stage.left
     stage.left = "interrupted"
     try:
         check.run(setting, stage)
+    except OtherRunError:
+        stage.left = left
+        raise
     except Exception as error:  # whatever it was: the other stages still count, and a machine is lent for minutes
         traceback.print_exc()
         stage.left = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu_kit.budget import BudgetBoard, OutOfTimeError
 from gpu_kit.dummy_pairs import make_pair
-from gpu_kit.results import Stage
+from gpu_kit.results import OtherRunError, Stage
 from gpu_kit.setting import Setting
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.options import Options, check_resumable
@@ -95,7 +95,7 @@ def _sweep(setting: Setting, stage: Stage, options: Options, keep_tokens: bool) 
     """Goes on with what former calls kept; fills in what failed and what is left.
 
     Raises:
-        ValueError: former calls of this stage measured something else.
+        OtherRunError: former calls of this stage measured something else.
     """
     renderer = Renderer(options.target_model or str(TINY_TARGET), {"enable_thinking": False})
     plan = make_plan(options, renderer.count)
@@ -104,7 +104,10 @@ def _sweep(setting: Setting, stage: Stage, options: Options, keep_tokens: bool) 
     path = setting.raw / f"{stage.stage}.run.json"
     if path.exists():
         held = Run.load(path)
-        check_resumable(run.workload, run.options, held.workload, held.options)
+        try:
+            check_resumable(run.workload, run.options, held.workload, held.options)
+        except ValueError as error:
+            raise OtherRunError(f"{path}: {error}") from None
         run.cells, run.servers, run.notes = held.cells, held.servers, held.notes
 
     def board(cells: int, starts: int) -> BudgetBoard:

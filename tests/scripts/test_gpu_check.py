@@ -268,6 +268,17 @@ def test_whatever_breaks_a_stage_is_a_sentence_of_it(tmp_path, capsys):
     assert stage.failures == ["KeyError: 'tau'"] and "Traceback" in capsys.readouterr().err
 
 
+def test_a_stage_asked_for_in_other_words_stays_as_it_is(tmp_path):
+    """Fails where a sweep goes on with other flags, or what was measured with the first ones counts as failed."""
+    results = Results(tmp_path, ["smoke"])
+    (check,) = [check for check in checks(("triton",)) if check.name == "smoke"]
+    assert run_check(check, make_setting(tmp_path), results, FACTS).state == "done"
+    with pytest.raises(ValueError, match=r"server.flags"):
+        run_check(check, replace(make_setting(tmp_path), server_flags="--other"), results, FACTS)
+    held = results.load("smoke")
+    assert held.state == "done" and held.rows and not held.failures
+
+
 def test_a_rehearsal_is_small_and_says_what_it_is(tmp_path):
     """Fails where numbers of small shapes on a CPU could be taken for a GPU's, or loads are those of a GPU."""
     setting = replace(make_setting(tmp_path, backends=REHEARSED_BACKENDS), rehearsal=True)
