@@ -70,11 +70,13 @@ def run_check(check: Check, setting: Setting, results: Results, facts: dict[str,
     stage.commit, stage.versions, stage.machine = facts["commit"], facts["versions"], facts["machine"]
     stage.commands.append(setting.command)
     begin, left = time.monotonic(), stage.left
-    stage.left = "interrupted"
     try:
         check.run(setting, stage)
     except OtherRunError:
         stage.left = left
+        raise
+    except KeyboardInterrupt:
+        stage.left = "interrupted"  # now, for a stage has none left until it finds out
         raise
     except Exception as error:  # whatever it was: the other stages still count, and a machine is lent for minutes
         traceback.print_exc()

@@ -79,16 +79,18 @@ def step_times(setting: Setting, stage: Stage, model: str, backend: str) -> None
         max_new_tokens=256,
         ignore_eos=True,
         env=simulate,
-        server_flags=" ".join([dummy_flags(), setting.server_flags]),
+        server_flags=" ".join([dummy_flags(setting), setting.server_flags]),
     )
     run = _sweep(setting, stage, options, keep_tokens=False)
     stage.rows = [_row(row, ("step_ms", "decode_ms")) for row in frame(run).to_dict("records")]
     stage.notes = [*STEP_NOTES, *(note for note in run.notes if "simulated" not in note)]
 
 
-def dummy_flags() -> str:
+def dummy_flags(setting: Setting) -> str:
     """Room for the largest load, which the host else caps at 48 with speculation, and graphs up to it, no further."""
-    return f"--load-format dummy --max-running-requests {MOST} --cuda-graph-max-bs-decode {MOST}"
+    flags = f"--load-format dummy --max-running-requests {MOST} --cuda-graph-max-bs-decode {MOST}"
+    # In bfloat16 SGLang's own draft launches a Triton kernel, on a CPU, too.
+    return f"{flags} --dtype float32" if setting.rehearsal else flags
 
 
 def _sweep(setting: Setting, stage: Stage, options: Options, keep_tokens: bool) -> Run:

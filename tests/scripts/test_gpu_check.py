@@ -106,7 +106,7 @@ def test_dummy_pairs_are_ones_that_we_serve(model, tmp_path):
     assert (draft.block_size, draft.num_layers, len(draft.target_layer_ids)) == (BLOCK_SIZE, 5, 5)
     for folder in make_pair(model, tmp_path):
         config = AutoConfig.from_pretrained(folder)
-        assert (config.vocab_size, config.head_dim) == (target["vocab_size"], 128)
+        assert (config.vocab_size, config.head_dim) == (target["vocab_size"], target["head_dim"])
         assert AutoTokenizer.from_pretrained(folder)("1 + 1")["input_ids"]
 
 
@@ -266,6 +266,20 @@ def test_whatever_breaks_a_stage_is_a_sentence_of_it(tmp_path, capsys):
     stage = run_check(Check("one", "", broken), make_setting(tmp_path), results, FACTS)
     assert stage.state == results.load("one").state == "failed" and stage.rows == [{"arm": "off"}]
     assert stage.failures == ["KeyError: 'tau'"] and "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupted_stage_is_gone_on_with(tmp_path):
+    """Fails where a stage that was stopped in the middle counts as done or failed."""
+
+    def stopped(setting: Setting, stage: Stage) -> None:
+        stage.left = ""
+        raise KeyboardInterrupt
+
+    results = Results(tmp_path, ["one"])
+    with pytest.raises(KeyboardInterrupt):
+        run_check(Check("one", "", stopped), make_setting(tmp_path), results, FACTS)
+    held = results.load("one")
+    assert (held.state, held.left) == ("partial", "interrupted")
 
 
 def test_a_stage_asked_for_in_other_words_stays_as_it_is(tmp_path):
