@@ -106,6 +106,8 @@ def reason_not_to_build():
     return None
 
 
+# Where they are left out on purpose the wheel is for every platform: the offline bundle's.
+wanted = os.environ.get("SGLANG_DFLASH_BUILD_NATIVE", "1") != "0"
 setup(
     name="sglang-dflash",
     version=VERSION,
@@ -118,7 +120,7 @@ setup(
     packages=find_packages("python"),
     include_package_data=True,
     package_data={"sglang_dflash": ["assets/**/*"]},
-    ext_modules=[Extension("sglang_dflash.ops._native", [*SOURCES, KERNELS], depends=HEADERS)],
+    ext_modules=[Extension("sglang_dflash.ops._native", [*SOURCES, KERNELS], depends=HEADERS)] if wanted else [],
     cmdclass={"build_ext": NativeOps},
     install_requires=[
         "sglang==0.5.23",

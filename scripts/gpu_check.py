@@ -29,10 +29,20 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "python"), o
 from rich.console import Console  # noqa: E402
 
 from gpu_kit.budget import Budget  # noqa: E402
-from gpu_kit.checks import BACKENDS, Check, checks, run_check  # noqa: E402
+from gpu_kit.checks import (  # noqa: E402
+    BACKENDS,
+    MODELS,
+    REHEARSED_BACKENDS,
+    REHEARSED_MODELS,
+    Check,
+    checks,
+    run_check,
+)
 from gpu_kit.results import Results  # noqa: E402
 from gpu_kit.setting import Setting  # noqa: E402
 from sglang_dflash.bench.machine import machine, versions  # noqa: E402
+
+REHEARSAL_FLAGS = "--device cpu --max-total-tokens 32768"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -41,16 +51,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stage", action="append", help="only this one; repeatable. Default: all not done")
     parser.add_argument("--budget-s", type=float, default=540.0, help="of this call (default %(default)g)")
     parser.add_argument("--output", type=Path, help="default: docs/gpu/DEVICE-COMMIT")
-    parser.add_argument("--backends", default=",".join(BACKENDS), help="attention backends (default %(default)s)")
+    parser.add_argument("--backends", help=f"attention backends (default {','.join(BACKENDS)})")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal in small shapes")
     parser.add_argument("--server-flags", default="", help="for every server, quoted: '--sampling-backend pytorch'")
     parser.add_argument("--commit", help="where the folder is no git checkout")
     parser.add_argument("--stand-in", type=Path, help="a script in the place of SGLang and the checker: a dry run")
     arguments = parser.parse_args()
-    arguments.backends = tuple(dict.fromkeys(filter(None, arguments.backends.split(","))))
-    unknown = sorted(set(arguments.backends) - set(BACKENDS))
+    rehearsal = arguments.device == "cpu"
+    if rehearsal and not arguments.list and arguments.output is None:
+        parser.error("--device cpu measures nothing: name the folder of its results by --output")
+    allowed = REHEARSED_BACKENDS if rehearsal else BACKENDS
+    arguments.backends = tuple(dict.fromkeys(filter(None, (arguments.backends or ",".join(allowed)).split(","))))
+    unknown = sorted(set(arguments.backends) - set(allowed))
     if unknown or not arguments.backends:
-        parser.error(f"--backends has {','.join(unknown)}; it must be some of {','.join(BACKENDS)}")
-    names = [check.name for check in checks(arguments.backends)]
+        parser.error(f"--backends has {','.join(unknown)}; it must be some of {','.join(allowed)}")
+    arguments.checks = checks(arguments.backends, REHEARSED_MODELS if rehearsal else MODELS)
+    names = [check.name for check in arguments.checks]
     for name in arguments.stage or ():
         if name not in names:
             parser.error(f"--stage {name}: there are {', '.join(names)}")
@@ -70,16 +86,16 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
     commit = arguments.commit or found["versions"].get("commit")
     if not commit:
         raise ValueError("This folder is no git checkout: --commit must name what it holds.")
-    return found | {"commit": commit, "device": _device(arguments.stand_in is not None)}
+    return found | {"commit": commit, "device": _device(arguments)}
 
 
-def _device(dry: bool) -> str:
-    if dry:
-        return "dry-run"
+def _device(arguments: argparse.Namespace) -> str:
+    if arguments.stand_in or arguments.device == "cpu":
+        return "rehearsal"
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("no GPU was found; --stand-in tests/scripts/stand_in.py goes through all stages without one.")
+        raise ValueError("no GPU was found; --device cpu --output DIR goes through all stages with real servers.")
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
 
 
@@ -92,7 +108,7 @@ def show(every: list[Check], results: Results | None) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
-    every = checks(arguments.backends)
+    every: list[Check] = arguments.checks
     if arguments.list and arguments.output is None:
         show(every, None)
         return 0
@@ -104,15 +120,17 @@ def main() -> int:
     folder = arguments.output or ROOT / "docs" / "gpu" / f"{facts['device']}-{facts['commit']}"
     results = Results(folder.resolve(), names)
     chosen = [c for c in every if (c.name in arguments.stage if arguments.stage else not _played(results, c.name))]
+    rehearsal = arguments.device == "cpu"
     setting = Setting(
         raw=results.folder / "raw",
         models=Path(tempfile.gettempdir()) / "sglang-dflash-dummies",
         budget=Budget(arguments.budget_s),
         screen=Console(stderr=True, highlight=False, markup=False),
         backends=arguments.backends,
-        server_flags=arguments.server_flags,
+        server_flags=" ".join(filter(None, [REHEARSAL_FLAGS if rehearsal else "", arguments.server_flags])),
         stand_in=arguments.stand_in.resolve() if arguments.stand_in else None,
         command=shlex.join(["bash", "scripts/gpu_check.sh", *sys.argv[1:]]),
+        rehearsal=rehearsal,
     )
     for number, check in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {check.name}: {check.about}", flush=True)

@@ -10,10 +10,13 @@ import argparse
 import hashlib
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+if find_spec("packaging") is None:
+    sys.exit(f"error: this needs the package packaging: {sys.executable} -m pip install packaging")
 
 from offline import contents, resolve, wheels
 from offline.parts import BundleFile, read_size, write_bundle
@@ -63,15 +66,17 @@ def pack_all(found: dict[str, Path], versions: dict[str, str], folder: Path, wit
     """The bundle's files in their order: by group, this package first, then the small ones.
 
     Args:
-        found: distribution -> its wheel; this package's is the first.
+        found: distribution -> its wheel; this package's is the first, in a folder named after what it was built of.
     """
+    package = next(iter(found))
     files = []
     for name, wheel in found.items():
         group, split = contents.SPLIT_OFF.get(name, ("", ()))
         dropped = (*contents.STRIPPED.get(name, ()), *split)
         print(f"packing {wheel.name}", flush=True)
-        # What is packed already stays, unless what is dropped from it changed.
+        # What is packed already stays, unless what is dropped from it changed, or our sources, whatever their version.
         place = folder / hashlib.sha256("\n".join(dropped).encode()).hexdigest()[:8] if dropped else folder
+        place = folder / wheel.parent.name if name == package else place
         packed = wheels.pack(wheel, place, lambda path, dropped=dropped: not contents.matches(path, dropped))
         own = contents.group_of(name, wheels.is_pure(wheel), wheel.stat().st_size)
         files.append(BundleFile(packed, own, name, versions[name]))
@@ -98,7 +103,7 @@ def main() -> None:
     arguments.cache.mkdir(parents=True, exist_ok=True)
     print("resolving", flush=True)
     own = resolve.build_own_wheel(ROOT, arguments.cache / "own")
-    key = f"{target.python}-{target.platform}-{resolve.sha256(ROOT / 'setup.py')[:16]}"
+    key = f"{target.python}-{target.platform}-{hashlib.sha256(wheels.requirements(own)).hexdigest()[:16]}"
     closure = resolve.resolve([str(own)], target, arguments.cache / f"resolved-{key}.json")
     wanted, left_out = select(closure, resolve.read_preinstalled(arguments.preinstalled), target.python)
     package = wheels.distribution_of(own)
@@ -114,4 +119,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")

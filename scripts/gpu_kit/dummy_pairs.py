@@ -1,4 +1,4 @@
-"""Targets of real shapes with block-16 drafts of five layers: configs, the embedded pair's tokenizer, no weights."""
+"""Targets of real shapes, and small ones, with block-16 drafts of five layers: configs and a tokenizer, no weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,19 @@ TARGETS: dict[str, dict[str, Any]] = {
     },
 }
 """As published in the models' own config.json."""
-MASKS = {"qwen3-8b": 151669, "llama-3.1-8b": 128002}
+_SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_window_layers": 8,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "bos_token_id": 2046,
+    "eos_token_id": 2047,
+}
+TARGETS |= {"qwen3-small": TARGETS["qwen3-8b"] | _SMALL, "llama-small": TARGETS["llama-3.1-8b"] | _SMALL}
+MASKS = {"qwen3-8b": 151669, "llama-3.1-8b": 128002, "qwen3-small": 2045, "llama-small": 2045}
 """A reserved id of each vocabulary."""
 
 
@@ -74,25 +86,21 @@ def draft_config(model: str) -> dict[str, Any]:
     """In the published layout: a Qwen3 of the target's width, whose layers read the formula's taps."""
     target = TARGETS[model]
     kept = ("intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "vocab_size")
-    return (
-        _SHARED
-        | {key: target[key] for key in kept}
-        | {
-            "architectures": ["DFlashDraftModel"],
-            "block_size": BLOCK_SIZE,
-            "dflash_config": {
-                "mask_token_id": MASKS[model],
-                "target_layer_ids": list(build_target_layer_ids(target["num_hidden_layers"], DRAFT_LAYERS)),
-            },
-            "layer_types": ["full_attention"] * DRAFT_LAYERS,
-            "max_window_layers": DRAFT_LAYERS,
-            "model_type": "qwen3",
-            "num_hidden_layers": DRAFT_LAYERS,
-            "num_target_layers": target["num_hidden_layers"],
-            "sliding_window": None,
-            "use_sliding_window": False,
-        }
-    )
+    return {key: target[key] for key in (*_SHARED, *kept)} | {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": BLOCK_SIZE,
+        "dflash_config": {
+            "mask_token_id": MASKS[model],
+            "target_layer_ids": list(build_target_layer_ids(target["num_hidden_layers"], DRAFT_LAYERS)),
+        },
+        "layer_types": ["full_attention"] * DRAFT_LAYERS,
+        "max_window_layers": DRAFT_LAYERS,
+        "model_type": "qwen3",
+        "num_hidden_layers": DRAFT_LAYERS,
+        "num_target_layers": target["num_hidden_layers"],
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
 
 
 def make_pair(model: str, folder: Path) -> tuple[Path, Path]:

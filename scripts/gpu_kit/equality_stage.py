@@ -18,13 +18,14 @@ from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 CHECK_S = 200.0  # two servers and their questions, until one check was done
 STOP_S = 40.0  # it stops its servers itself
 ASKED = ["--num-prompts", "6", "--max-new-tokens", "48"]
+EXACT = ("triton", "dflash_cpu")  # where float32 is asked for, too
 SERVED = ["--max-total-tokens", "32768", "--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16"]
 
 
 def equality(setting: Setting, stage: Stage) -> None:
-    """In bfloat16 on every backend; in float32, where rounding excuses hardly anything, on Triton's."""
+    """In bfloat16 on every backend; in float32, where rounding excuses hardly anything, on Triton's or the CPU's."""
     cells = [(backend, "bfloat16") for backend in setting.backends]
-    cells += [("triton", "float32")] if "triton" in setting.backends else []
+    cells += [(backend, "float32") for backend in setting.backends if backend in EXACT]
     done = {(row["backend"], row["dtype"]) for row in stage.rows if row["lossless"] is not None}
     stage.left, stage.failures = "", []
     stage.rows = [row for row in stage.rows if (row["backend"], row["dtype"]) in done]

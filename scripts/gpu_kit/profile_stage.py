@@ -18,9 +18,11 @@ from gpu_kit.setting import Setting
 from gpu_kit.sweep_stages import ARMS, dummy_flags
 from gpu_kit.trace import count_steps, read_trace
 from sglang_dflash.bench.arms import Arm, Models, Serving, arms_of, split_flags
+from sglang_dflash.checking.arms import last_error
 from sglang_dflash.serving import Client, ServerError
 
 LOADS = (1, 8, 32)
+REHEARSED_LOADS = (1, 4)
 STEPS = 24
 LONG = 4096  # tokens of an answer: many more than STEPS steps decode
 WARM = 32
@@ -41,20 +43,23 @@ def profile(setting: Setting, stage: Stage, model: str) -> None:
     done = {(row["arm"], row["load"]) for row in stage.rows}
     stage.left, stage.failures, stage.notes = "", [], list(NOTES)
     for arm in _arms(setting, str(target), str(draft)):
-        loads = [load for load in LOADS if (arm.name, load) not in done]
+        every = REHEARSED_LOADS if setting.rehearsal else LOADS
+        loads = [load for load in every if (arm.name, load) not in done]
         try:
             if loads:
                 _serve(setting, stage, setting.launched(arm), loads)
         except OutOfTimeError as reason:
             stage.left = str(reason)
             return
-        except (ServerError, httpx.HTTPError, ValueError, OSError) as error:
+        except httpx.HTTPError:
+            stage.failures.append(f"{arm.label} stopped answering: {last_error(_log(setting, stage, arm))[:400]}")
+        except (ServerError, ValueError, OSError) as error:
             stage.failures.append(f"{arm.label}: {' '.join(str(error).split())[:400]}")
 
 
 def _arms(setting: Setting, target: str, draft: str) -> list[Arm]:
     device = () if setting.stand_in is None else ("--device", "cpu")
-    flags = (*split_flags(dummy_flags()), *device, *setting.flags())
+    flags = (*split_flags(dummy_flags(setting)), *device, *setting.flags())
     serving = Serving(flags, {}, {}, {}, setting.backends[:1], (True,), 1, "", "", "cuda")
     return arms_of(ARMS.split(","), Models(target, {"dflash": draft}, None, 0), serving, {})
 
@@ -65,8 +70,7 @@ def _serve(setting: Setting, stage: Stage, arm: Arm, loads: list[int]) -> None:
     budget.begin(f"starting {arm.label}", MARGIN * max(starts, default=START_S / MARGIN) + _cell_s(stage))
     setting.screen.print(f"starting {arm.label} ...", style="dim")
     begin = time.monotonic()
-    log = setting.raw / f"{stage.stage}-{arm.name}.log"
-    with arm.up(log, 600.0, lambda seconds: budget.check(f"starting {arm.label}")) as (url, _):
+    with arm.up(_log(setting, stage, arm), 600.0, lambda seconds: budget.check(f"starting {arm.label}")) as (url, _):
         start_s = round(time.monotonic() - begin, 1)
         client = Client(url, timeout_s=TRACE_S)
         for load in loads:
@@ -82,6 +86,10 @@ def _serve(setting: Setting, stage: Stage, arm: Arm, loads: list[int]) -> None:
             stage.rows.append({"arm": arm.name, "load": load, **counts, **times})
             budget.finished()
             setting.screen.print(f"{arm.name} at {load}: {counts['launches']} launches, {counts['graphs']} graphs")
+
+
+def _log(setting: Setting, stage: Stage, arm: Arm) -> Path:
+    return setting.raw / f"{stage.stage}-{arm.name}.log"
 
 
 def _cell_s(stage: Stage) -> float:

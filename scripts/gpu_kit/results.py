@@ -16,6 +16,10 @@ Row = dict[str, Any]
 HIDDEN = ("launched", "differences")  # in the JSON alone
 
 
+class OtherRunError(ValueError):
+    """The folder holds results that this call must not go on with: of another commit, or asked for in other words."""
+
+
 @dataclass(slots=True)
 class Stage:
     """One stage as far as it has come.

@@ -22,6 +22,7 @@ class Setting:
         backends: attention backends, in order.
         server_flags: for every server, quoted.
         stand_in: a script in the place of SGLang and of the checker: a dry run. None: the real ones.
+        rehearsal: real servers on a CPU, with small shapes and few requests: what is run counts, no number does.
         command: the words that started this call.
     """
 
@@ -33,6 +34,7 @@ class Setting:
     server_flags: str
     stand_in: Path | None
     command: str
+    rehearsal: bool = False
 
     def launched(self, arm: Arm) -> Arm:
         """The arm, served by the stand-in where there is one."""

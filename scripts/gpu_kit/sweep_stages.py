@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu_kit.budget import BudgetBoard, OutOfTimeError
 from gpu_kit.dummy_pairs import make_pair
-from gpu_kit.results import Stage
+from gpu_kit.results import OtherRunError, Stage
 from gpu_kit.setting import Setting
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.options import Options, check_resumable
@@ -21,6 +21,7 @@ from sglang_dflash.serving import TINY_TARGET
 
 ARMS = "off,dflash,builtin"
 LOADS = "1,4,8,16,32,64"
+REHEARSED_LOADS = "1,4"
 MOST = 64
 TAU = 6.0  # simulated: about what published drafts reach on their easier tasks
 OURS = "sglang-dflash"  # how our worker's start-up line begins
@@ -74,27 +75,29 @@ def step_times(setting: Setting, stage: Stage, model: str, backend: str) -> None
         target_model=str(target),
         draft_model=str(draft),
         attention_backends=backend,
-        concurrencies=LOADS,
+        concurrencies=REHEARSED_LOADS if setting.rehearsal else LOADS,
         max_new_tokens=256,
         ignore_eos=True,
         env=simulate,
-        server_flags=" ".join([dummy_flags(), setting.server_flags]),
+        server_flags=" ".join([dummy_flags(setting), setting.server_flags]),
     )
     run = _sweep(setting, stage, options, keep_tokens=False)
     stage.rows = [_row(row, ("step_ms", "decode_ms")) for row in frame(run).to_dict("records")]
     stage.notes = [*STEP_NOTES, *(note for note in run.notes if "simulated" not in note)]
 
 
-def dummy_flags() -> str:
+def dummy_flags(setting: Setting) -> str:
     """Room for the largest load, which the host else caps at 48 with speculation, and graphs up to it, no further."""
-    return f"--load-format dummy --max-running-requests {MOST} --cuda-graph-max-bs-decode {MOST}"
+    flags = f"--load-format dummy --max-running-requests {MOST} --cuda-graph-max-bs-decode {MOST}"
+    # In bfloat16 SGLang's own draft launches a Triton kernel, on a CPU, too.
+    return f"{flags} --dtype float32" if setting.rehearsal else flags
 
 
 def _sweep(setting: Setting, stage: Stage, options: Options, keep_tokens: bool) -> Run:
     """Goes on with what former calls kept; fills in what failed and what is left.
 
     Raises:
-        ValueError: former calls of this stage measured something else.
+        OtherRunError: former calls of this stage measured something else.
     """
     renderer = Renderer(options.target_model or str(TINY_TARGET), {"enable_thinking": False})
     plan = make_plan(options, renderer.count)
@@ -103,7 +106,10 @@ def _sweep(setting: Setting, stage: Stage, options: Options, keep_tokens: bool) 
     path = setting.raw / f"{stage.stage}.run.json"
     if path.exists():
         held = Run.load(path)
-        check_resumable(run.workload, run.options, held.workload, held.options)
+        try:
+            check_resumable(run.workload, run.options, held.workload, held.options)
+        except ValueError as error:
+            raise OtherRunError(f"{path}: {error}") from None
         run.cells, run.servers, run.notes = held.cells, held.servers, held.notes
 
     def board(cells: int, starts: int) -> BudgetBoard:

@@ -54,8 +54,9 @@ class Step:
     def layout_arguments(self) -> tuple:
         return self.bonus_ids, self.prefix_lens, self.pool_rows, self.table, self.rows, self.models.shape.vocab - 1
 
-    def draft_forward(self, argmax: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        hidden = F.embedding(self.layout[0].flatten(), self.models.embedding)
+    def draft_forward(self, argmax: Callable[[torch.Tensor], torch.Tensor], block: torch.Tensor) -> None:
+        """block: [B, K] ids; a captured forward reads them where they are, so they must outlive it."""
+        hidden = F.embedding(block.flatten(), self.models.embedding)
         hidden = self.models.draft.forward(hidden, self.draft_cache, self.prefix)
         drafted = hidden.view(self.batch, self.rows, -1)[:, 1:].flatten(0, 1)
         self.ids[:, 0] = self.bonus_ids
@@ -84,7 +85,7 @@ def _float32_accept(logits: torch.Tensor, ids: torch.Tensor) -> reference.Greedy
 
 def _variants(device: Device, step: Step) -> dict[str, Callable[[], None]]:
     """Steps, by what runs outside of the graphs."""
-    draft = device.capture(lambda: step.draft_forward(triton_acceptance.row_argmax))
+    draft = device.capture(lambda: step.draft_forward(triton_acceptance.row_argmax, step.layout[0]))
     verify = device.capture(step.verify_forward)
 
     def two_graphs() -> None:
@@ -102,8 +103,9 @@ def _variants(device: Device, step: Step) -> dict[str, Callable[[], None]]:
         step.commit(triton_acceptance.accept_greedy, triton_context_kv.write_context_kv)
 
     def head_of_step() -> None:
-        step.layout = triton_block.block_layout(*step.layout_arguments())
-        step.draft_forward(triton_acceptance.row_argmax)
+        # Not kept in the step: the first graph reads the layout that is there.
+        block, _, _ = triton_block.block_layout(*step.layout_arguments())
+        step.draft_forward(triton_acceptance.row_argmax, block)
 
     def tail_of_step() -> None:
         step.verify_forward()

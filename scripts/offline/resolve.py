@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -49,12 +50,16 @@ class Resolved:
     requires: tuple[str, ...]
 
 
-def pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+def pip(*arguments: str, **variables: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True, env={**os.environ, **variables})
 
 
 def build_own_wheel(root: Path, folder: Path) -> Path:
-    """This package's wheel in `folder`, kept while the sources stay the same."""
+    """This package's wheel in `folder`, kept while the sources stay the same.
+
+    Without the native ops, which are for CPUs and for the torch of whoever builds them: pure Python, for every machine.
+    """
     sources = [root / "setup.py", root / "README.md", *sorted((root / "python").rglob("*"))]
     digest = hashlib.sha256()
     for path in sources:
@@ -62,7 +67,7 @@ def build_own_wheel(root: Path, folder: Path) -> Path:
             digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     place = folder / digest.hexdigest()[:16]
     if not list(place.glob("*.whl")):
-        pip("wheel", "--no-deps", "--wheel-dir", str(place), str(root))
+        pip("wheel", "--no-deps", "--wheel-dir", str(place), str(root), SGLANG_DFLASH_BUILD_NATIVE="0")
     (wheel,) = place.glob("*.whl")
     return wheel
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import lzma
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,10 @@ class Bundle:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+        try:
+            self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+        except ValueError:
+            raise SystemExit(f"error: {folder / 'manifest.json'} is corrupted; bring it again.") from None
         self.part_bytes: int = self.manifest["part_bytes"]
 
     def missing(self) -> list[str]:
@@ -93,12 +97,23 @@ def check(bundle: Bundle) -> None:
     running = "{}.{}".format(*sys.version_info)
     if running != bundle.manifest["python"]:
         raise SystemExit(f"error: the bundle is for Python {bundle.manifest['python']}; this is {running}.")
-    corrupted = bundle.corrupted()
+    _check_platform(bundle.manifest["platform"])
+    missing, corrupted = bundle.missing(), bundle.corrupted()
+    if missing:
+        print(f"missing: {', '.join(missing)} of {len(bundle.manifest['parts'])} parts", flush=True)
     if corrupted:
         raise SystemExit(f"error: corrupted, bring again: {', '.join(corrupted)}.")
-    missing = bundle.missing()
-    if missing:
-        print(f"missing: {', '.join(missing)} of {len(bundle.manifest['parts'])} parts; the rest is whole")
+
+
+def _check_platform(tag: str) -> None:
+    """tag: as manylinux_2_39_x86_64. Another processor is an error; an older glibc is told: most wheels need less."""
+    _, major, minor, machine = tag.split("_", 3)
+    if platform.system() != "Linux" or platform.machine() != machine:
+        here = f"{platform.system()} on {platform.machine()}"
+        raise SystemExit(f"error: the bundle is for Linux on {machine} ({tag}); this is {here}.")
+    library, version = platform.libc_ver()
+    if library == "glibc" and tuple(map(int, version.split(".")[:2])) < (int(major), int(minor)):
+        print(f"the bundle is for glibc {major}.{minor}, this machine has {version}: pip refuses what needs more")
 
 
 def state(bundle: Bundle) -> None:

@@ -27,6 +27,14 @@ def distribution_of(wheel: Path) -> str:
     return str(canonicalize_name(wheel.name.split("-")[0]))
 
 
+def requirements(wheel: Path) -> bytes:
+    """What a wheel says that it requires, a line each."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).splitlines()
+    return b"\n".join(line for line in lines if line.startswith(b"Requires-Dist:"))
+
+
 def is_pure(wheel: Path) -> bool:
     return all(tag.abi == "none" and tag.platform == "any" for tag in parse_wheel_filename(wheel.name)[3])
 

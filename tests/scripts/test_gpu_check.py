@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,15 @@ from stand_in import TAU, made_trace  # noqa: E402
 
 from gpu_kit import profile_stage, sweep_stages  # noqa: E402
 from gpu_kit.budget import Budget, OutOfTimeError  # noqa: E402
-from gpu_kit.checks import BACKENDS, checks, run_check  # noqa: E402
+from gpu_kit.checks import (  # noqa: E402
+    BACKENDS,
+    REHEARSAL,
+    REHEARSED_BACKENDS,
+    REHEARSED_MODELS,
+    Check,
+    checks,
+    run_check,
+)
 from gpu_kit.dummy_pairs import BLOCK_SIZE, TARGETS, draft_config, make_pair  # noqa: E402
 from gpu_kit.equality_stage import equality  # noqa: E402
 from gpu_kit.profile_stage import profile  # noqa: E402
@@ -97,7 +106,7 @@ def test_dummy_pairs_are_ones_that_we_serve(model, tmp_path):
     assert (draft.block_size, draft.num_layers, len(draft.target_layer_ids)) == (BLOCK_SIZE, 5, 5)
     for folder in make_pair(model, tmp_path):
         config = AutoConfig.from_pretrained(folder)
-        assert (config.vocab_size, config.head_dim) == (target["vocab_size"], 128)
+        assert (config.vocab_size, config.head_dim) == (target["vocab_size"], target["head_dim"])
         assert AutoTokenizer.from_pretrained(folder)("1 + 1")["input_ids"]
 
 
@@ -244,6 +253,55 @@ def test_a_profile_counts_every_arm(tmp_path):
 
 
 # What is kept, and the command.
+
+
+def test_whatever_breaks_a_stage_is_a_sentence_of_it(tmp_path, capsys):
+    """Fails where an unforeseen error ends the call, and with it the stages behind, or is tried again each time."""
+
+    def broken(setting: Setting, stage: Stage) -> None:
+        stage.rows.append({"arm": "off"})
+        raise KeyError("tau")
+
+    results = Results(tmp_path, ["one"])
+    stage = run_check(Check("one", "", broken), make_setting(tmp_path), results, FACTS)
+    assert stage.state == results.load("one").state == "failed" and stage.rows == [{"arm": "off"}]
+    assert stage.failures == ["KeyError: 'tau'"] and "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupted_stage_is_gone_on_with(tmp_path):
+    """Fails where a stage that was stopped in the middle counts as done or failed."""
+
+    def stopped(setting: Setting, stage: Stage) -> None:
+        stage.left = ""
+        raise KeyboardInterrupt
+
+    results = Results(tmp_path, ["one"])
+    with pytest.raises(KeyboardInterrupt):
+        run_check(Check("one", "", stopped), make_setting(tmp_path), results, FACTS)
+    held = results.load("one")
+    assert (held.state, held.left) == ("partial", "interrupted")
+
+
+def test_a_stage_asked_for_in_other_words_stays_as_it_is(tmp_path):
+    """Fails where a sweep goes on with other flags, or what was measured with the first ones counts as failed."""
+    results = Results(tmp_path, ["smoke"])
+    (check,) = [check for check in checks(("triton",)) if check.name == "smoke"]
+    assert run_check(check, make_setting(tmp_path), results, FACTS).state == "done"
+    with pytest.raises(ValueError, match=r"server.flags"):
+        run_check(check, replace(make_setting(tmp_path), server_flags="--other"), results, FACTS)
+    held = results.load("smoke")
+    assert held.state == "done" and held.rows and not held.failures
+
+
+def test_a_rehearsal_is_small_and_says_what_it_is(tmp_path):
+    """Fails where numbers of small shapes on a CPU could be taken for a GPU's, or loads are those of a GPU."""
+    setting = replace(make_setting(tmp_path, backends=REHEARSED_BACKENDS), rehearsal=True)
+    (check,) = [c for c in checks(REHEARSED_BACKENDS, REHEARSED_MODELS) if c.name.startswith("profile")]
+    stage = run_check(check, setting, Results(tmp_path, [check.name]), FACTS)
+    assert stage.state == "done" and {row["load"] for row in stage.rows} == {1, 4}
+    assert stage.notes[0] == REHEARSAL and REHEARSAL in (tmp_path / "README.md").read_text()
+    refused = _command("--device", "cpu", "--stage", "smoke")
+    assert refused.returncode == 2 and "--output" in refused.stderr
 
 
 def test_results_of_another_commit_are_not_gone_on_with(tmp_path):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,7 +25,7 @@ def test_every_stage_runs_dry(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     content = json.loads((tmp_path / "gpu_ops.json").read_text())
     assert content["machine"]["dry"] and content["machine"]["copy_gb_s"] > 0
-    assert content["failures"] == {}
+    assert content["failures"] == {} and "commit" in content
     assert set(content["stages"]) == {
         "block_layout",
         "acceptance",
@@ -63,3 +65,58 @@ def test_a_wrong_op_fails_the_run_and_the_others_still_count(tmp_path):
     content = json.loads((tmp_path / "gpu_ops.json").read_text())
     assert "differs" in content["failures"]["block_layout"]
     assert list(content["stages"]) == ["accept_chain"]
+
+
+def test_captured_steps_read_memory_that_stays():
+    """Fails where a variant of the toy step puts other tensors in the place of those an earlier graph has captured."""
+    script = (
+        "import os, sys; os.environ['TRITON_INTERPRET'] = '1'\n"
+        f"sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+        "import torch\n"
+        "from gpu_kit.device import pick\n"
+        "from gpu_kit.toy_step import TINY, Models, Step, _variants\n"
+        "step = Step(Models(TINY, 'cpu', 7), 2, 2, 5)\n"
+        "def held(): return {n: id(v) for n, v in vars(step).items() if isinstance(v, torch.Tensor | tuple)}\n"
+        "before = held()\n"
+        "for call in _variants(pick(True), step).values(): call()\n"
+        "assert held() == before, 'a tensor was replaced'"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+COMPILE = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gpu_kit import toy_kernels as kernels
+
+def build(kernel, pointers, numbers=(), **constants):
+    names = kernel.arg_names
+    types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(numbers, "i32")
+    types |= {"cos_sin": "*fp32"} if "cos_sin" in types else {}
+    assert set(types) | set(constants) == set(names), names
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=dict.fromkeys(names, "constexpr") | types, constexprs=values, attrs={})
+    compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
+
+build(kernels._add_rms_norm_kernel, ["x", "residual", "weight", "out"], EPS=1e-6, WIDTH=4096, LANES=4096)
+build(kernels._silu_mul_kernel, ["gate_up", "out"], WIDTH=12288, BLOCK=1024)
+pointers = ["qkv", "q_weight", "k_weight", "cos_sin", "q_out", "k_cache", "v_cache"]
+for rows in (1, 16):
+    shape = {"ROWS": rows, "GROUPS": 4, "KV_HEADS": 8, "DIM": 128}
+    build(kernels._qk_norm_rope_kernel, pointers, ["prefix", "capacity"], **shape)
+"""
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_the_toy_kernels_compile(capability, tmp_path):
+    """Fails where the toy step would end on a GPU before it has begun, although it runs under the interpreter."""
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "scripts")}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(capability)], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr[-3000:]

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import io
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 PYTHON = "{}.{}".format(*sys.version_info)
+TAG = f"manylinux_2_17_{platform.machine()}"
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +30,11 @@ def kit():
     names = ("resolve", "wheels", "parts", "contents", "unpack")
     yield type("Kit", (), {n: importlib.import_module(f"offline.{n}") for n in names})
     sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture(scope="module")
+def make(kit):
+    return importlib.import_module("make_offline_bundle")
 
 
 def _wheel(folder: Path, name: str, files: dict[str, bytes], tag: str = "py3-none-any", version: str = "1.0") -> Path:
@@ -66,7 +73,7 @@ def bundle(kit, tmp_path):
         packed = kit.wheels.pack(wheel, tmp_path / "packed", lambda path: True)
         files.append(kit.parts.BundleFile(packed, group, name, "1.0"))
     kit.wheels.XZ_FROM_BYTES = before
-    target = kit.resolve.Target(PYTHON, "manylinux_2_39_x86_64")
+    target = kit.resolve.Target(PYTHON, TAG)
 
     def write() -> dict:
         return kit.parts.write_bundle(files, tmp_path / "bundle", 4000, target, {"dd": "unneeded"})
@@ -113,14 +120,16 @@ def test_a_second_run_rebuilds_what_is_missing_or_wrong_alone(bundle):
 
 
 def test_a_corrupted_part_is_named(bundle):
-    """Fails where a flipped byte passes, or the message does not say which part to bring again."""
+    """Fails where a flipped byte passes, or it is not said which parts to bring: broken and missing ones at once."""
     folder, _, _ = bundle
     part = folder / "part-002"
     data = bytearray(part.read_bytes())
     data[100] ^= 1
     part.write_bytes(data)
+    (folder / "part-003").unlink()
     run = _unpack("check", folder)
     assert run.returncode == 1 and "part-002" in run.stderr and "part-001" not in run.stderr
+    assert "missing: part-003" in run.stdout
 
 
 def test_another_python_is_refused(bundle):
@@ -129,6 +138,39 @@ def test_another_python_is_refused(bundle):
     (folder / "manifest.json").write_text(json.dumps(manifest | {"python": "3.5"}))
     run = _unpack("check", folder)
     assert run.returncode == 1 and "3.5" in run.stderr
+
+
+@pytest.mark.parametrize("tag", ["manylinux_2_39_sparc", "manylinux_2_99_{machine}"])
+def test_another_platform_is_told(bundle, tag):
+    """Fails where wheels of another processor are installed, or an older glibc than the bundle's is not mentioned."""
+    folder, manifest, _ = bundle
+    tag = tag.format(machine=platform.machine())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"platform": tag}))
+    run = _unpack("check", folder)
+    if tag.endswith("sparc"):
+        assert run.returncode == 1 and "sparc" in run.stderr and platform.machine() in run.stderr
+    else:
+        assert run.returncode == 0 and "glibc 2.99" in run.stdout
+
+
+def test_a_corrupted_manifest_is_named(bundle):
+    """Fails where a manifest that came cut short ends in a traceback."""
+    folder, manifest, _ = bundle
+    (folder / "manifest.json").write_text(json.dumps(manifest)[:-20])
+    run = _unpack("check", folder)
+    assert run.returncode == 1 and "manifest.json is corrupted" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_our_own_wheel_is_packed_anew_where_our_sources_changed(kit, make, tmp_path):
+    """Fails where the cache gives a former build of this package, whose version and name are the same."""
+    packed = []
+    for build, source in (("one", b"X = 1\n"), ("two", b"X = 2\n")):
+        wheel = _wheel(tmp_path / "own" / build, "ours", {"ours.py": source})
+        (file,) = make.pack_all({"ours": wheel}, {"ours": "1.0"}, tmp_path / "packed", False)
+        assert file.group == "package"
+        with zipfile.ZipFile(file.path) as archive:
+            packed.append(archive.read("ours.py"))
+    assert packed == [b"X = 1\n", b"X = 2\n"]
 
 
 def test_a_partial_bundle_gives_what_is_whole(bundle, tmp_path):
@@ -185,7 +227,7 @@ def test_stripping_and_splitting_a_wheel(kit, tmp_path):
         assert "big/b.so" not in recorded and archive.read("big/a.so") == _noise(900, 1)
     part = kit.wheels.split_off(wheel, tmp_path / "one", "fa3", lambda path: not keep(path))
     assert part.name == "big_fa3-1.0-py3-none-any.whl.xz"
-    target = kit.resolve.Target(PYTHON, "manylinux_2_39_x86_64")
+    target = kit.resolve.Target(PYTHON, TAG)
     kit.parts.write_bundle([kit.parts.BundleFile(part, "fa3", "big-fa3", "1.0")], tmp_path / "b", 200, target, {})
     place = kit.unpack.Bundle(tmp_path / "b")
     with zipfile.ZipFile(place.extract(place.whole_files()[0], tmp_path)) as archive:
@@ -196,11 +238,8 @@ def test_stripping_and_splitting_a_wheel(kit, tmp_path):
         ]
 
 
-def test_what_the_machine_has_is_not_brought(kit):
+def test_what_the_machine_has_is_not_brought(kit, make):
     """Fails where a version that a requirement rules out is taken for good, or a fitting one is brought along."""
-    sys.path.insert(0, str(SCRIPTS))
-    make = importlib.import_module("make_offline_bundle")
-    sys.path.remove(str(SCRIPTS))
     needs = ("torch==2.14.1", "numpy>=2", "rich", "attrs>=99; python_version < '3'", "extra-thing; extra == 'x'")
     closure = [
         kit.resolve.Resolved("ours", "1", "", needs),
