@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -131,6 +132,19 @@ def test_penalties_after_retraction(client: Client, baseline: Baseline) -> None:
     assert_equal_tokens(crowd, baseline.penalised_answers, baseline.long_prompts)
     assert sum(answer.meta["num_retractions"] for answer in crowd) > 0, "nothing was retracted"
     assert_pool_empties(client)
+
+
+@on_arms("default")
+def test_a_profile_is_taken(client: Client, tmp_path: Path) -> None:
+    """Fails where SGLang's profiler ends the server: it asks the platform what to record."""
+    wanted = {"output_dir": str(tmp_path), "num_steps": 2, "activities": ["CPU"]}
+    client.post("/start_profile", wanted).raise_for_status()
+    answer = client.generate("1 + 1 =", max_new_tokens=24, ignore_eos=True)
+    assert len(answer.ids) == 24
+    deadline = time.monotonic() + 60.0
+    while not list(tmp_path.rglob("*.trace.json.gz")):
+        assert time.monotonic() < deadline, "no trace was written"
+        time.sleep(0.5)
 
 
 @on_arms("default")

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("sglang-dflash", "sglang", "torch", "transformers", "flashinfer-python", "sgl-kernel", "triton")
+PACKAGES = ("sglang-dflash", "sglang", "torch", "transformers", "flashinfer-python", "sglang-kernel", "triton")
 
 
 def machine() -> dict[str, Any]:

@@ -26,6 +26,12 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"  # without an answer, one /start_profile would end the server
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 
