@@ -6,11 +6,11 @@
 namespace sglang_dflash {
 namespace {
 
-constexpr int kTileHeight = 4;                                     // rows that share a loaded weight
-constexpr int kAccumulators = kLanes == 16 ? 24 : 12;              // of 32 or 16 vector registers
-constexpr int64_t kLinearRows = kLanes == 4 ? 0 : 64;              // with four lanes a BLAS is the better one
-constexpr int64_t kSpanBytes = 16384;                              // weights that stay in the first cache for all rows
-constexpr int64_t kSpanColumns = kAccumulators;                    // a multiple of every tile's width 
+constexpr int kTileHeight = 4;                         // rows that share a loaded weight
+constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 vector registers
+constexpr int64_t kLinearRows = kLanes == 4 ? 0 : 64;  // with four lanes a BLAS is the better one
+constexpr int64_t kSpanBytes = 16384;                  // weights that stay in the first cache for all rows
+constexpr int64_t kSpanColumns = kAccumulators;        // a multiple of every tile's width
 constexpr int tile_width(int height) { return height == 1 ? 6 : kAccumulators / height; }
 
 // What a tile prefetches while it multiplies: its share of the weights of the span to come, so that memory never rests.

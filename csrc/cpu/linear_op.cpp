@@ -45,8 +45,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   return out;
 }
 
-// Torch's products whose second factor is the transpose of a dense weight, as those of `F.linear` are, or a residual's that inductor folds in. All others, and
-// those of many rows, go to torch's own kernels, without the dispatcher that would bring them back.
+// Torch's products whose second factor is the transpose of a dense weight, as those of `F.linear` are; inductor folds a
+// residual into them. All others, and those of many rows, go to torch's own kernels, without the dispatcher that would
+// bring them back.
 
 bool serves(const at::Tensor& a, const at::Tensor& b) {
   const auto type = a.scalar_type();

@@ -1,4 +1,5 @@
-// The ops that go row by row: norms, rotary embedding, block layout, context KV, greedy acceptance. And which kernels serve.
+// The ops that go row by row: norms, rotary embedding, block layout, context KV, argmax, greedy acceptance. And which
+// kernels serve.
 #include <cstdlib>
 #include <vector>
 

@@ -54,6 +54,7 @@ ON_ARMS: dict[str, list[str]] = {
     "tiny-pool": TINY_POOL,
     "tiny-pool-page16": [*TINY_POOL, "--page-size", "16", "--disable-overlap-schedule"],
 }
+COMPILED = ("no-overlap", "tiny-pool-page16")  # with captured forwards; the off arms never are
 
 
 @dataclass(frozen=True, slots=True)

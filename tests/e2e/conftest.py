@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from arms import (
+    COMPILED,
     MAX_NEW_TOKENS,
     ON_ARMS,
     OPENINGS,
@@ -80,7 +81,8 @@ def server(
 ) -> Iterator[Server]:
     """The on arm that `on_arms` names; arms follow each other, one up at a time."""
     arguments = [*PLAIN, *SPECULATE, *ON_ARMS[request.param]]
-    with Server(arguments, tmp_path_factory.mktemp(request.param) / "server.log", OVERLAPPING) as running:
+    environment = OVERLAPPING | ({"SGLANG_DFLASH_COMPILE": "1"} if request.param in COMPILED else {})
+    with Server(arguments, tmp_path_factory.mktemp(request.param) / "server.log", environment) as running:
         yield running
 
 
