@@ -14,6 +14,7 @@ from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
 from sglang_dflash.ops.bodies import (
     INVARIANT_ATTENTION,
+    TORCH_ATTENTION,
     TORCH_ROWS,
     Attention,
     PagedTable,
@@ -40,6 +41,7 @@ from sglang_dflash.ops.tiled_attention import invariant_attention
 
 __all__ = [
     "INVARIANT_ATTENTION",
+    "TORCH_ATTENTION",
     "TORCH_ROWS",
     "Attention",
     "Emitted",

@@ -137,9 +137,10 @@ def choose_attention(device: torch.device | str, dtype: torch.dtype, kv_dtype: t
     """The attention for queries of `dtype` over a cache of `kv_dtype`."""
     if native.serves(device, dtype, kv_dtype):
         return Attention(PagedTable.gather, PagedTable.uniform, native_attention, native_write_and_attend)
-    return Attention(PagedRows.gather, PagedRows.uniform, paged_attention)
+    return TORCH_ATTENTION
 
 
+TORCH_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, paged_attention)
 INVARIANT_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, invariant_attention)
 
 
