@@ -76,7 +76,9 @@ def profile(server: Server, stages: Path | None, concurrency: int, tokens: int, 
                 "tok_s": count / seconds,
                 "step_us": seconds / steps * 1e6 if stages else 0.0,
                 "target_us": statistics.median(targets_us or [0.0]),  # of decode and verify: prefills are few
-                "us": spent | {"outside the scheduler's steps": seconds / steps * 1e6 - sum(spent.values())},
+                "us": spent | {"outside the scheduler's steps": seconds / steps * 1e6 - sum(spent.values())}
+                if stages
+                else {},
                 "calls": {name: round(n / steps, 1) for name, n in rows.items()},
             }
         )
@@ -96,7 +98,8 @@ def show(console: Console, title: str, results: dict[str, dict[str, Any]]) -> No
         if stages[stage] >= 20:
             table.add_row(stage, *(f"{r['us'].get(stage, 0.0):.0f}" for r in results.values()))
     table.add_section()
-    table.add_row("step", *(f"{r['step_us']:.0f}" for r in results.values()))
+    if stages:
+        table.add_row("step", *(f"{r['step_us']:.0f}" for r in results.values()))
     table.add_row("tok/s", *(f"{r['tok_s']:.1f}" for r in results.values()))
     console.print(table)
 
