@@ -56,6 +56,15 @@ def test_an_unknown_instruction_set_is_refused():
     assert "SGLANG_DFLASH_ISA is 'sse9'" in run_python("-c", script, SGLANG_DFLASH_ISA="sse9").stderr
 
 
+def test_a_library_of_older_sources_is_refused(monkeypatch):
+    """Fails where new Python beside a library that was not built anew ends in an op that is not there."""
+    if native.isa() is None:
+        pytest.skip(f"native ops: {native.described()}")
+    monkeypatch.setattr(native, "LATEST", ("linear", "an_op_of_tomorrow"))
+    with pytest.raises(ImportError, match="older sources, it has no an_op_of_tomorrow: build it anew"):
+        native.isa.__wrapped__()
+
+
 def test_the_switch_leaves_torch():
     """Fails where SGLANG_DFLASH_NATIVE=0 leaves a native body in use, or the start-up line does not say so."""
     script = (

@@ -16,6 +16,7 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16)
 SWITCH = "SGLANG_DFLASH_NATIVE"
 LIBRARY = "SGLANG_DFLASH_NATIVE_LIBRARY"  # another build of the ops, e.g. one with sanitizers
+LATEST = ("linear", "row_argmax", "write_and_attend", "block_layout")  # what a library of older sources lacks
 
 
 @cache
@@ -23,7 +24,7 @@ def isa() -> str | None:
     """The instruction set of the kernels that serve in this process; None where torch serves instead.
 
     Raises:
-        ImportError: the ops were built for another torch.
+        ImportError: the ops were built for another torch, or of older sources.
     """
     path = library_path()
     if path is None or not enabled():
@@ -35,6 +36,12 @@ def isa() -> str | None:
             f"{path} was built for another torch than {torch.__version__}: build it anew (python setup.py build_ext "
             f"--inplace) or leave it out ({SWITCH}=0)."
         ) from error
+    missing = [name for name in LATEST if not hasattr(torch.ops.sglang_dflash, name)]
+    if missing:
+        raise ImportError(
+            f"{path} was built of older sources, it has no {', '.join(missing)}: build it anew (python setup.py "
+            f"build_ext --inplace) or leave it out ({SWITCH}=0)."
+        )
     _register_fakes()
     return str(torch.ops.sglang_dflash.isa())
 
