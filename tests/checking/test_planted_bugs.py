@@ -65,6 +65,7 @@ def server(folder: Path) -> Iterator[Server]:
     path = os.pathsep.join([str(Path(planted_bugs.__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {
         **TINY_ENVIRONMENT,
+        "SGLANG_DFLASH_OVERLAP": "1",
         "PYTHONPATH": path.rstrip(os.pathsep),
         planted_bugs.VARIABLE: str(bug),
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
