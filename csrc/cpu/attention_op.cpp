@@ -1,5 +1,4 @@
 // sglang_dflash::paged_attention and write_and_attend: checks, the split into items of work, the passes over them.
-#include <cstring>
 #include <vector>
 
 #include "common.h"
@@ -154,15 +153,8 @@ void write_rows(const at::Tensor& from, const int64_t* slots, const at::Tensor& 
   TORCH_CHECK(from.scalar_type() == cache.scalar_type(), name, " is ", from.scalar_type(), ", its cache ",
               cache.scalar_type());
   const View in = view_of(from, name), out = view_of(cache, name);
-  const int64_t heads = cache.size(1), element = cache.element_size();
-  const bool whole = (heads == 1) || (in.inner == cache.size(2) && out.inner == cache.size(2));
-  const int64_t runs = whole ? 1 : heads, bytes = (whole ? heads : 1) * cache.size(2) * element;
-  for (int64_t row = 0; row < from.size(0); row++) {
-    const char* source = static_cast<const char*>(in.data) + row * in.outer * element;
-    char* target = static_cast<char*>(out.data) + slots[row] * out.outer * element;
-    for (int64_t run = 0; run < runs; run++)
-      memcpy(target + run * out.inner * element, source + run * in.inner * element, bytes);
-  }
+  for (int64_t row = 0; row < from.size(0); row++)
+    copy_heads(in, out, row, slots[row], cache.size(1), cache.size(2), cache.element_size());
 }
 
 at::Tensor write_and_attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& slots,

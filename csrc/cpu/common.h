@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <cstring>
 
 #include "kernels.h"
 
@@ -41,6 +42,17 @@ inline const int64_t* ids_of(const at::Tensor& t, const char* name, int64_t size
 inline void require_below(const int64_t* ids, int64_t count, int64_t limit, const char* name) {
   for (int64_t i = 0; i < count; i++)
     TORCH_CHECK(ids[i] >= 0 && ids[i] < limit, name, "[", i, "] is ", ids[i], "; allowed: 0 .. ", limit - 1);
+}
+
+// A row of `heads` vectors of `dim`, `element` bytes each: at once where they lie side by side in both.
+inline void copy_heads(const View& from, const View& to, int64_t from_row, int64_t to_row, int64_t heads, int64_t dim,
+                       int64_t element) {
+  const char* source = static_cast<const char*>(from.data) + from_row * from.outer * element;
+  char* target = static_cast<char*>(to.data) + to_row * to.outer * element;
+  const bool whole = from.inner == dim && to.inner == dim;
+  const int64_t runs = whole ? 1 : heads, bytes = (whole ? heads : 1) * dim * element;
+  for (int64_t run = 0; run < runs; run++)
+    memcpy(target + run * to.inner * element, source + run * from.inner * element, bytes);
 }
 
 // Calls `body(item, thread)` for 0 .. count - 1; a thread takes the next item when it is done with one.

@@ -100,14 +100,6 @@ void check_caches(at::TensorList caches, const at::Tensor& kv, const char* name)
                 kv.sizes());
 }
 
-void copy_heads(const View& from, const View& to, int64_t from_row, int64_t to_row, int64_t heads, int64_t dim,
-                int64_t element) {
-  const char* source = static_cast<const char*>(from.data) + from_row * from.outer * element;
-  char* target = static_cast<char*>(to.data) + to_row * to.outer * element;
-  for (int64_t head = 0; head < heads; head++)
-    memcpy(target + head * to.inner * element, source + head * from.inner * element, dim * element);
-}
-
 void write_context_kv(const at::Tensor& kv, const at::Tensor& k_norm_weight, double eps, const at::Tensor& positions,
                       const at::Tensor& cos_sin, const at::Tensor& slots, at::TensorList k_caches,
                       at::TensorList v_caches) {
