@@ -176,6 +176,16 @@ int64_t argmax_of(const char* row, Type type, int64_t size, int64_t element) {
   return first * kSpan + best[first].index;
 }
 
+// Calls `body(item)` for 0 .. count - 1, rows of logits or requests. Few of them: the threads share a row. Inside the
+// loop over items they do not, as torch nests no regions.
+template <typename Body>
+void each_of_logits(int64_t count, int64_t vocabulary, Body body) {
+  const int64_t together = count >= at::get_num_threads() ? 1 : count;
+  at::parallel_for(0, count, std::max<int64_t>(together, grain(vocabulary)), [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; item++) body(item);
+  });
+}
+
 at::Tensor row_argmax(const at::Tensor& logits) {
   TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && dense(logits), "logits are ", logits.sizes(), " with strides ",
               logits.strides(), "; [N, V] with dense rows is needed");
@@ -184,10 +194,8 @@ at::Tensor row_argmax(const at::Tensor& logits) {
   at::Tensor ids = at::empty({rows}, logits.options().dtype(at::kLong));
   const char* base = static_cast<const char*>(logits.const_data_ptr());
   int64_t* id = ids.data_ptr<int64_t>();
-  const int64_t together = rows >= at::get_num_threads() ? 1 : rows;  // as in accept_greedy
-  at::parallel_for(0, rows, std::max<int64_t>(together, grain(vocabulary)), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++)
-      id[row] = argmax_of(base + row * stride, type, vocabulary, logits.element_size());
+  each_of_logits(rows, vocabulary, [&](int64_t row) {
+    id[row] = argmax_of(base + row * stride, type, vocabulary, logits.element_size());
   });
   return ids;
 }
@@ -209,18 +217,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& l
   const int64_t* drafts = ids.const_data_ptr<int64_t>();
   int64_t *out = out_ids.data_ptr<int64_t>(), *bonus = bonus_ids.data_ptr<int64_t>();
   int32_t* lens = commit_lens.data_ptr<int32_t>();
-  // Few requests: the threads share a row. Inside the loop over requests they do not, as torch nests no regions.
-  const int64_t together = batch >= at::get_num_threads() ? 1 : batch;
-  at::parallel_for(0, batch, std::max<int64_t>(together, grain(vocabulary)), [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; b++) {
-      int64_t row = 0;
-      for (;; row++) {  // behind the first rejected draft no row is read
-        bonus[b] = argmax_of(base + b * batch_stride + row * row_stride, type, vocabulary, element);
-        out[b * width + row] = bonus[b];
-        if (row + 1 == width || drafts[b * width + row + 1] != bonus[b]) break;
-      }
-      lens[b] = int32_t(row + 1);
+  each_of_logits(batch, vocabulary, [&](int64_t b) {
+    int64_t row = 0;
+    for (;; row++) {  // behind the first rejected draft no row is read
+      bonus[b] = argmax_of(base + b * batch_stride + row * row_stride, type, vocabulary, element);
+      out[b * width + row] = bonus[b];
+      if (row + 1 == width || drafts[b * width + row + 1] != bonus[b]) break;
     }
+    lens[b] = int32_t(row + 1);
   });
   return {out_ids, commit_lens, bonus_ids};
 }
