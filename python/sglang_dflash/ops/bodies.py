@@ -49,6 +49,11 @@ class PagedTable:
         row_starts = _uniform_starts(len(prefix_lens), width)
         return cls(req_to_token, req_pool_indices.long(), prefix_lens.long(), row_starts)
 
+    @property
+    def fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In the order in which the native ops take them."""
+        return self.req_to_token, self.req_pool_indices, self.prefix_lens, self.row_starts
+
 
 @lru_cache(maxsize=64)
 def _uniform_starts(batch: int, width: int) -> torch.Tensor:
@@ -73,10 +78,7 @@ def native_attention(
         q,
         k_cache,
         v_cache,
-        rows.req_to_token,
-        rows.req_pool_indices,
-        rows.prefix_lens,
-        rows.row_starts,
+        *rows.fields,
         scaling,
         causal,
         -1 if window_left is None else window_left,
@@ -105,10 +107,7 @@ def native_write_and_attend(
         slots,
         k_cache,
         v_cache,
-        rows.req_to_token,
-        rows.req_pool_indices,
-        rows.prefix_lens,
-        rows.row_starts,
+        *rows.fields,
         scaling,
         causal,
         -1 if window_left is None else window_left,
