@@ -51,7 +51,5 @@ def plan_chain(block: Block, draft_ids: torch.Tensor, width: int) -> VerifyPlan:
         width: W, 2..K.
     """
     assert 2 <= width <= block.block_size, (width, block.block_size)
-    if width == block.block_size:
-        return VerifyPlan(torch.cat((block.ids[:, :1], draft_ids), dim=1), block.positions, block.slots)
     ids = torch.cat((block.ids[:, :1], draft_ids[:, : width - 1]), dim=1)
     return VerifyPlan(ids, block.positions[:, :width], block.slots[:, :width])

@@ -73,12 +73,8 @@ class ContextKVWriter:
             slots: [N] int64, in the draft pool's ids.
         """
         count = len(slots)
-        hidden = hidden[:count] if len(hidden) > count else hidden
-        if 0 < count <= ROWS:
-            self._write_rows(pool, hidden, positions, slots)
-            return
         for begin in range(0, count, ROWS):
-            rows = slice(begin, begin + ROWS)
+            rows = slice(begin, min(begin + ROWS, count))  # hidden may have more
             self._write_rows(pool, hidden[rows], positions[rows], slots[rows])
 
     def _write_rows(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
