@@ -28,7 +28,15 @@ from sglang_dflash.checking.pool import used_slots
 from sglang_dflash.checking.progress import Watch
 from sglang_dflash.checking.prompts import bundled_prompts
 from sglang_dflash.checking.recording import tokenize
-from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, Client, Server, ServerError
+from sglang_dflash.serving import (
+    TINY_DRAFT,
+    TINY_ENVIRONMENT,
+    TINY_OVERLAPPING,
+    TINY_TARGET,
+    Client,
+    Server,
+    ServerError,
+)
 
 BASE = [
     *["--device", "cpu", "--dtype", "float32", "--model-path", str(TINY_TARGET)],
@@ -194,8 +202,7 @@ def fuzz(count: int, seed: int, logs: Path, watch: Watch) -> dict[str, Any]:
     """
     with watch.waiting("Starting the DFLASH server ...") as on_wait:
         # With overlap, as on CUDA: a request may end while its next step is under way.
-        environment = {**TINY_ENVIRONMENT, "SGLANG_DFLASH_OVERLAP": "1"}
-        server = Server([*BASE, *DFLASH], logs / "on.log", environment).start(on_wait=on_wait)
+        server = Server([*BASE, *DFLASH], logs / "on.log", TINY_OVERLAPPING).start(on_wait=on_wait)
     with server:
         client = server.client()
         before = used_slots(client)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from sglang_dflash.cli.check import TINY_FLAGS
-from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, Server
+from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Server
 
 pytestmark = pytest.mark.server
 COMMAND = [sys.executable, "-m", "sglang_dflash.cli", "check"]
@@ -38,7 +38,7 @@ class Checked:
 
 
 def run_check(*words: object) -> Checked:
-    environment = {**os.environ, **TINY_ENVIRONMENT, "SGLANG_DFLASH_OVERLAP": "1"}  # as on CUDA
+    environment = {**os.environ, **TINY_OVERLAPPING}
     done = subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, env=environment, timeout=600)
     lines = done.stdout.splitlines()
     report = json.loads(lines[-1]) if lines else {}
@@ -64,8 +64,7 @@ def server(folder: Path) -> Iterator[Server]:
     bug.write_text("")
     path = os.pathsep.join([str(Path(planted_bugs.__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {
-        **TINY_ENVIRONMENT,
-        "SGLANG_DFLASH_OVERLAP": "1",
+        **TINY_OVERLAPPING,
         "PYTHONPATH": path.rstrip(os.pathsep),
         planted_bugs.VARIABLE: str(bug),
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",

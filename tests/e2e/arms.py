@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, Answer, Client, HeldOutPrompt
+from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Answer, Client, HeldOutPrompt
 
 BLOCK_SIZE = 8
 MAX_NEW_TOKENS = 160
-OVERLAPPING = {**TINY_ENVIRONMENT, "SGLANG_DFLASH_OVERLAP": "1"}  # schedules as CUDA does; a CPU's default does not
 TIE_GAP = 1e-5  # top-2 logit gap below which float32 may order two tokens either way
 TOKENS_PER_TIE = 10_000
 

@@ -10,7 +10,6 @@ from arms import (
     MAX_NEW_TOKENS,
     ON_ARMS,
     OPENINGS,
-    OVERLAPPING,
     PENALTIES,
     PLAIN,
     POOL,
@@ -25,7 +24,7 @@ from arms import (
 from reference_pair import ReferencePair
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Server, held_out_prompts
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Client, Server, held_out_prompts
 
 PER_KIND = 24
 TURNS = 5
@@ -81,7 +80,7 @@ def server(
 ) -> Iterator[Server]:
     """The on arm that `on_arms` names; arms follow each other, one up at a time."""
     arguments = [*PLAIN, *SPECULATE, *ON_ARMS[request.param]]
-    environment = OVERLAPPING | ({"SGLANG_DFLASH_COMPILE": "1"} if request.param in COMPILED else {})
+    environment = TINY_OVERLAPPING | ({"SGLANG_DFLASH_COMPILE": "1"} if request.param in COMPILED else {})
     with Server(arguments, tmp_path_factory.mktemp(request.param) / "server.log", environment) as running:
         yield running
 

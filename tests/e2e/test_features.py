@@ -15,7 +15,6 @@ import pytest
 import torch
 from arms import (
     MAX_NEW_TOKENS,
-    OVERLAPPING,
     PENALTIES,
     PLAIN,
     POOL,
@@ -33,7 +32,7 @@ from sglang.srt.utils.common import MultiprocessingSerializer
 from test_lifecycle import assert_pool_empties, draft_kv_writes
 from test_reference_steps import streamed_lengths
 
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Answer, Client, Server
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Answer, Client, Server
 
 pytestmark = pytest.mark.server
 MIN_TAU = 2.5
@@ -65,7 +64,7 @@ def server(
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp(request.param)
     arguments = [*PLAIN, *POOL, *FEATURE_ARMS[request.param](folder)]
-    with Server(arguments, folder / "server.log", OVERLAPPING) as running:
+    with Server(arguments, folder / "server.log", TINY_OVERLAPPING) as running:
         yield running
 
 
@@ -291,7 +290,7 @@ def test_lora_and_kv_in_fewer_bits(baseline: Baseline, tmp_path: Path) -> None:
     plain, first, second = (off[index :: 1 + len(ADAPTERS)] for index in range(3))
     for one, other in ((plain, first), (plain, second), (first, second)):
         assert sum(a.ids != b.ids for a, b in zip(one, other, strict=True)) > len(plain) / 3, "adapters change nothing"
-    with Server([*adapted, *on_flags], tmp_path / "on.log", OVERLAPPING) as server:
+    with Server([*adapted, *on_flags], tmp_path / "on.log", TINY_OVERLAPPING) as server:
         answers = ask_all(server.client())
         assert_pool_empties(server.client())
     assert_equal_tokens(answers, off, requests)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from arms import OVERLAPPING, PLAIN, POOL, SPECULATE, pick
+from arms import PLAIN, POOL, SPECULATE, pick
 from conftest import chat_ids
 from parameters import (
     BODIES,
@@ -31,7 +31,7 @@ from parameters import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from sglang_dflash.serving import TINY_ENVIRONMENT, Client, Server, held_out_prompts
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, Client, Server, held_out_prompts
 
 pytestmark = pytest.mark.server
 
@@ -80,7 +80,7 @@ def greedy(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def greedy_client(greedy: Asked, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     log = tmp_path_factory.mktemp("parameters") / "on.log"
-    with Server([*PLAIN, *POOL, *SPECULATE, *FLAGS], log, OVERLAPPING) as server:
+    with Server([*PLAIN, *POOL, *SPECULATE, *FLAGS], log, TINY_OVERLAPPING) as server:
         yield server.client()
 
 

@@ -14,6 +14,8 @@ KINDS = ("arithmetic", "code", "chat")
 TINY_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """One compute thread: on matrices this small, waiting for a second one costs more than it brings, and on shared
 cores up to a hundred times more."""
+TINY_OVERLAPPING = {**TINY_ENVIRONMENT, "SGLANG_DFLASH_OVERLAP": "1"}
+"""The same, and steps are scheduled with overlap, as on CUDA; a CPU's default does not."""
 
 
 @dataclass(frozen=True, slots=True)
