@@ -105,13 +105,13 @@ def show(console: Console, title: str, results: dict[str, dict[str, Any]]) -> No
 
 
 def show_widths(console: Console, results: dict[str, dict[str, Any]], blocks: list[int], counts: list[int]) -> None:
-    """What the target's forward over W rows costs, over that of one row: of `off`, or of the smallest block."""
+    """What the target's forward over W rows of each request costs, over that of one row, which is `off`'s."""
     table = Table(title="the target's forward over W rows of each request")
     table.add_column("W", justify="right")
     for count in counts:
         table.add_column(f"us, {count} at once", justify="right")
         table.add_column("over one row", justify="right")
-    rows = [(1, "off"), *((block, f"on {block}" if len(blocks) > 1 else "on") for block in blocks)]
+    rows = [(1, "off"), *((block, f"on {block}") for block in blocks)]
     for width, arm in rows:
         cells: list[str] = []
         for count in counts:
