@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
+
+from sglang_dflash.bench.machine import commit
 
 
 class Report:
@@ -14,7 +15,7 @@ class Report:
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "gpu_ops.json"
-        self.content: dict[str, Any] = {"commit": _commit(), "machine": facts, "stages": {}, "failures": {}}
+        self.content: dict[str, Any] = {"commit": commit(), "machine": facts, "stages": {}, "failures": {}}
         self._write()
 
     def add(self, stage: str, rows: list[dict[str, Any]]) -> None:
@@ -29,15 +30,6 @@ class Report:
 
     def _write(self) -> None:
         self._path.write_text(json.dumps(self.content, indent=1) + "\n")
-
-
-def _commit() -> str:
-    """Of the folder that this file lies in; "" where that is no git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        return ""
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -33,15 +33,20 @@ def versions(vllm_python: str) -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    commit = _lines(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"])
-    if commit:
-        found["commit"] = commit[0]
+    if here := commit():
+        found["commit"] = here
     if vllm_python:
         # The distribution of the CPU build has a name of its own.
         script = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
         said = _lines([vllm_python, "-c", script])
         found["vllm"] = said[-1] if said else "unknown"
     return found
+
+
+def commit() -> str:
+    """Of the folder that this package lies in; "" where that is no git checkout."""
+    said = _lines(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"])
+    return said[0] if said else ""
 
 
 def _cpu_name() -> str:
