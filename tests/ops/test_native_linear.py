@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(native.isa() is None, reason=f"native ops: {nati
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.ops.sglang_dflash.linear(x, weight, bias)
+def linear(x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.ops.sglang_dflash.linear(x, weight, addend)
 
 
 def drawn(rows: int, inner: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

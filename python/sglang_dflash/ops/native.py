@@ -86,7 +86,7 @@ def _register_fakes() -> None:
         return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
 
     @torch.library.register_fake("sglang_dflash::linear")
-    def _(x, weight, bias):  # type: ignore[no-untyped-def]
+    def _(x, weight, addend):  # type: ignore[no-untyped-def]
         return x.new_empty(x.shape[0], weight.shape[0])
 
     @torch.library.register_fake("sglang_dflash::write_and_attend")
