@@ -1,0 +1,90 @@
+"""Times the native products against torch's BLAS over a model's layers, one after the other; values compared first.
+
+A round multiplies as many rows with every weight once, so that weights come from where they come from in a forward.
+Both arms take turns; medians in milliseconds per round, the multiplications done per second and the weights read per
+second, what a row costs against one, and the ratio. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from sglang_dflash.ops import native
+
+MODELS = {
+    "tiny": [(256, 512), (256, 256), (256, 1152), (576, 256)] * 6 + [(256, 1792)],
+    "0.6b": [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)] * 28,
+}
+"""In and out of each product: query, key and value; output; gate and up; down; the head. Of the larger, no head."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def round_s(product: Any, weights: list[torch.Tensor], inputs: dict[int, torch.Tensor]) -> float:
+    begin = time.perf_counter()
+    for weight in weights:
+        product(inputs[weight.shape[1]], weight, None)
+    return time.perf_counter() - begin
+
+
+def measure(weights: list[torch.Tensor], rows: int, repeats: int) -> dict[str, Any]:
+    inputs = {inner: torch.randn(rows, inner).to(weights[0].dtype) for inner in {w.shape[1] for w in weights}}
+    tolerance = {"rtol": 1e-3, "atol": 1e-2} if weights[0].dtype == torch.float32 else {"rtol": 2e-2, "atol": 1.0}
+    ours = torch.ops.sglang_dflash.linear
+    for weight in weights[:4]:
+        x = inputs[weight.shape[1]]
+        torch.testing.assert_close(ours(x, weight, None), F.linear(x, weight), **tolerance)
+    pairs = [(round_s(ours, weights, inputs), round_s(F.linear, weights, inputs)) for _ in range(repeats + 1)][1:]
+    native_s, torch_s = (statistics.median(times) for times in zip(*pairs, strict=True))
+    ratios = [theirs / own for own, theirs in pairs]
+    numbers = sum(weight.numel() for weight in weights)
+    return {
+        "rows": rows,
+        "native_ms": native_s * 1e3,
+        "torch_ms": torch_s * 1e3,
+        "gflop_s": 2e-9 * rows * numbers / native_s,
+        "gb_s": 1e-9 * numbers * weights[0].element_size() / native_s,
+        "ratio": statistics.median(ratios),
+        "ratios": [min(ratios), max(ratios)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    options = parser.parse_args()
+    if native.isa() is None:
+        raise SystemExit(f"bench_cpu_products.py times the native ops, which are not there: {native.described()}.")
+    torch.set_num_threads(options.threads)
+    weights = [torch.randn(columns, inner).to(DTYPES[options.dtype]) for inner, columns in MODELS[options.model]]
+    console = Console(width=140)
+    table = Table(title=f"products of {options.model}, {options.dtype}, {options.threads} threads, {native.isa()}")
+    for name in ("rows", "native ms", "torch ms", "ratio", "lowest-highest", "GFLOP/s", "GB/s", "over one row"):
+        table.add_column(name, justify="right")
+    results = []
+    for rows in options.rows:
+        one = measure(weights, rows, options.repeats)
+        results.append(one)
+        low, high = one["ratios"]
+        cells = [str(rows), f"{one['native_ms']:.2f}", f"{one['torch_ms']:.2f}", f"{one['ratio']:.2f}"]
+        cells += [f"{low:.2f}-{high:.2f}", f"{one['gflop_s']:.0f}", f"{one['gb_s']:.1f}"]
+        table.add_row(*cells, f"{one['native_ms'] / results[0]['native_ms']:.2f}")
+    console.print(table)
+    print(json.dumps({"model": options.model, "threads": options.threads, "dtype": options.dtype, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
