@@ -8,7 +8,8 @@
 
 namespace sglang_dflash {
 
-const Kernels TABLE = {TEXT(ISA), attention_workspace, attend, merge,      norm,        norm_rope,
-                       packed,    pack,                linear, kPanelRows, kLinearRows, argmax};
+const Kernels TABLE = {TEXT(ISA),    attention_workspace, attend, merge,      norm,      norm_rope,
+                       panel_floats, pack,                linear, kPanelRows, kPassRows, kTiledRows,
+                       kLinearRows,  argmax};
 
 }  // namespace sglang_dflash

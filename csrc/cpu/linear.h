@@ -1,6 +1,7 @@
-// Products with a weight as it lies in memory. Up to kTiledRows, every weight is read once for all rows, and a row's bits
-// depend neither on the rows beside it nor on the threads. More rows are laid side by side in panels beforehand, so that
-// one weight meets vectors of rows: nearer to what the machine can multiply, in another order of the sums.
+// Products with a weight as it lies in memory. Up to kTiledRows, every weight is read once for all rows, and a row's
+// bits depend neither on the rows beside it nor on the threads. With AVX2, more rows of float32 are laid side by side
+// in panels beforehand, so that one weight meets vectors of rows: nearer to what a core can multiply, in another order
+// of the sums, which again is the same whatever stands beside a row.
 #pragma once
 
 #include "vec.h"
@@ -8,8 +9,9 @@
 namespace sglang_dflash {
 namespace {
 
-constexpr int64_t kTiledRows = 64;
-constexpr int64_t kLinearRows = kLanes == 4 ? 0 : 512;  // up to which it beats a BLAS; with four lanes never
+constexpr int64_t kTiledRows = kLanes == 4 ? 0 : 64;  // up to which tiles beat a BLAS
+constexpr bool kPanels = kLanes == 8;                 // with 16 lanes they have not been measured
+constexpr int64_t kLinearRows = kPanels ? 512 : kTiledRows;
 
 template <typename T>
 INLINE const T* weights_of(const Linear& l, int64_t column) {
@@ -111,14 +113,19 @@ void tiled(const Linear& l, int64_t begin, int64_t end) {
 
 // Panels.
 
-constexpr int64_t kPanelRows = kLanes == 16 ? 32 : 16;
+constexpr int64_t kPanelRows = 16;
 constexpr int64_t kPassRows = 64;     // that share a weight once it is near
-constexpr int64_t kPassColumns = 24;  // a multiple of the columns of a panel's tile
-constexpr int64_t kChain = 128;       // products that one accumulator sums
-constexpr int64_t kLineFloats = 16;   // of a cache line
+constexpr int64_t kPassColumns = 24;  // a multiple of kPanelColumns
+constexpr int64_t kPanelColumns = 6;
+constexpr int64_t kChain = 128;      // products that one accumulator sums
+constexpr int64_t kLineFloats = 16;  // of a cache line
+static_assert(kPassRows % kPanelRows == 0 && kPanelRows % 8 == 0 && kPanelRows % kLanes == 0);
+static_assert(kPassColumns % kPanelColumns == 0 && kPassColumns % 8 == 0);
 
-int64_t packed(const Linear& l) {
-  return l.rows > kTiledRows ? (l.rows + kPanelRows - 1) / kPanelRows * kPanelRows * l.inner : 0;
+// Of all panels; zero where tiles serve.
+int64_t panel_floats(const Linear& l) {
+  if (!kPanels || l.type != Type::kFloat || l.rows <= kTiledRows) return 0;
+  return (l.rows + kPanelRows - 1) / kPanelRows * kPanelRows * l.inner;
 }
 
 // The panel of rows `row` .. within [panel, inner, row]. Absent rows repeat the last.
@@ -138,28 +145,29 @@ void pack(const Linear& l, int64_t row, float* panels) {
   }
 }
 
-// Puts a chain of a panel's rows with kPassColumns weights to the totals; for the first panel, each tile prefetches the
+// Puts a chain of a panel's rows with a pass's weights to the totals; for the first panel, each tile prefetches the
 // weights of the next one, after the last those of the next chain: memory does not rest while it multiplies.
-INLINE void panel_columns(const float* x, const float* const* weights, int64_t count, bool fetches, float* totals) {
-  constexpr int kColumns = kLanes == 16 ? 8 : 6, kVectors = kPanelRows / kLanes;
-  for (int64_t column = 0; column < kPassColumns; column += kColumns) {
+INLINE void panel_chain(const float* x, const float* const* weights, int64_t columns, int64_t count, bool fetches,
+                        float* totals) {
+  constexpr int kVectors = kPanelRows / kLanes;
+  for (int64_t column = 0; column < columns; column += kPanelColumns) {
     const float* const* w = weights + column;
-    const bool ends = column + kColumns == kPassColumns;
-    const float* const* next = ends ? weights : w + kColumns;
-    Vec acc[kColumns][kVectors] = {};
+    const bool ends = column + kPanelColumns >= columns;
+    const float* const* next = ends ? weights : w + kPanelColumns;
+    Vec acc[kPanelColumns][kVectors] = {};
     for (int64_t k = 0; k < count;) {
       if (fetches)
-        for (int j = 0; j < kColumns; j++) __builtin_prefetch(next[j] + (ends ? count : 0) + k);
+        for (int j = 0; j < kPanelColumns; j++) __builtin_prefetch(next[j] + (ends ? count : 0) + k);
       for (const int64_t stop = smaller(k + kLineFloats, count); k < stop; k++) {
         Vec rows[kVectors];
         for (int v = 0; v < kVectors; v++) rows[v] = load(x + (k * kVectors + v) * kLanes);
-        for (int j = 0; j < kColumns; j++) {
+        for (int j = 0; j < kPanelColumns; j++) {
           const Vec weight = broadcast(w[j][k]);
           for (int v = 0; v < kVectors; v++) acc[j][v] += rows[v] * weight;
         }
       }
     }
-    for (int j = 0; j < kColumns; j++)
+    for (int j = 0; j < kPanelColumns; j++)
       for (int v = 0; v < kVectors; v++) {
         float* total = totals + (column + j) * kPassRows + v * kLanes;
         store(total, load(total) + acc[j][v]);
@@ -167,63 +175,47 @@ INLINE void panel_columns(const float* x, const float* const* weights, int64_t c
   }
 }
 
-INLINE const float* widened(const float* from, int64_t, float*) { return from; }
-
-INLINE const float* widened(const BFloat16* from, int64_t count, float* to) {
-  int64_t k = 0;
-  for (; k + kLanes <= count; k += kLanes) {
-    __builtin_prefetch(from + k + kChain);
-    store(to + k, load(from + k));
-  }
-  for (; k < count; k++) to[k] = wide(from[k]);
-  return to;
-}
-
-// Up to kPassRows rows, up to kPassColumns columns.
-template <typename T>
-void panel_rows(const Linear& l, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  constexpr int64_t kWider = sizeof(T) < sizeof(float) ? kChain : 0;
+// Up to kPassRows rows from `first` on, where a panel begins, and up to kPassColumns columns.
+INLINE void panel_pass(const Linear& l, int64_t first, int64_t last, int64_t begin, int64_t end) {
   float totals[kPassColumns * kPassRows] = {};
-  float wider[kPassColumns * kWider + 1];
   for (int64_t chain = 0; chain < l.inner; chain += kChain) {
     const int64_t count = smaller(kChain, l.inner - chain);
     const float* weights[kPassColumns];  // beyond the end: the last column's
     for (int64_t j = 0; j < kPassColumns; j++)
-      weights[j] = widened(weights_of<T>(l, smaller(begin + j, end - 1)) + chain, count, wider + j * kWider);
-    for (int64_t row = first; row < last; row += kPanelRows)
-      panel_columns(l.panels + row * l.inner + chain * kPanelRows, weights, count, row == first, totals + row - first);
+      weights[j] = weights_of<float>(l, smaller(begin + j, end - 1)) + chain;
+    for (int64_t row = first; row < last; row += kPanelRows) {
+      const float* x = l.panels + row * l.inner + chain * kPanelRows;
+      panel_chain(x, weights, end - begin, count, row == first, totals + (row - first));
+    }
   }
   for (int64_t column = begin; column < end; column += 8)
     for (int64_t row = first; row < last; row += 8) {
       const float* columns[8];
-      for (int64_t j = 0; j < 8; j++) columns[j] = totals + (column - begin + j) * kPassRows + row - first;
+      for (int64_t j = 0; j < 8; j++) columns[j] = totals + ((column - begin + j) * kPassRows + row - first);
       Vec8 turned[8];
       turn(columns, 0, turned);
       for (int64_t i = 0; i < smaller(8, last - row); i++) {
         float sums[8];
         memcpy(sums, &turned[i], sizeof sums);
         if (column + 8 <= end)
-          write_sums<T>(l, row + i, column, 8, sums);  // of a known count: vectors
+          write_sums<float>(l, row + i, column, 8, sums);  // of a known count: vectors
         else
-          write_sums<T>(l, row + i, column, end - column, sums);
+          write_sums<float>(l, row + i, column, end - column, sums);
       }
     }
 }
 
-template <typename T>
-void linear_part(const Linear& l, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  if (l.rows <= kTiledRows) return tiled<T>(l, begin, end);
-  for (int64_t row = first; row < last; row += kPassRows)
-    for (int64_t column = begin; column < end; column += kPassColumns)
-      panel_rows<T>(l, row, smaller(row + kPassRows, last), column, smaller(column + kPassColumns, end));
-}
-
-// Rows first .. last and columns begin .. end of the result; of up to kTiledRows rows, all.
+// Rows first .. last, of tiles all, and columns begin .. end of the result.
 void linear(const Linear& l, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  if (l.type == Type::kFloat)
-    linear_part<float>(l, first, last, begin, end);
-  else
-    linear_part<BFloat16>(l, first, last, begin, end);
+  if (l.panels) {
+    for (int64_t row = first; row < last; row += kPassRows)
+      for (int64_t column = begin; column < end; column += kPassColumns)
+        panel_pass(l, row, smaller(row + kPassRows, last), column, smaller(column + kPassColumns, end));
+  } else if (l.type == Type::kFloat) {
+    tiled<float>(l, begin, end);
+  } else {
+    tiled<BFloat16>(l, begin, end);
+  }
 }
 
 }  // namespace
