@@ -72,7 +72,8 @@ def main() -> None:
     weights = [torch.randn(columns, inner).to(DTYPES[options.dtype]) for inner, columns in MODELS[options.model]]
     console = Console(width=140)
     table = Table(title=f"products of {options.model}, {options.dtype}, {options.threads} threads, {native.isa()}")
-    for name in ("rows", "native ms", "torch ms", "ratio", "lowest-highest", "GFLOP/s", "GB/s", f"over {options.rows[0]}"):
+    base = f"over {options.rows[0]}"
+    for name in ("rows", "native ms", "torch ms", "ratio", "lowest-highest", "GFLOP/s", "GB/s", base):
         table.add_column(name, justify="right")
     results = []
     for rows in options.rows:

@@ -1,4 +1,4 @@
-"""The native product against torch in float64, and what it promises besides: up to 64 rows, a row's bits are its own."""
+"""The native product against torch in float64, and its promise: a row's bits are its own, among up to 64."""
 
 from __future__ import annotations
 
