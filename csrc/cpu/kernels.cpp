@@ -8,8 +8,6 @@
 
 namespace sglang_dflash {
 
-const Kernels TABLE = {TEXT(ISA),    attention_workspace, attend, merge,      norm,      norm_rope,
-                       panel_floats, pack,                linear, kPanelRows, kPassRows, kTiledRows,
-                       kLinearRows,  argmax};
+const Kernels TABLE = {TEXT(ISA), attention_workspace, attend, merge, norm, norm_rope, linear, kLinearRows, argmax};
 
 }  // namespace sglang_dflash

@@ -64,12 +64,11 @@ struct Heads {
 };
 
 struct Linear {
-  const float* x;       // [rows, inner]
-  const float* panels;  // x once more, as `pack` lays it out; null where `panel_floats` is 0
-  const void* weight;   // [columns, inner]
-  const void* addend;   // [rows, columns] or null; of one row for all where its stride is 0
-  void* out;            // [rows, columns]
-  Type type;            // of weight, addend and out
+  const float* x;      // [rows, inner]
+  const void* weight;  // [columns, inner]
+  const void* addend;  // [rows, columns] or null; of one row for all where its stride is 0
+  void* out;           // [rows, columns]
+  Type type;           // of weight, addend and out
   int64_t rows, inner, x_stride, weight_stride, addend_stride, out_stride;
 };
 
@@ -85,11 +84,8 @@ struct Kernels {
   void (*merge)(const Attention&, const AttentionItem&, float*);                // of a split item
   void (*norm)(const Norm&, int64_t begin, int64_t end);                        // rows
   void (*norm_rope)(const Heads&, int64_t in_row, int64_t out_row, int64_t position);
-  int64_t (*panel_floats)(const Linear&);                                       // of all panels; 0: it needs none
-  void (*pack)(const Linear&, int64_t row, float* panels);                      // the panel that begins with `row`
-  void (*linear)(const Linear&, int64_t first, int64_t last, int64_t begin, int64_t end);  // rows, columns
-  int64_t panel_rows, pass_rows;                                                // where a panel, a pass may begin
-  int64_t tiled_rows, linear_rows;                                              // that beat a BLAS: any, of float32
+  void (*linear)(const Linear&, int64_t begin, int64_t end);                    // columns
+  int64_t linear_rows;                                                          // up to which it beats a BLAS
   Best (*argmax)(const void* values, Type, int64_t count);                      // lowest index; NaN is the largest
 };
 

@@ -1,4 +1,4 @@
-// x times a weight's transpose, for some hundred rows; and torch's own products of that kind, if asked, made of it.
+// x times a weight's transpose, for few rows; and torch's own products of that kind, if asked, made of it.
 #include <ATen/CPUFunctions.h>
 #include <c10/util/Exception.h>
 
@@ -10,18 +10,7 @@ namespace {
 constexpr int64_t kItemProducts = 1 << 16;  // multiplications of one work item: some microseconds
 constexpr int64_t kItemColumns = 48;        // a multiple of every tile's width
 
-// x once more, its rows side by side in panels; undefined where nothing needs it.
-at::Tensor panels_of(const Linear& l) {
-  const int64_t size = kernels().panel_floats(l), height = kernels().panel_rows;
-  if (size == 0) return {};
-  at::Tensor panels = at::empty({size}, at::kFloat);
-  float* to = panels.data_ptr<float>();
-  each_item((l.rows + height - 1) / height, [&](int64_t panel, int64_t) { kernels().pack(l, panel * height, to); });
-  return panels;
-}
-
-// out [N, O] = x [N, H] weight [O, H]^T + addend [O] or [N, O], rows of all dense; the threads share spans of columns,
-// and with panels passes of rows.
+// out [N, O] = x [N, H] weight [O, H]^T + addend [O] or [N, O], rows of all dense; the threads share the columns.
 void multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* addend, at::Tensor& out) {
   if (out.numel() == 0) return;
   const at::Tensor rows = x.to(at::kFloat).contiguous();
@@ -33,14 +22,9 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* a
   l.addend_stride = addend && addend->dim() == 2 ? addend->stride(0) : 0;
   l.rows = x.size(0), l.inner = x.size(1);
   l.x_stride = rows.stride(0), l.weight_stride = weight.stride(0), l.out_stride = out.stride(0);
-  const at::Tensor panels = panels_of(l);
-  if (panels.defined()) l.panels = panels.const_data_ptr<float>();
-  const int64_t height = l.panels ? kernels().pass_rows : l.rows;
-  const int64_t span = (kItemProducts / std::max<int64_t>(1, height * l.inner) / kItemColumns + 1) * kItemColumns;
-  const int64_t spans = (columns + span - 1) / span;
-  each_item(spans * ((l.rows + height - 1) / height), [&](int64_t item, int64_t) {
-    const int64_t first = item / spans * height, begin = item % spans * span;
-    kernels().linear(l, first, std::min(l.rows, first + height), begin, std::min(columns, begin + span));
+  const int64_t span = (kItemProducts / std::max<int64_t>(1, l.rows * l.inner) / kItemColumns + 1) * kItemColumns;
+  each_item((columns + span - 1) / span, [&](int64_t item, int64_t) {
+    kernels().linear(l, item * span, std::min(columns, (item + 1) * span));
   });
 }
 
@@ -62,16 +46,14 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
 }
 
 // Torch's products whose second factor is the transpose of a dense weight, as those of `F.linear` are; inductor folds a
-// residual into them. All others, and those of very many rows, go to torch's own kernels, without the dispatcher that
-// would bring them back.
+// residual into them. All others, and those of many rows, go to torch's own kernels, without the dispatcher that would
+// bring them back.
 
 bool serves(const at::Tensor& a, const at::Tensor& b) {
   const auto type = a.scalar_type();
-  const int64_t most = type == at::kFloat      ? kernels().linear_rows
-                       : type == at::kBFloat16 ? kernels().tiled_rows
-                                               : 0;
-  return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && 0 < most && a.size(0) <= most &&
-         b.scalar_type() == type && b.stride(0) == 1 && (b.size(1) <= 1 || b.stride(1) >= b.size(0));
+  return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && a.size(0) <= kernels().linear_rows &&
+         b.scalar_type() == type && (type == at::kFloat || type == at::kBFloat16) && b.stride(0) == 1 &&
+         (b.size(1) <= 1 || b.stride(1) >= b.size(0));
 }
 
 bool serves(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {

@@ -127,26 +127,6 @@ INLINE Vec4 sums(Vec a, Vec b, Vec c, Vec d) {
   return SHUFFLE4(ab, cd, 0, 1, 4, 5) + SHUFFLE4(ab, cd, 2, 3, 6, 7);
 }
 
-typedef float Vec8 __attribute__((vector_size(32)));
-
-// [8, 8] of eight rows from `k` on, as eight vectors over the rows.
-INLINE void turn(const float* const* rows, int64_t k, Vec8 (&out)[8]) {
-#if defined(__AVX2__)
-  for (int half = 0; half < 8; half += 4) {
-    __m256 x[4];
-    for (int i = 0; i < 4; i++)
-      x[i] = _mm256_set_m128(_mm_loadu_ps(rows[i + 4] + k + half), _mm_loadu_ps(rows[i] + k + half));
-    const __m256 a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
-    const __m256 c = _mm256_unpacklo_ps(x[2], x[3]), d = _mm256_unpackhi_ps(x[2], x[3]);
-    out[half] = (Vec8)_mm256_shuffle_ps(a, c, 0x44), out[half + 1] = (Vec8)_mm256_shuffle_ps(a, c, 0xee);
-    out[half + 2] = (Vec8)_mm256_shuffle_ps(b, d, 0x44), out[half + 3] = (Vec8)_mm256_shuffle_ps(b, d, 0xee);
-  }
-#else
-  for (int i = 0; i < 8; i++)
-    for (int j = 0; j < 8; j++) out[i][j] = rows[j][k + i];
-#endif
-}
-
 INLINE float sum(Vec x) {
   const Vec4 y = fold(x);
   return (y[0] + y[2]) + (y[1] + y[3]);

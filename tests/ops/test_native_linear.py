@@ -1,4 +1,4 @@
-"""The native product against torch in float64, and its promise: a row's bits are its own, among up to 64."""
+"""The native product against torch in float64, and what it promises besides: a row's bits are its own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def near(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, addend: torch
 
 @settings(max_examples=150, deadline=None)
 @given(
-    rows=st.one_of(st.integers(0, 70), st.integers(65, 200)),
+    rows=st.integers(0, 70),
     inner=st.one_of(st.integers(0, 40), st.integers(1, 700)),
     columns=st.integers(0, 130),
     dtype=st.sampled_from(DTYPES),
@@ -57,27 +57,22 @@ def test_it_is_the_product(rows, inner, columns, dtype, adds):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "columns"), [(256, 1152), (37, 53), (1024, 100)])
 def test_a_rows_bits_depend_on_it_alone(inner, columns, dtype):
-    """Fails where the shape of a tile, the threads or the rows beside it change how a sum is rounded; of more than 64
-    rows, where those do."""
-    x, weight, bias = drawn(200, inner, columns, dtype)
+    """Fails where the shape of a tile, the threads or the rows beside it change how a sum is rounded."""
+    x, weight, bias = drawn(64, inner, columns, dtype)
     alone = torch.cat([linear(x[i : i + 1], weight, bias) for i in range(64)])
-    crowded = linear(x, weight, bias)
     threads = torch.get_num_threads()
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
             for rows in (2, 3, 4, 5, 7, 8, 9, 16, 17, 24, 31, 33, 64):
                 assert torch.equal(linear(x[:rows], weight, bias), alone[:rows]), (count, rows)
-            for rows in (65, 72, 127, 129, 200):
-                assert torch.equal(linear(x[-rows:], weight, bias), crowded[-rows:]), (count, rows)
     finally:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("rows", [9, 200])
-def test_slices_are_read_in_place(rows):
+def test_slices_are_read_in_place():
     """Fails where a stride is taken for a width: the target's head without its padding, a row of a larger tensor."""
-    wide_x, wide_weight, bias = drawn(rows, 80, 40, torch.float32)
+    wide_x, wide_weight, bias = drawn(9, 80, 40, torch.float32)
     x, weight = wide_x[::2, 8:72], wide_weight[:33, 8:72]
     near(linear(x, weight, bias[:33]), x, weight, bias[:33])
 
@@ -97,23 +92,17 @@ def test_what_does_not_fit_is_refused():
 INSTALLED = """
     import torch, torch.nn.functional as F
     from sglang_dflash.ops import native
-    x, weight, bias = torch.randn(513, 700), torch.randn(30, 700), torch.randn(30)
-    few, many, out = x[:64], x[:512], torch.empty(64, 30)
+    x, weight, bias = torch.randn(65, 40), torch.randn(30, 40), torch.randn(30)
+    few, out = x[:64], torch.empty(64, 30)
     before = F.linear(x, weight), F.linear(x, weight, bias)
     native.install_linear()
     native.install_linear()
     assert torch.equal(F.linear(x, weight), before[0]), "more rows than it takes"
     assert torch.equal(F.linear(x, weight, bias), before[1]), "more rows than it takes"
     plain, biased = (torch.ops.sglang_dflash.linear(few, weight, one) for one in (None, bias))
-    for op in ("mm", "mm.out", "addmm", "addmm.out"):
-        assert "linear_op.cpp" in torch._C._dispatch_dump(f"aten::{op}"), f"{op} is torch's"
-    close = lambda a, b: torch.allclose(a, b, atol=1e-3)
+    assert native.isa() == "scalar" or not torch.equal(plain, before[0][:64]), "nothing was replaced, or nothing shown"
+    close = lambda a, b: torch.allclose(a, b, atol=1e-4)
     same = torch.equal if native.isa() != "scalar" else close
-    of_many = torch.ops.sglang_dflash.linear(many, weight, bias)
-    if native.isa() == "avx2":
-        assert not torch.equal(of_many, before[1][:512]), "what follows would show nothing"
-        for rows in (65, 512):
-            assert torch.equal(F.linear(many[:rows], weight, bias), of_many[:rows]), rows
     assert same(F.linear(few, weight), plain) and same(F.linear(few, weight, bias), biased)
     assert same(F.linear(few[None], weight)[0], plain)
     torch.mm(few, weight.t(), out=out); assert same(out, plain)
@@ -121,16 +110,14 @@ INSTALLED = """
     residual = torch.randn(64, 30); torch.addmm(residual, few, weight.t(), out=out)
     assert same(out, torch.ops.sglang_dflash.linear(few, weight, residual))
     halves = torch.empty(64, 60); torch.mm(few, weight.t(), out=halves[:, 30:]); assert same(halves[:, 30:], plain)
-    halves = torch.empty(512, 60); torch.addmm(bias, many, weight.t(), out=halves[:, 30:])
-    assert (torch.equal if native.isa() == "avx2" else close)(halves[:, 30:], of_many)
-    near = lambda a, b: torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-3)
+    near = lambda a, b: torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4)
     truth, wide_bias = few.double() @ weight.double().t(), bias.double()
     near(torch.addmm(bias, few, weight.t(), alpha=2, beta=3), 3 * wide_bias + 2 * truth)
     near(torch.addmm(bias[:1], few, weight.t()), wide_bias[:1] + truth)
     near(few @ weight.t().contiguous(), truth)
     weight.requires_grad_(); F.linear(few, weight, bias).sum().backward()
     near(weight.grad[0], few.double().sum(0))
-    try: torch.mm(few, torch.randn(699, 3))
+    try: torch.mm(few, torch.randn(39, 3))
     except RuntimeError as error: assert "cannot be multiplied" in str(error)
     else: raise AssertionError("shapes that do not fit")
 """
