@@ -25,6 +25,8 @@ TINY_POOL = [
     *["--context-length", str(TINY_CONTEXT), "--max-total-tokens", "900", "--max-running-requests", "8"],
     *["--schedule-conservativeness", "0.05"],  # admit all eight, or the host would not let the pool run out
 ]
+# Nor would it admit a new request whose longest answer does not fit.
+ADMIT_ALL = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
 
 # Openings of source text: the target was trained on such text without an end, so it seldom ends them. Asked with
 # `ignore_eos` instead, the host would plan for the full length and never retract.

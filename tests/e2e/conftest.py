@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from arms import (
+    ADMIT_ALL,
     COMPILED,
     MAX_NEW_TOKENS,
     ON_ARMS,
@@ -81,6 +82,7 @@ def server(
     """The on arm that `on_arms` names; arms follow each other, one up at a time."""
     arguments = [*PLAIN, *SPECULATE, *ON_ARMS[request.param]]
     environment = TINY_OVERLAPPING | ({"SGLANG_DFLASH_COMPILE": "1"} if request.param in COMPILED else {})
+    environment |= ADMIT_ALL if request.param.startswith("tiny-pool") else {}
     with Server(arguments, tmp_path_factory.mktemp(request.param) / "server.log", environment) as running:
         yield running
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arms import OPENINGS, PLAIN, POOL, TINY_POOL, to_the_limit
+from arms import ADMIT_ALL, OPENINGS, PLAIN, POOL, TINY_POOL, to_the_limit
 from transformers import PreTrainedTokenizerBase
 
 from sglang_dflash.serving import TINY_ENVIRONMENT, Client, Server, held_out_prompts
@@ -113,7 +113,7 @@ def off(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFac
     arguments = ["--chunked-prefill-size", "48", "--page-size", "16"]
     with Server([*DETERMINISTIC, *POOL, *arguments], logs / "chunked.log", TINY_ENVIRONMENT) as server:
         chunked = ask_all(server.client(), requests, CONCURRENCY)
-    with Server([*DETERMINISTIC, *TINY_POOL], logs / "tiny.log", TINY_ENVIRONMENT) as server:
+    with Server([*DETERMINISTIC, *TINY_POOL], logs / "tiny.log", TINY_ENVIRONMENT | ADMIT_ALL) as server:
         client = server.client()
         long_alone, long_crowded = ask_all(client, long_requests, 1), ask_all(client, long_requests, CONCURRENCY)
     return Off(requests, alone, repeated, crowded, chunked, long_requests, long_alone, long_crowded, by_seed, *seeds)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,7 @@ def test_preemption(client: Client, baseline: Baseline) -> None:
     low, high = baseline.prompts, baseline.prompts[::6]
     with ThreadPoolExecutor(len(low) + len(high)) as pool:
         first = [pool.submit(ask, client, prompt, priority=0) for prompt in low]
-        time.sleep(0.3)  # four of the low ones run then, and the others wait
+        wait(first, return_when=FIRST_COMPLETED)  # of 24, four at a time: others run now, and others wait
         second = [pool.submit(ask, client, prompt, priority=100) for prompt in high]
         answers = [future.result() for future in (*first, *second)]
     assert_equal_tokens(answers, [*baseline.answers, *baseline.answers[::6]], [*low, *high])
@@ -167,17 +166,13 @@ def test_sliding_draft(client: Client, server: Server, baseline: Baseline) -> No
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 def test_pause_and_continue(client: Client, baseline: Baseline, mode: str) -> None:
     """Fails where a paused request goes on wrong, or KV slots stay in use."""
-
-    def pause() -> None:
-        time.sleep(0.3)  # eight run then
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, client, prompt) for prompt in baseline.prompts]
+        wait(asked, return_when=FIRST_COMPLETED)  # seven others run now
         client.post("/pause_generation", {"mode": mode}).raise_for_status()
         time.sleep(0.3)
         client.post("/continue_generation", {}).raise_for_status()
-
-    pausing = threading.Thread(target=pause)
-    pausing.start()
-    answers = client.generate_all(baseline.prompts, 8, max_new_tokens=MAX_NEW_TOKENS)
-    pausing.join()
+        answers = [future.result() for future in asked]
     done = [index for index, answer in enumerate(answers) if answer.finish_reason != "abort"]
     assert (len(done) < len(answers)) == (mode == "abort")
     assert (sum(answers[i].meta["num_retractions"] for i in done) > 0) == (mode == "retract")  # none where it queued
