@@ -1,6 +1,7 @@
 """Times the native products against torch's BLAS over a model's layers, one after the other; values compared first.
 
-A round multiplies as many rows with every weight once, so that weights come from where they come from in a forward.
+A round multiplies as many rows with every weight once, so that weights come from where they come from in a forward,
+and lie on huge pages as a server's do (`SGLANG_DFLASH_HUGE_PAGES=0` leaves them on small ones).
 Both arms take turns; medians in milliseconds per round, the ratio, the multiplications done per second, the weights,
 counted once, read per second, and what so many rows cost against the first number given. The last line is JSON.
 """
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from sglang_dflash.ops import native
+from sglang_dflash.ops import huge_pages, native
 
 MODELS = {
     "tiny": [(256, 512), (256, 256), (256, 1152), (576, 256)] * 6 + [(256, 1792)],
@@ -70,8 +71,11 @@ def main() -> None:
         raise SystemExit(f"bench_cpu_products.py times the native ops, which are not there: {native.described()}.")
     torch.set_num_threads(options.threads)
     weights = [torch.randn(columns, inner).to(DTYPES[options.dtype]) for inner, columns in MODELS[options.model]]
+    page = huge_pages.page_bytes()
+    moved, huge = (0, 0) if page is None else huge_pages.move(weights, page)
     console = Console(width=140)
-    table = Table(title=f"products of {options.model}, {options.dtype}, {options.threads} threads, {native.isa()}")
+    title = f"products of {options.model}, {options.dtype}, {options.threads} threads, {native.isa()}"
+    table = Table(title=f"{title}, {huge / 1e6:.0f} of {moved / 1e6:.0f} MB on huge pages")
     base = f"over {options.rows[0]}"
     for name in ("rows", "native ms", "torch ms", "ratio", "lowest-highest", "GFLOP/s", "GB/s", base):
         table.add_column(name, justify="right")
@@ -84,7 +88,7 @@ def main() -> None:
         cells += [f"{low:.2f}-{high:.2f}", f"{one['gflop_s']:.0f}", f"{one['gb_s']:.1f}"]
         table.add_row(*cells, f"{one['native_ms'] / results[0]['native_ms']:.2f}")
     console.print(table)
-    machine = {"isa": native.isa(), "torch": torch.__version__, "load": os.getloadavg()[0]}
+    machine = {"isa": native.isa(), "torch": torch.__version__, "load": os.getloadavg()[0], "huge_page_bytes": huge}
     print(json.dumps(vars(options) | machine | {"results": results}))
 
 

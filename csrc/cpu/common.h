@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <vector>
 
 #include "kernels.h"
 
@@ -55,7 +56,8 @@ inline void copy_heads(const View& from, const View& to, int64_t from_row, int64
     memcpy(target + run * to.inner * element, source + run * from.inner * element, bytes);
 }
 
-// Calls `body(item, thread)` for 0 .. count - 1; a thread takes the next item when it is done with one.
+// Calls `body(item, thread)` for 0 .. count - 1. A thread takes the items of a range of its own in their order, so that
+// what it prefetches beyond one is what it reads next; then it helps the others.
 template <typename Body>
 void each_item(int64_t count, Body body) {
   const int64_t threads = std::min<int64_t>(count, at::in_parallel_region() ? 1 : at::get_num_threads());
@@ -63,10 +65,24 @@ void each_item(int64_t count, Body body) {
     for (int64_t item = 0; item < count; item++) body(item, 0);
     return;
   }
-  std::atomic<int64_t> next{0};
+  struct alignas(64) Range {  // a cache line each
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  std::vector<Range> ranges(threads);
+  for (int64_t thread = 0; thread < threads; thread++) {
+    ranges[thread].next = count * thread / threads;
+    ranges[thread].end = count * (thread + 1) / threads;
+  }
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; thread++)
-      for (int64_t item = next++; item < count; item = next++) body(item, thread);
+      for (int64_t other = 0; other < threads; other++) {
+        Range& range = ranges[(thread + other) % threads];
+        while (range.next.load(std::memory_order_relaxed) < range.end) {
+          const int64_t item = range.next.fetch_add(1, std::memory_order_relaxed);
+          if (item < range.end) body(item, thread);
+        }
+      }
   });
 }
 

@@ -8,6 +8,7 @@
 
 namespace sglang_dflash {
 
-const Kernels TABLE = {TEXT(ISA), attention_workspace, attend, merge, norm, norm_rope, linear, kLinearRows, argmax};
+const Kernels TABLE = {TEXT(ISA), attention_workspace, attend,      merge,               norm,
+                       norm_rope, linear,              kLinearRows, kLinearRowsBFloat16, argmax};
 
 }  // namespace sglang_dflash

@@ -8,12 +8,19 @@ namespace {
 
 constexpr int kTileHeight = 4;                         // rows that share a loaded weight
 constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 vector registers
-constexpr int64_t kLinearRows = kLanes == 4 ? 0 : 64;  // with four lanes a BLAS is the better one
+constexpr int64_t kLinearRows = kLanes == 4 ? 0 : 128;  // with four lanes a BLAS is the better one
+constexpr int64_t kLinearRowsBFloat16 = kLanes == 8 ? INT64_MAX : kLinearRows;  // without AVX-512, torch emulates them
 constexpr int64_t kSpanBytes = 16384;                  // weights that stay in the first cache for all rows
 constexpr int64_t kSpanColumns = kAccumulators;        // a multiple of every tile's width
 constexpr int tile_width(int height) { return height == 1 ? 6 : kAccumulators / height; }
 
-// What a tile prefetches while it multiplies: its share of the weights of the span to come, so that memory never rests.
+// How a tile prefetches its share of the weights of the span to come, so that memory never rests. A weight's row as long
+// as a page is left to the processor's prefetchers: there, tiles would push out of the cache what they need.
+enum class Fetch { kNothing, kPerVector, kAtOnce };
+constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kLineBytes = 64;
+constexpr int64_t kLinesAtOnce = 6;  // of each weight's row: more than that, and a tile waits for them
+
 struct Ahead {
   int64_t columns;  // from a column to its like in the next span
   int64_t part;     // of a weight's row, for each block of rows
@@ -22,7 +29,7 @@ struct Ahead {
 
 // [HEIGHT, WIDTH] of the result. Each element is one vector accumulator over the inner dimension from its beginning to
 // its end, whatever the tile: a row's bits depend neither on the rows beside it nor on the threads.
-template <int HEIGHT, int WIDTH, typename T>
+template <int HEIGHT, int WIDTH, Fetch FETCH, typename T>
 INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahead& ahead) {
   const float* x[HEIGHT];
   const T *w[WIDTH], *next[WIDTH];
@@ -32,11 +39,15 @@ INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahea
     w[j] = static_cast<const T*>(l.weight) + (column + j) * l.weight_stride;
     next[j] = w[j] + ahead.columns * l.weight_stride + row / kTileHeight * ahead.part;
   }
+  if constexpr (FETCH == Fetch::kAtOnce)
+    for (int64_t part = 0; part < ahead.part; part += kLineBytes / int64_t(sizeof(T)))
+      for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next[j] + part);
   int64_t k = 0;
   for (; k + kLanes <= l.inner; k += kLanes) {
     Vec weight[WIDTH];
     for (int j = 0; j < WIDTH; j++) weight[j] = load(w[j] + k);
-    for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next[j]), next[j] += ahead.step;
+    if constexpr (FETCH == Fetch::kPerVector)
+      for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next[j]), next[j] += ahead.step;
     for (int i = 0; i < HEIGHT; i++) {
       const Vec value = load(x[i] + k);
       for (int j = 0; j < WIDTH; j++) acc[i][j] += value * weight[j];
@@ -68,15 +79,15 @@ INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahea
   }
 }
 
-template <int HEIGHT, typename T>
+template <int HEIGHT, Fetch FETCH, typename T>
 INLINE void linear_columns(const Linear& l, int64_t row, int64_t begin, int64_t end, const Ahead& ahead) {
   constexpr int kWidth = tile_width(HEIGHT);
   int64_t column = begin;
-  for (; column + kWidth <= end; column += kWidth) linear_tile<HEIGHT, kWidth, T>(l, row, column, ahead);
-  for (; column < end; column++) linear_tile<HEIGHT, 1, T>(l, row, column, ahead);
+  for (; column + kWidth <= end; column += kWidth) linear_tile<HEIGHT, kWidth, FETCH, T>(l, row, column, ahead);
+  for (; column < end; column++) linear_tile<HEIGHT, 1, FETCH, T>(l, row, column, ahead);
 }
 
-template <typename T>
+template <Fetch FETCH, typename T>
 void linear_span(const Linear& l, int64_t begin, int64_t end) {
   const int64_t passes = (l.rows + kTileHeight - 1) / kTileHeight;
   const int64_t fit = kSpanBytes / int64_t(sizeof(T)) / larger(l.inner, 1) / kSpanColumns;
@@ -85,21 +96,33 @@ void linear_span(const Linear& l, int64_t begin, int64_t end) {
   for (int64_t column = begin; column < end; column += span) {
     const int64_t stop = smaller(column + span, end);
     int64_t row = 0;
-    for (; row + kTileHeight <= l.rows; row += kTileHeight) linear_columns<kTileHeight, T>(l, row, column, stop, ahead);
+    for (; row + kTileHeight <= l.rows; row += kTileHeight)
+      linear_columns<kTileHeight, FETCH, T>(l, row, column, stop, ahead);
     switch (l.rows - row) {
-      case 1: linear_columns<1, T>(l, row, column, stop, ahead); break;
-      case 2: linear_columns<2, T>(l, row, column, stop, ahead); break;
-      case 3: linear_columns<3, T>(l, row, column, stop, ahead); break;
+      case 1: linear_columns<1, FETCH, T>(l, row, column, stop, ahead); break;
+      case 2: linear_columns<2, FETCH, T>(l, row, column, stop, ahead); break;
+      case 3: linear_columns<3, FETCH, T>(l, row, column, stop, ahead); break;
     }
   }
+}
+
+template <typename T>
+void linear_of(const Linear& l, int64_t begin, int64_t end) {
+  const int64_t bytes = l.inner * int64_t(sizeof(T)), passes = (l.rows + kTileHeight - 1) / kTileHeight;
+  if (bytes >= kPageBytes)
+    linear_span<Fetch::kNothing, T>(l, begin, end);
+  else if (bytes <= passes * kLinesAtOnce * kLineBytes)
+    linear_span<Fetch::kAtOnce, T>(l, begin, end);
+  else
+    linear_span<Fetch::kPerVector, T>(l, begin, end);
 }
 
 // Columns begin .. end of the result.
 void linear(const Linear& l, int64_t begin, int64_t end) {
   if (l.type == Type::kFloat)
-    linear_span<float>(l, begin, end);
+    linear_of<float>(l, begin, end);
   else
-    linear_span<BFloat16>(l, begin, end);
+    linear_of<BFloat16>(l, begin, end);
 }
 
 }  // namespace

@@ -7,12 +7,12 @@
 namespace sglang_dflash {
 namespace {
 
-constexpr int64_t kItemProducts = 1 << 16;  // multiplications of one work item: some microseconds
-constexpr int64_t kItemColumns = 48;        // a multiple of every tile's width
+constexpr int64_t kItemProducts = 1 << 14;  // multiplications of one work item, at least: a microsecond or two
+constexpr int64_t kItemColumns = 24;        // a multiple of every tile's width
+constexpr int64_t kFew = 512;               // rows whose copy in float32 may lie beside them
 
 // out [N, O] = x [N, H] weight [O, H]^T + addend [O] or [N, O], rows of all dense; the threads share the columns.
-void multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* addend, at::Tensor& out) {
-  if (out.numel() == 0) return;
+void multiply_few(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* addend, const at::Tensor& out) {
   const at::Tensor rows = x.to(at::kFloat).contiguous();
   const int64_t columns = weight.size(0);
   Linear l{};
@@ -26,6 +26,17 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* a
   each_item((columns + span - 1) / span, [&](int64_t item, int64_t) {
     kernels().linear(l, item * span, std::min(columns, (item + 1) * span));
   });
+}
+
+void multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* addend, at::Tensor& out) {
+  if (out.numel() == 0) return;
+  if (x.size(0) <= kFew) return multiply_few(x, weight, addend, out);
+  for (int64_t row = 0; row < x.size(0); row += kFew) {
+    const int64_t rows = std::min(kFew, x.size(0) - row);
+    const bool by_row = addend && addend->dim() == 2;
+    const at::Tensor part = by_row ? addend->narrow(0, row, rows) : addend ? *addend : at::Tensor();
+    multiply_few(x.narrow(0, row, rows), weight, addend ? &part : nullptr, out.narrow(0, row, rows));
+  }
 }
 
 bool fits(const at::Tensor& addend, int64_t rows, const at::Tensor& weight) {
@@ -51,8 +62,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
 
 bool serves(const at::Tensor& a, const at::Tensor& b) {
   const auto type = a.scalar_type();
-  return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && a.size(0) <= kernels().linear_rows &&
-         b.scalar_type() == type && (type == at::kFloat || type == at::kBFloat16) && b.stride(0) == 1 &&
+  const int64_t most = type == at::kFloat ? kernels().linear_rows : kernels().linear_rows_bfloat16;
+  return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && a.size(0) <= most && b.scalar_type() == type &&
+         (type == at::kFloat || type == at::kBFloat16) && b.stride(0) == 1 &&
          (b.size(1) <= 1 || b.stride(1) >= b.size(0));
 }
 

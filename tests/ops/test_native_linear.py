@@ -41,7 +41,7 @@ def near(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, addend: torch
 
 @settings(max_examples=150, deadline=None)
 @given(
-    rows=st.integers(0, 70),
+    rows=st.one_of(st.integers(0, 140), st.integers(510, 520)),
     inner=st.one_of(st.integers(0, 40), st.integers(1, 700)),
     columns=st.integers(0, 130),
     dtype=st.sampled_from(DTYPES),
@@ -58,13 +58,13 @@ def test_it_is_the_product(rows, inner, columns, dtype, adds):
 @pytest.mark.parametrize(("inner", "columns"), [(256, 1152), (37, 53), (1024, 100)])
 def test_a_rows_bits_depend_on_it_alone(inner, columns, dtype):
     """Fails where the shape of a tile, the threads or the rows beside it change how a sum is rounded."""
-    x, weight, bias = drawn(64, inner, columns, dtype)
-    alone = torch.cat([linear(x[i : i + 1], weight, bias) for i in range(64)])
+    x, weight, bias = drawn(128, inner, columns, dtype)
+    alone = torch.cat([linear(x[i : i + 1], weight, bias) for i in range(128)])
     threads = torch.get_num_threads()
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            for rows in (2, 3, 4, 5, 7, 8, 9, 16, 17, 24, 31, 33, 64):
+            for rows in (2, 3, 4, 5, 7, 8, 9, 16, 17, 24, 31, 33, 64, 65, 128):
                 assert torch.equal(linear(x[:rows], weight, bias), alone[:rows]), (count, rows)
     finally:
         torch.set_num_threads(threads)
@@ -92,24 +92,27 @@ def test_what_does_not_fit_is_refused():
 INSTALLED = """
     import torch, torch.nn.functional as F
     from sglang_dflash.ops import native
-    x, weight, bias = torch.randn(65, 40), torch.randn(30, 40), torch.randn(30)
-    few, out = x[:64], torch.empty(64, 30)
+    x, weight, bias = torch.randn(129, 40), torch.randn(30, 40), torch.randn(30)
+    few, out = x[:128], torch.empty(128, 30)
     before = F.linear(x, weight), F.linear(x, weight, bias)
     native.install_linear()
     native.install_linear()
     assert torch.equal(F.linear(x, weight), before[0]), "more rows than it takes"
     assert torch.equal(F.linear(x, weight, bias), before[1]), "more rows than it takes"
+    brief, brief_weight = torch.randn(300, 40).bfloat16(), weight.bfloat16()
+    wanted = torch.ops.sglang_dflash.linear(brief, brief_weight, None)
+    assert native.isa() != "avx2" or torch.equal(F.linear(brief, brief_weight), wanted)
     plain, biased = (torch.ops.sglang_dflash.linear(few, weight, one) for one in (None, bias))
-    assert native.isa() == "scalar" or not torch.equal(plain, before[0][:64]), "nothing was replaced, or nothing shown"
+    assert native.isa() == "scalar" or not torch.equal(plain, before[0][:128]), "nothing was replaced, or nothing shown"
     close = lambda a, b: torch.allclose(a, b, atol=1e-4)
     same = torch.equal if native.isa() != "scalar" else close
     assert same(F.linear(few, weight), plain) and same(F.linear(few, weight, bias), biased)
     assert same(F.linear(few[None], weight)[0], plain)
     torch.mm(few, weight.t(), out=out); assert same(out, plain)
     torch.addmm(bias, few, weight.t(), out=out); assert same(out, biased)
-    residual = torch.randn(64, 30); torch.addmm(residual, few, weight.t(), out=out)
+    residual = torch.randn(128, 30); torch.addmm(residual, few, weight.t(), out=out)
     assert same(out, torch.ops.sglang_dflash.linear(few, weight, residual))
-    halves = torch.empty(64, 60); torch.mm(few, weight.t(), out=halves[:, 30:]); assert same(halves[:, 30:], plain)
+    halves = torch.empty(128, 60); torch.mm(few, weight.t(), out=halves[:, 30:]); assert same(halves[:, 30:], plain)
     near = lambda a, b: torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4)
     truth, wide_bias = few.double() @ weight.double().t(), bias.double()
     near(torch.addmm(bias, few, weight.t(), alpha=2, beta=3), 3 * wide_bias + 2 * truth)

@@ -12,6 +12,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_dflash import ops
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
+from sglang_dflash.host.cpu.loading import move_weights
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -22,6 +23,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()  # no Triton, no graphs, no device kernels
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        move_weights(model)
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False

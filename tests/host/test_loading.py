@@ -1,0 +1,38 @@
+"""What follows a load: a server that finds no huge pages serves all the same, and says so."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from sglang.srt.platforms import current_platform
+
+from sglang_dflash.host.cpu import loading
+from sglang_dflash.ops import huge_pages
+
+
+def test_without_memory_weights_stay(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails where a server that could serve ends for want of huge pages, or says nothing of it."""
+
+    def fail(size: int, page: int) -> torch.Tensor:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(huge_pages, "page_bytes", lambda: 2 << 20)
+    monkeypatch.setattr(huge_pages, "_region", fail)
+    model = torch.nn.Linear(4, 3)
+    before = [weight.data_ptr() for weight in model.parameters()]
+    with caplog.at_level(logging.WARNING):
+        loading.move_weights(model)
+    assert [weight.data_ptr() for weight in model.parameters()] == before
+    assert "stay on small pages" in caplog.text
+
+
+def test_weights_move(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails where the host's call after a load leaves weights where they are, or the log says nothing of them."""
+    monkeypatch.setattr(huge_pages, "page_bytes", lambda: 2 << 20)
+    model = torch.nn.Linear(4, 3)
+    with caplog.at_level(logging.INFO):
+        current_platform.post_load_model(model)
+    assert min(weight.data_ptr() for weight in model.parameters()) % (2 << 20) == 0
+    assert "Linear's weights are on huge pages" in caplog.text
