@@ -6,13 +6,15 @@
 namespace sglang_dflash {
 namespace {
 
-constexpr int kTileHeight = 4;                         // rows that share a loaded weight
-constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 vector registers
 constexpr int64_t kLinearRows = kLanes == 4 ? 0 : 128;  // with four lanes a BLAS is the better one
 constexpr int64_t kLinearRowsBFloat16 = kLanes == 8 ? INT64_MAX : kLinearRows;  // without AVX-512, torch emulates them
+
+constexpr int kTileHeight = 4;                         // rows that share a loaded weight
+constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 vector registers
 constexpr int64_t kSpanBytes = 16384;                  // weights that stay in the first cache for all rows
 constexpr int64_t kSpanColumns = kAccumulators;        // a multiple of every tile's width
 constexpr int tile_width(int height) { return height == 1 ? 6 : kAccumulators / height; }
+INLINE int64_t passes_of(const Linear& l) { return (l.rows + kTileHeight - 1) / kTileHeight; }
 
 // How a tile prefetches its share of the weights of the span to come, so that memory never rests. A weight's row as long
 // as a page is left to the processor's prefetchers: there, tiles would push out of the cache what they need.
@@ -89,7 +91,7 @@ INLINE void linear_columns(const Linear& l, int64_t row, int64_t begin, int64_t 
 
 template <Fetch FETCH, typename T>
 void linear_span(const Linear& l, int64_t begin, int64_t end) {
-  const int64_t passes = (l.rows + kTileHeight - 1) / kTileHeight;
+  const int64_t passes = passes_of(l);
   const int64_t fit = kSpanBytes / int64_t(sizeof(T)) / larger(l.inner, 1) / kSpanColumns;
   const int64_t span = larger(fit, 1) * kSpanColumns;
   const Ahead ahead{span, l.inner / passes, larger(kLanes / passes, 1)};
@@ -108,10 +110,10 @@ void linear_span(const Linear& l, int64_t begin, int64_t end) {
 
 template <typename T>
 void linear_of(const Linear& l, int64_t begin, int64_t end) {
-  const int64_t bytes = l.inner * int64_t(sizeof(T)), passes = (l.rows + kTileHeight - 1) / kTileHeight;
+  const int64_t bytes = l.inner * int64_t(sizeof(T));
   if (bytes >= kPageBytes)
     linear_span<Fetch::kNothing, T>(l, begin, end);
-  else if (bytes <= passes * kLinesAtOnce * kLineBytes)
+  else if (bytes <= passes_of(l) * kLinesAtOnce * kLineBytes)
     linear_span<Fetch::kAtOnce, T>(l, begin, end);
   else
     linear_span<Fetch::kPerVector, T>(l, begin, end);

@@ -11,7 +11,7 @@ constexpr int64_t kItemProducts = 1 << 14;  // multiplications of one work item,
 constexpr int64_t kItemColumns = 24;        // a multiple of every tile's width
 constexpr int64_t kFew = 512;               // rows whose copy in float32 may lie beside them
 
-// out [N, O] = x [N, H] weight [O, H]^T + addend [O] or [N, O], rows of all dense; the threads share the columns.
+// `multiply` of at most kFew rows; the threads share the columns.
 void multiply_few(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* addend, const at::Tensor& out) {
   const at::Tensor rows = x.to(at::kFloat).contiguous();
   const int64_t columns = weight.size(0);
@@ -28,6 +28,7 @@ void multiply_few(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   });
 }
 
+// out [N, O] = x [N, H] weight [O, H]^T + addend [O] or [N, O], rows of all dense.
 void multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* addend, at::Tensor& out) {
   if (out.numel() == 0) return;
   if (x.size(0) <= kFew) return multiply_few(x, weight, addend, out);
