@@ -48,7 +48,8 @@ def main(
     arguments += ["--max-total-tokens", "16384", "--max-running-requests", "16"]
     times: dict[tuple[str, int], list[float]] = {}
     log = Path(tempfile.mkdtemp()) / "server.log"
-    with Server(arguments, log, TINY_ENVIRONMENT) as server, Progress(console=console) as progress:
+    whole_blocks = {"SGLANG_DFLASH_WIDTH": "full"}
+    with Server(arguments, log, TINY_ENVIRONMENT | whole_blocks) as server, Progress(console=console) as progress:
         client = server.client()
         task = progress.add_task("measuring", total=(repeats + 1) * 2 * len(CASES))
         for round_number in range(repeats + 1):  # the first one warms up

@@ -152,6 +152,7 @@ def main(
         stages = folder / f"{name}.json" if timers else None
         environment = install(folder, stages) if stages else {}
         environment |= {"OMP_NUM_THREADS": threads} if threads else {}
+        environment["SGLANG_DFLASH_WIDTH"] = "full"  # W rows are W rows
         if tau and options:
             environment["SGLANG_SIMULATE_ACC_LEN"] = str(tau)
         begin = time.perf_counter()

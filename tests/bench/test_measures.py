@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from samples import accepting, key, record
 
+from sglang_dflash.bench.asking import drafted
 from sglang_dflash.bench.measures import Limits, by_turn, measure, percentile
 from sglang_dflash.bench.records import Cell, Record, total_acceptance
 
@@ -130,3 +131,11 @@ def test_by_turn() -> None:
     assert turns[1]["ttft_ms_p50"] == pytest.approx(400)
     assert turns[1]["tok_s"] == pytest.approx(5.0)
     assert math.isnan(turns[1]["tau"]) and math.isnan(turns[1]["cached_tokens"])
+
+
+def test_drafts_of_steps_with_widths_of_their_own():
+    """Fails where drafts that were never made are counted, which the host does where widths vary."""
+    whole = {"spec_num_proposed_drafts": 35}
+    assert drafted(whole) == 35
+    assert drafted(whole | {"spec_cap_lens_histogram": [0, 2, 0, 0, 1, 0, 0, 0, 2]}) == 0 * 2 + 3 + 7 * 2
+    assert drafted({}) == 0

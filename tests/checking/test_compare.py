@@ -8,6 +8,7 @@ import pytest
 
 from sglang_dflash.checking.asking import Outcome, Request, greedy_body
 from sglang_dflash.checking.compare import Acceptance, Difference, Tolerance, first_difference, step_loss
+from sglang_dflash.checking.draft_kv import judge
 
 FINISH = {"type": "stop", "matched": 2}
 TOLERANCE = Tolerance.of("float32")
@@ -147,3 +148,10 @@ def test_outcomes_are_kept_as_json() -> None:
     """Fails where a kept answer is not the one that was given."""
     outcome = answer([5], logprobs=[-0.1], best=[[(5, -0.1)]], histogram=[1])
     assert Outcome.from_json(outcome.to_json()) == outcome
+
+
+def test_steps_of_any_width_are_not_compared() -> None:
+    """Fails where a server whose steps adapt is said to draft worse from one KV than from another."""
+    way = [Outcome(ids=[1, 2], histogram=[2], cached_tokens=9, adapts=True)]
+    probed = judge({"cached": way, "pieces": way, "fresh": way}, [10], exact=True)
+    assert not probed.lost and "SGLANG_DFLASH_WIDTH=full" in probed.skipped

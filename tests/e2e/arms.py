@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +42,12 @@ OPENINGS = [
         "class Node:\n",
     )
 ]
+
+# A policy for tests alone, in the place of the one that measures.
+EVERY_WIDTH = {
+    "SGLANG_DFLASH_WIDTH": "adaptive",
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent / "plugins"), os.environ.get("PYTHONPATH")))),
+}
 
 PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 150}
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from arms import PLAIN, POOL, SPECULATE, pick
-from conftest import chat_ids
+from arms import EVERY_WIDTH, PLAIN, POOL, SPECULATE, pick
 from parameters import (
     BODIES,
     COMBINATIONS,
@@ -31,6 +30,7 @@ from parameters import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from conftest import chat_ids
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, Client, Server, held_out_prompts
 
 pytestmark = pytest.mark.server
@@ -77,10 +77,14 @@ def greedy(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -
     return asked([*ORACLE, *FLAGS], log, [*requests_of(GREEDY, prompts), *bodies, processor], mixes)
 
 
-@pytest.fixture(scope="module")
-def greedy_client(greedy: Asked, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+@pytest.fixture(scope="module", params=["full", "every width"])
+def greedy_client(
+    request: pytest.FixtureRequest, greedy: Asked, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    """A server of whole blocks; then one that takes every width in turn, plain decoding included."""
     log = tmp_path_factory.mktemp("parameters") / "on.log"
-    with Server([*PLAIN, *POOL, *SPECULATE, *FLAGS], log, TINY_OVERLAPPING) as server:
+    environment = TINY_OVERLAPPING | (EVERY_WIDTH if request.param == "every width" else {})
+    with Server([*PLAIN, *POOL, *SPECULATE, *FLAGS], log, environment) as server:
         yield server.client()
 
 
@@ -151,8 +155,9 @@ def seeded(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def seeded_client(seeded: Asked, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Of every width in turn: a seed's token is that of its position, however the step before it ended."""
     log = tmp_path_factory.mktemp("seeded") / "on.log"
-    with Server([*PLAIN, *POOL, *SPECULATE, *SEEDED], log, TINY_ENVIRONMENT) as server:
+    with Server([*PLAIN, *POOL, *SPECULATE, *SEEDED], log, TINY_ENVIRONMENT | EVERY_WIDTH) as server:
         yield server.client()
 
 

@@ -54,7 +54,7 @@ def test_every_rank_drafts_the_same(batch: int, ranks: int, dtype: torch.dtype, 
 
     def run(rank: int) -> torch.Tensor:
         group.local.rank = rank
-        return heads[rank].draft_ids(hidden)
+        return heads[rank].draft_ids(hidden, BLOCK_SIZE)
 
     with ThreadPoolExecutor(ranks) as pool:
         drafted = list(pool.map(run, range(ranks)))
@@ -70,9 +70,9 @@ def test_new_weights_are_drafted_with(monkeypatch) -> None:
     lm_head = SimpleNamespace(weight=torch.eye(4), shard_indices=None)
     head = DraftHead(lm_head, 2)
     hidden = torch.tensor([[0.0, 0, 0, 0], [0, 1, 0, 0]])
-    assert head.draft_ids(hidden).tolist() == [[1]]
+    assert head.draft_ids(hidden, 2).tolist() == [[1]]
     lm_head.weight = torch.eye(4).flip(0)
-    assert head.draft_ids(hidden).tolist() == [[2]]
+    assert head.draft_ids(hidden, 2).tolist() == [[2]]
 
 
 def test_vocabularies_that_it_does_not_know_are_refused(monkeypatch) -> None:

@@ -27,6 +27,7 @@ from stand_ins import Batch, configured, make_req, make_row_sampler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
+from sglang_dflash.core.width import FullWidth
 from sglang_dflash.host import draft_input
 from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_input import DraftInput
@@ -167,14 +168,13 @@ def _draft(table: torch.Tensor, rows: ops.RowOps, generator: torch.Generator) ->
     runner.runner = SimpleNamespace(
         device="cpu", forward=lambda batch: out, kv_index_translator=_translator(table), token_to_kv_pool=_pool(model)
     )
-    runner.block_size = BLOCK
     embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
     runner._embed, runner._embed_scale = lambda ids: F.embedding(ids, embedding), 1.0
     runner._head = DraftHead(SimpleNamespace(weight=embedding, shard_indices=None), BLOCK)
     runner._context_kv = ContextKVWriter(model)
     runner._context_kv.bind(runner.runner.token_to_kv_pool)
     runner._window = None
-    runner._spec_info = make_draft_block_spec_info(draft_token_num=BLOCK, device="cpu")
+    runner._spec_infos = {BLOCK: make_draft_block_spec_info(draft_token_num=BLOCK, device="cpu")}
     return runner
 
 
@@ -187,6 +187,7 @@ def _worker(table: torch.Tensor, rows: ops.RowOps) -> DFlashWorker:
     worker._sampler = make_row_sampler(None, VOCAB, BLOCK)
     worker._hidden_states = ReturnedHiddenStates(None)
     worker._rows, worker._accept_chain, worker._fuses_acceptance = rows, ops.accept_chain, True
+    worker._widths = FullWidth(BLOCK)
     return worker
 
 

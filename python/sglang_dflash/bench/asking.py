@@ -110,10 +110,22 @@ class _Stream:
             finish="" if failure else self.finish,
             cached_tokens=cached,
             steps=self.details.get("spec_verify_ct") or 0,
-            drafted=self.details.get("spec_num_proposed_drafts") or 0,
+            drafted=drafted(self.details),
             accept_histogram=self.details.get("spec_correct_drafts_histogram") or [],
             failure=failure,
         )
+
+
+def drafted(details: dict[str, Any]) -> int:
+    """Drafts that were verified. The host counts whole blocks; where steps have widths of their own, it tells those.
+
+    Args:
+        details: the host's `SpecTokensDetails` of one answer.
+    """
+    widths = details.get("spec_cap_lens_histogram") or []  # steps of 0, 1, 2, .. rows
+    if widths:
+        return sum((width - 1) * steps for width, steps in enumerate(widths) if width)
+    return details.get("spec_num_proposed_drafts") or 0
 
 
 class Endpoint:

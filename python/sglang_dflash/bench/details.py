@@ -86,5 +86,5 @@ def _acceptance(section: Section) -> list[str]:
         [escaped(arm), *(number(share) for share in shares), *["-"] * (longest - len(shares))]
         for arm, shares in held.items()
     ]
-    note = "Share of verify steps that accepted draft 1, 2, ...; the mean over the loads."
+    note = "Share of all steps, narrower ones included, that accepted draft 1, 2, ...; the mean over the loads."
     return ["### Acceptance by position", note, grid(header, rows)]

@@ -15,7 +15,7 @@ from sglang_dflash.bench.datasets import load
 from sglang_dflash.bench.options import RADIX, Options, words
 from sglang_dflash.bench.plan import Plan
 from sglang_dflash.core.draft_config import DraftConfig
-from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET
+from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 
 TINY_DATASETS = "arithmetic,code,chat"
 TINY_FLAGS = ("--max-total-tokens", "32768")
@@ -115,7 +115,7 @@ def _serving(options: Options, tiny: bool) -> Serving:
     flags = [*(TINY_FLAGS if tiny else ()), *(("--dtype", dtype) if dtype else ())]
     flags += [] if cuda or "--device" in given else ["--device", "cpu"]
     environment = options.environment()
-    common = {**(TINY_ENVIRONMENT if tiny and not cuda else {}), **environment.pop("", {})}
+    common = environment.pop("", {})
     if not cuda:
         for name in VLLM_ARMS:
             environment[name] = {**_vllm_on_cpu(options.vllm_python, tiny), **environment.get(name, {})}
@@ -135,7 +135,7 @@ def _serving(options: Options, tiny: bool) -> Serving:
 
 def _vllm_on_cpu(python: str, tiny: bool) -> dict[str, str]:
     """What vLLM's own instructions for CPUs ask for: a cache that leaves room in the memory, Intel's OpenMP where its
-    environment has it. How many threads it takes is its own choice, ours for the other arms notwithstanding."""
+    environment has it. How many threads it takes is its own choice, as it is every other server's."""
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     preload = {"LD_PRELOAD": str(openmp)} if openmp.is_file() else {}
     return {"VLLM_CPU_KVCACHE_SPACE": "1" if tiny else "8", **preload}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,8 +15,12 @@ import httpx
 from sglang_dflash.serving import Client, Server, ServerError
 
 START_SECONDS = 1800.0  # large weights come slowly
-# A server that ends at its first leaked slot says less than one that goes on: we count the slots ourselves.
-ENVIRONMENT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
+# A server that ends at its first leaked slot says less than one that goes on: we count the slots ourselves. And steps
+# are compared, which only whole blocks allow.
+ENVIRONMENT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
+    "SGLANG_DFLASH_WIDTH": os.environ.get("SGLANG_DFLASH_WIDTH", "full"),
+}
 
 
 @dataclass(frozen=True, slots=True)

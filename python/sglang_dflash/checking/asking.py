@@ -45,6 +45,7 @@ class Outcome:
         best: per token, the most likely (id, logprob) at its place, best first; empty where none were asked for.
         cached_tokens: prompt tokens served from the radix cache.
         histogram: verify steps by accept_len, 0 first; empty where speculation is off.
+        adapts: steps had widths of their own, so that their number does not say how good the drafts were.
         refusal: the server's sentence where it answered 4xx; the rest is empty then.
         failure: what went wrong where it is the server's fault, or that it was aborted; an answer may have begun.
     """
@@ -56,6 +57,7 @@ class Outcome:
     best: list[list[tuple[int, float]]] = field(default_factory=list)
     cached_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
+    adapts: bool = False
     refusal: str = ""
     failure: str = ""
 
@@ -94,6 +96,7 @@ class Outcome:
             best=[[(row[1], row[0]) for row in rows] for rows in meta.get("output_top_logprobs") or []],
             cached_tokens=meta.get("cached_tokens", 0),
             histogram=meta.get("spec_correct_drafts_histogram") or [],
+            adapts=bool(meta.get("spec_cap_lens_histogram")),
         )
 
     @classmethod

@@ -22,6 +22,7 @@ WAYS = {
     "pieces": "KV written by several prefills, one behind the other",
     "fresh": "KV written by one prefill",
 }
+OF_ANY_WIDTH = "steps have widths of their own; SGLANG_DFLASH_WIDTH=full makes the server's comparable"
 MIN_ANSWER = 16  # tokens: shorter answers leave too few steps behind their middle
 MAX_PROMPTS = 8
 PIECES = 4
@@ -78,6 +79,8 @@ def judge(by_way: dict[str, list[Outcome]], prompt_lens: Sequence[int], exact: b
         by_way: outcomes of the same requests, per way.
         prompt_lens: of these requests.
     """
+    if any(outcome.adapts for outcomes in by_way.values() for outcome in outcomes):
+        return DraftKv(skipped=OF_ANY_WIDTH)
     usable = [
         number
         for number, length in enumerate(prompt_lens)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from sglang_dflash.checking.arms import ServerInfo
 from sglang_dflash.checking.asking import Outcome
 from sglang_dflash.checking.compare import Acceptance, step_loss
-from sglang_dflash.checking.draft_kv import DraftKv
+from sglang_dflash.checking.draft_kv import OF_ANY_WIDTH, DraftKv
 from sglang_dflash.checking.recording import Exchange
 
 
@@ -29,6 +29,8 @@ def probe_reference(
 
     from sglang_dflash.reference import DFlashDraftModel, spec_generate
 
+    if any(outcome.adapts for outcome in alone):
+        return DraftKv(skipped=OF_ANY_WIDTH)
     disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, server.dtype, torch.bfloat16)

@@ -48,8 +48,8 @@ def plan_chain(block: Block, draft_ids: torch.Tensor, width: int) -> VerifyPlan:
 
     Args:
         draft_ids: [B, K-1] int64; the draft's proposal for positions 1..K-1 of the block.
-        width: W, 2..K.
+        width: W, 1..K.
     """
-    assert 2 <= width <= block.block_size, (width, block.block_size)
+    assert 1 <= width <= block.block_size, (width, block.block_size)
     ids = torch.cat((block.ids[:, :1], draft_ids[:, : width - 1]), dim=1)
     return VerifyPlan(ids, block.positions[:, :width], block.slots[:, :width])

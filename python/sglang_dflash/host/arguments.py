@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 
 from sglang_dflash import __version__, ops
 from sglang_dflash.core.draft_config import USE_BUILTIN, DraftConfig
-from sglang_dflash.host import simulated
+from sglang_dflash.host import simulated, widths
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_dflash.host.features import refuse_features
 from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
@@ -62,6 +62,7 @@ def check(server_args: Any, previous: Any) -> None:
         block_size = _block_size(cfg, draft, target.context_len)
         if simulated.simulates():
             simulated.check(block_size, cfg.tp_size)
+        widths.check(cfg.device, cfg.tp_size)
         declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
         previous(server_args)
     except ValueError as error:

@@ -64,7 +64,7 @@ class ContextKVWriter:
 
     def write(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Writes every given row. A verified row beyond the committed ones may be among them: its slot holds no
-        committed token, and the next block's draft forward overwrites it before anything reads it.
+        committed token, and nothing reads it before a later step writes it again.
 
         Args:
             pool: the draft's KV pool.

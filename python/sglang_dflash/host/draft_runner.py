@@ -62,9 +62,9 @@ class DraftHead:
         self._block_size = block_size
         self.captured_ids = torch.empty(0, dtype=torch.int64, device=weight.device)
 
-    def draft_ids(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [B * K, H]. Returns [B, K-1] int64."""
-        rows = hidden.view(-1, self._block_size, hidden.shape[-1])[:, 1:]
+    def draft_ids(self, hidden: torch.Tensor, block_size: int) -> torch.Tensor:
+        """hidden: [B * K, H], K = `block_size`. Returns [B, K-1] int64."""
+        rows = hidden.view(-1, block_size, hidden.shape[-1])[:, 1:]
         weight = self._lm_head.weight[: self._vocab_size]  # [V, H] without the host's padding
         # Made dense, so that all rows go through one product: of a slice, torch multiplies request by request.
         logits = F.linear(rows.reshape(-1, rows.shape[-1]).to(weight.dtype), weight)
@@ -87,7 +87,7 @@ class DraftHead:
 
     def __call__(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
         """Called while the host captures the draft's graph."""
-        draft_ids = self.draft_ids(hidden)
+        draft_ids = self.draft_ids(hidden, self._block_size)
         self.captured_ids[: len(draft_ids)].copy_(draft_ids)
 
 
@@ -123,7 +123,6 @@ class DraftRunner:
         self.worker = bundle.draft_worker
         self.runner = bundle.draft_model_runner
         self.model = bundle.draft_model
-        self.block_size = block_size
         self.model.set_block_size(block_size)
         if self.runner.device == "cpu":
             for layer in self.model.layers:
@@ -135,7 +134,10 @@ class DraftRunner:
         self._head = DraftHead(unwrap_lora_layer(target_model.lm_head), block_size)
         self._context_kv = ContextKVWriter(self.model)
         self._window: DraftWindow | None = None
-        self._spec_info = make_draft_block_spec_info(draft_token_num=block_size, device=self.runner.device)
+        self._spec_infos = {
+            rows: make_draft_block_spec_info(draft_token_num=rows, device=self.runner.device)
+            for rows in range(2, block_size + 1)
+        }
 
     def alloc_memory_pool(self, config: Any, req_to_token_pool: Any, allocator: Any) -> None:
         """Shares the target's slots, and its table of them unless the draft sees only a window: one RadixAttention
@@ -197,17 +199,17 @@ class DraftRunner:
             out = self.runner.forward(forward_batch)
         if out.can_run_graph:
             return self._head.captured_ids[: len(block.ids)]
-        return self._head.draft_ids(out.logits_output.hidden_states)
+        return self._head.draft_ids(out.logits_output.hidden_states, block.block_size)
 
     def _forward_batch(self, block: Block, batch: Any) -> ForwardBatch:
         embeds = self._embed(block.ids)
         if self._embed_scale != 1.0:
             embeds = embeds * self._embed_scale
         kv_lens = block.prefix_lens
-        kv_lens_cpu, kv_lens_sum = known_kv_lens(batch, self.block_size)
+        kv_lens_cpu, kv_lens_sum = known_kv_lens(batch, block.block_size)
         if self._window is not None:
             kv_lens = self._window.lay_out(block, batch.req_pool_indices)
-            kv_lens_cpu = kv_lens_cpu.clamp(max=self._window.max_len + self.block_size)
+            kv_lens_cpu = kv_lens_cpu.clamp(max=self._window.max_len + block.block_size)
             kv_lens_sum = int(kv_lens_cpu.sum())
         num_rows = block.ids.numel()
         return ForwardBatch(
@@ -222,7 +224,7 @@ class DraftRunner:
             positions=block.positions.flatten(),
             input_embeds=embeds.flatten(0, 1),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._spec_info,
+            spec_info=self._spec_infos[block.block_size],
             capture_hidden_mode=CaptureHiddenMode.NULL,
             num_token_non_padded=(
                 torch.full((), num_rows, dtype=torch.int32, device=block.ids.device)

@@ -33,9 +33,9 @@ class RequestPenalties:
     device in the order of the steps.
     """
 
-    def __init__(self, vocab_size: int, width: int, device: Any) -> None:
+    def __init__(self, vocab_size: int, max_width: int, device: Any) -> None:
         self._emitted = ops.EmittedTokens(vocab_size, device)
-        self._width = width
+        self._max_width = max_width
         self._device = device
         self._row_of_slot: dict[int, int] = {}
 
@@ -73,7 +73,7 @@ class RequestPenalties:
             self._upload([self._row_of_slot[req.kv.req_pool_idx] for req in reqs], torch.int64),
             self._params(reqs),
             # Under overlap the host knows the tokens of all steps but the one before.
-            max(len(req.output_ids) for req in reqs) + 2 * self._width,
+            max(len(req.output_ids) for req in reqs) + 2 * self._max_width,
         )
 
     def _params(self, reqs: Sequence[Any]) -> ops.PenaltyParams:

@@ -23,10 +23,9 @@ class RowSampler:
     sampled distribution as it is.
     """
 
-    def __init__(self, target_runner: Any, width: int) -> None:
+    def __init__(self, target_runner: Any, max_width: int) -> None:
         self._runner = target_runner
-        self._width = width
-        self._penalties = RequestPenalties(target_runner.model_config.vocab_size, width, target_runner.device)
+        self._penalties = RequestPenalties(target_runner.model_config.vocab_size, max_width, target_runner.device)
         self._text = EmittedText()
         self._group: Any = None
 
@@ -85,10 +84,10 @@ class RowSampler:
         params = self._text.row_params(batch, plan) if info.has_custom_logit_processor else None
         ids = self._runner.sampler(
             target_out,
-            expand(info, self._width, params),
+            expand(info, plan.width, params),
             batch.return_logprob,
-            _each(batch.top_logprobs_nums, self._width) if batch.return_logprob else [],
-            _each(batch.token_ids_logprobs, self._width) if batch.return_logprob else [],
+            _each(batch.top_logprobs_nums, plan.width) if batch.return_logprob else [],
+            _each(batch.token_ids_logprobs, plan.width) if batch.return_logprob else [],
             plan.positions.flatten(),
         )
         if batch.return_logprob:

@@ -25,6 +25,7 @@ from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 from sglang_dflash.host.sampling import RowSampler
+from sglang_dflash.host.widths import choose_width_policy
 
 logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None] | None
@@ -53,6 +54,7 @@ class DFlashWorker(BaseSpecWorker):
         self._accept_chain = simulated.accept if simulated.simulates() else ops.accept_chain
         # Argmax and acceptance in one op, where neither another rank nor a simulation stands between them.
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
+        self._widths = choose_width_policy(self.block_size, self.device, get_parallel().tp_size)
 
     # What the scheduler asks of a worker besides a step.
 
@@ -93,11 +95,10 @@ class DFlashWorker(BaseSpecWorker):
                 preparation waits for nothing else.
             grammar_barrier: advances the grammars over the step before; given under overlap.
         """
-        if batch.forward_mode.is_idle():
-            return self._idle(on_publish)
-        if batch.forward_mode.is_extend():
-            return self._prefill(batch, on_publish)
-        return self._decode(batch, on_publish, grammar_barrier)
+        if batch.forward_mode.is_decode():
+            return self._decode(batch, on_publish, grammar_barrier)
+        self._widths.interrupt()
+        return (self._idle if batch.forward_mode.is_idle() else self._prefill)(batch, on_publish)
 
     def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
         self._sampler.prefill(batch)
@@ -121,11 +122,14 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(self, batch: Any, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())  # made on the schedule stream
-        block = self._lay_out_block(batch)
+        width = self._widths.begin(len(batch.reqs))
+        block = self._lay_out_block(batch, width)
         kv_plan = self._plan_kv(block, batch)
-        with spec_stage_span("draft"):
-            draft_ids = self._draft.propose(block, batch, kv_plan)
-        plan = plan_chain(block, draft_ids, self.block_size)
+        draft_ids = block.ids[:, 1:]  # nothing, in a block of one row
+        if block.block_size > 1:
+            with spec_stage_span("draft"):
+                draft_ids = self._draft.propose(block, batch, kv_plan)
+        plan = plan_chain(block, draft_ids, block.block_size)
         grammar_tree = self._sampler.grammar_tree(batch, plan)
         with spec_stage_span("verify"):
             target = self._verify(plan, batch, kv_plan)
@@ -136,11 +140,14 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(prefix_lens)
         self._draft.write_context(target.logits_output.hidden_states, plan.positions.flatten(), kv_plan)
         self._hidden_states.put(batch, target.logits_output)
+        if self._widths.adapts:
+            self._widths.end(accepted.commit_lens.tolist())
         return GenerationBatchResult(
             logits_output=target.logits_output,
             next_token_ids=accepted.out_ids.flatten(),
             accept_lens=accepted.commit_lens,
             speculative_num_draft_tokens=plan.width,
+            cap_lens=torch.full_like(accepted.commit_lens, plan.width) if self._widths.adapts else None,
             next_draft_input=DraftInput.create(accepted.bonus_ids, prefix_lens),
             new_seq_lens=prefix_lens,
             can_run_cuda_graph=target.can_run_cuda_graph,
@@ -156,14 +163,14 @@ class DFlashWorker(BaseSpecWorker):
         target_ids = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
         return self._accept_chain(self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids), plan.ids)
 
-    def _lay_out_block(self, batch: Any) -> Block:
+    def _lay_out_block(self, batch: Any, block_size: int) -> Block:
         prefix_lens = batch.seq_lens
         ids, positions, slots = self._rows.block_layout(
             batch.spec_info.bonus_tokens,
             prefix_lens,
             batch.req_pool_indices,
             self._target.req_to_token_pool.req_to_token,
-            self.block_size,
+            block_size,
             self._mask_token_id,
         )
         return Block(ids, positions, slots, prefix_lens)
@@ -187,7 +194,6 @@ class DFlashWorker(BaseSpecWorker):
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=kv_plan,
         )
-        assert plan.width == self.block_size, "the KV plan's write ids are those of whole blocks"
         batch.out_cache_loc = plan.slots.flatten()
         lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu, batch.seq_lens_sum = known_kv_lens(batch, plan.width)

@@ -153,7 +153,7 @@ class EmittedTokens:
         self._reserve(0, most + width)
         columns = torch.arange(width, device=ids.device)
         valid = columns < lens[:, None]  # [P, W]
-        # Ids beyond `lens` land where the next append overwrites them; until then `seen` says they do not count.
+        # Ids beyond `lens` land where later appends overwrite them; until then `seen` says they do not count.
         self._ids[rows[:, None], self._lens[rows][:, None] + columns] = ids
         where = rows[:, None] * self._vocab_size + ids  # [P, W]
         self._seen.view(-1)[where] |= valid if width == 1 else _any_equal(ids, valid)

@@ -12,8 +12,8 @@ TINY_TARGET = _ROOT / "target"
 TINY_DRAFT = _ROOT / "draft"
 KINDS = ("arithmetic", "code", "chat")
 TINY_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-"""One compute thread: on matrices this small, waiting for a second one costs more than it brings, and on shared
-cores up to a hundred times more."""
+"""One compute thread, where servers share their cores with tests, with each other or with whoever asks them; what a
+server takes of its own accord is measured with none of this."""
 TINY_OVERLAPPING = {**TINY_ENVIRONMENT, "SGLANG_DFLASH_OVERLAP": "1"}
 """The same, and steps are scheduled with overlap, as on CUDA; a CPU's default does not."""
 

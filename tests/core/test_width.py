@@ -1,0 +1,180 @@
+"""The width policy against machines and drafts made up here: what a step takes, and what it commits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang_dflash.core.width import PROBES_APART, Acceptance, AdaptiveWidth, FullWidth, StepTimes
+
+K = 8
+BETWEEN_S = 1e-3  # two steps of the machines below
+
+
+class Machine:
+    """Seconds of a step: `fixed_s`, `draft_s` more where it drafts, `row_s` per row beyond `free` ones."""
+
+    def __init__(self, row_s: float, draft_s: float = 2e-3, fixed_s: float = 4e-3, free: int = 0, noise: float = 0.0):
+        self.row_s, self.draft_s, self.fixed_s, self.free, self.noise = row_s, draft_s, fixed_s, free, noise
+        self.now = 100.0
+        self.chance = random.Random(0)
+
+    def seconds(self, requests: int, width: int) -> float:
+        rows = max(0, requests * width - self.free)
+        return self.fixed_s + (self.draft_s if width > 1 else 0.0) + self.row_s * rows
+
+    def run(self, policy: AdaptiveWidth, requests: int, accepts: float, steps: int) -> list[int]:
+        """Widths of that many steps, each draft accepted with probability `accepts` where those before it were."""
+        widths, self.tokens, begin = [], 0, self.now
+        for _ in range(steps):
+            width = policy.begin(requests)
+            self.now += self.seconds(requests, width) * (1 + self.noise * (self.chance.random() - 0.5))
+            lens = [self.commit(width, accepts) for _ in range(requests)]
+            policy.end(lens)
+            self.now += BETWEEN_S
+            widths.append(width)
+            self.tokens += sum(lens)
+        self.rate = self.tokens / (self.now - begin)
+        return widths
+
+    def commit(self, width: int, accepts: float) -> int:
+        length = 1
+        while length < width and self.chance.random() < accepts:
+            length += 1
+        return length
+
+    def rates(self, requests: int, accepts: float, block_size: int = K) -> list[float]:
+        """Tokens per second at each fixed width."""
+        lens = [sum(accepts**k for k in range(width)) for width in range(1, block_size + 1)]
+        return [
+            requests * length / (self.seconds(requests, width) + BETWEEN_S)
+            for width, length in enumerate(lens, start=1)
+        ]
+
+    def best(self, requests: int, accepts: float) -> int:
+        rates = self.rates(requests, accepts)
+        return 1 + rates.index(max(rates))
+
+
+def usual(widths: list[int]) -> int:
+    return max(set(widths), key=widths.count)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.4])
+@pytest.mark.parametrize(
+    ("block_size", "requests", "accepts", "machine"),
+    [
+        (8, 1, 0.95, {"row_s": 1e-4}),
+        (8, 1, 0.7, {"row_s": 1e-3}),
+        (8, 8, 0.95, {"row_s": 1e-4}),
+        (8, 8, 0.6, {"row_s": 1e-4}),
+        (8, 8, 0.6, {"row_s": 5e-4}),
+        (8, 8, 0.1, {"row_s": 5e-4}),
+        (8, 1, 0.02, {"row_s": 0.0}),
+        (8, 32, 0.8, {"row_s": 2e-4}),
+        (16, 32, 0.1, {"row_s": 5e-4}),
+        (16, 1, 0.9, {"row_s": 1e-4, "free": 8}),
+        (8, 8, 0.6, {"row_s": 2e-4, "draft_s": 8e-3}),
+        (8, 1, 0.8, {"row_s": 1e-4, "draft_s": 4e-2}),  # a draft dearer than the target
+        (2, 4, 0.9, {"row_s": 1e-4}),
+    ],
+)
+def test_as_fast_as_the_best_fixed_width(block_size, requests, accepts, machine, noise):
+    """Fails where what a row costs or brings is misjudged, plain decoding is overlooked, trying others costs
+    more than a few percent, or noise leads astray."""
+    machine = Machine(**machine, noise=noise)
+    policy = AdaptiveWidth(block_size, lambda: machine.now)
+    machine.run(policy, requests, accepts, 1000)
+    machine.run(policy, requests, accepts, 2000)
+    best = max(machine.rates(requests, accepts, block_size))
+    assert machine.rate >= 0.93 * best, (machine.rate, machine.rates(requests, accepts, block_size))
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 8, 16])
+def test_whole_blocks_until_something_speaks_against_them(block_size):
+    """Fails where the first steps of a server are narrow: it knows nothing yet."""
+    machine = Machine(1e-4)
+    policy = AdaptiveWidth(block_size, lambda: machine.now)
+    assert set(machine.run(policy, 8, 1.0, PROBES_APART)) == {block_size}
+
+
+def test_better_drafts_are_noticed():
+    """Fails where a policy that decodes plainly, or narrowly, stays there although drafts have become good."""
+    for before in (0.02, 0.5):
+        machine = Machine(5e-4)
+        policy = AdaptiveWidth(K, lambda machine=machine: machine.now)
+        assert usual(machine.run(policy, 4, before, 500)[-100:]) < 4
+        assert usual(machine.run(policy, 4, 0.97, 1500)[-100:]) == machine.best(4, 0.97) > 5
+
+
+def test_plain_steps_that_were_disturbed_are_forgotten():
+    """Fails where a few slow plain steps, all that was seen of them, keep a server from decoding plainly."""
+    machine = Machine(5e-4)
+    policy = AdaptiveWidth(K, lambda: machine.now)
+    for _ in range(4):
+        policy._plain.observe(8, 30 * machine.seconds(8, 1))
+    machine.run(policy, 8, 0.1, 500)
+    assert usual(machine.run(policy, 8, 0.1, 200)) == 1
+
+
+def test_a_pause_is_no_step():
+    """Fails where the time of a prefill, or of waiting for requests, is counted as a step's."""
+    policies = []
+    for pauses in (False, True):
+        machine = Machine(1e-4)
+        policy = AdaptiveWidth(K, lambda machine=machine: machine.now)
+        widths = []
+        for step in range(300):
+            widths += machine.run(policy, 8, 0.8, 1)
+            if pauses and step % 2:
+                policy.interrupt()
+                machine.now += 10.0
+        policies.append(usual(widths[-100:]))
+    assert policies[0] == policies[1]
+
+
+def test_one_disturbed_step_does_not_count_much():
+    """Fails where a step that took a second changes what is expected of the next ones by more than a tenth."""
+    times = StepTimes()
+    for step in range(100):
+        times.observe(8 + step % 8, 0.01)
+    before = times.expected(16)
+    times.observe(16, 1.0)
+    assert times.expected(16) == pytest.approx(before, rel=0.1)
+
+
+def test_times_are_a_line_over_rows():
+    """Fails where the least squares are not: two kinds of steps, noiseless, give their line."""
+    times = StepTimes()
+    for _ in range(4000):
+        for rows in (8, 64):
+            times.observe(rows, 4e-3 + 1e-4 * rows)
+    for rows in (8, 24, 64):
+        assert times.expected(rows) == pytest.approx(4e-3 + 1e-4 * rows, rel=0.02)
+
+
+def test_rows_never_gain_time():
+    """Fails where slower narrow steps, a machine's whim, make wide ones look faster than free."""
+    times = StepTimes()
+    for rows, seconds in [(8, 0.02), (64, 0.01)] * 50:
+        times.observe(rows, seconds)
+    assert times.expected(64) >= times.expected(8) > 0
+
+
+def test_acceptance_is_conditional():
+    """Fails where a draft behind a rejected one counts as rejected, or one beyond the width counts at all."""
+    acceptance = Acceptance(4)
+    for _ in range(2000):
+        acceptance.observe([1, 3], 3)  # the first draft half the time, the second always behind it
+    first, second, third, fourth = acceptance.expected()
+    assert (first, second - first) == (1.0, pytest.approx(0.5, abs=0.02))
+    assert third - second == pytest.approx(0.5, abs=0.03)
+    assert fourth - third == pytest.approx(third - second, abs=0.05)  # never tried: as good as the one before it
+
+
+def test_full_width_is_the_block():
+    """Fails where fixed blocks are not: on accelerators their graphs have one size."""
+    policy = FullWidth(K)
+    assert not policy.adapts
+    assert [policy.begin(requests) for requests in (1, 8, 64)] == [K] * 3
