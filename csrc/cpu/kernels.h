@@ -85,7 +85,7 @@ struct Kernels {
   void (*norm)(const Norm&, int64_t begin, int64_t end);                        // rows
   void (*norm_rope)(const Heads&, int64_t in_row, int64_t out_row, int64_t position);
   void (*linear)(const Linear&, int64_t begin, int64_t end);                    // columns
-  int64_t linear_rows, linear_rows_bfloat16;                                    // up to which it beats a BLAS
+  int64_t linear_rows, linear_rows_bfloat16;  // up to which it beats a BLAS, and one that emulates bfloat16
   Best (*argmax)(const void* values, Type, int64_t count);                      // lowest index; NaN is the largest
 };
 

@@ -7,7 +7,7 @@ namespace sglang_dflash {
 namespace {
 
 constexpr int64_t kLinearRows = kLanes == 4 ? 0 : 128;  // with four lanes a BLAS is the better one
-constexpr int64_t kLinearRowsBFloat16 = kLanes == 8 ? INT64_MAX : kLinearRows;  // without AVX-512, torch emulates them
+constexpr int64_t kLinearRowsBFloat16 = kLanes == 4 ? 0 : INT64_MAX;  // where torch emulates bfloat16
 
 constexpr int kTileHeight = 4;                         // rows that share a loaded weight
 constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 vector registers
@@ -63,13 +63,7 @@ INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahea
     }
   }
   float result[HEIGHT * WIDTH];
-  const Vec* flat = &acc[0][0];
-  int n = 0;
-  for (; n + 4 <= HEIGHT * WIDTH; n += 4) {
-    const Vec4 four = sums(flat[n], flat[n + 1], flat[n + 2], flat[n + 3]);
-    memcpy(result + n, &four, sizeof four);
-  }
-  for (; n < HEIGHT * WIDTH; n++) result[n] = sum(flat[n]);
+  sums<HEIGHT * WIDTH>(&acc[0][0], result);
   for (int i = 0; i < HEIGHT; i++) {
     T* out = static_cast<T*>(l.out) + (row + i) * l.out_stride + column;
     if (l.addend) {

@@ -1,5 +1,6 @@
 // x times a weight's transpose, for few rows; and torch's own products of that kind, if asked, made of it.
 #include <ATen/CPUFunctions.h>
+#include <ATen/cpu/Utils.h>
 #include <c10/util/Exception.h>
 
 #include "common.h"
@@ -61,10 +62,20 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
 // residual into them. All others, and those of many rows, go to torch's own kernels, without the dispatcher that would
 // bring them back.
 
+bool multiplies_bfloat16() {
+  const auto capabilities = at::cpu::get_cpu_capabilities();
+  const auto found = capabilities.find("avx512_bf16");
+  return found != capabilities.end() && found->second.toBool();
+}
+
+int64_t most_rows(at::ScalarType type) {
+  static const bool emulates = !multiplies_bfloat16();
+  return type == at::kBFloat16 && emulates ? kernels().linear_rows_bfloat16 : kernels().linear_rows;
+}
+
 bool serves(const at::Tensor& a, const at::Tensor& b) {
   const auto type = a.scalar_type();
-  const int64_t most = type == at::kFloat ? kernels().linear_rows : kernels().linear_rows_bfloat16;
-  return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && a.size(0) <= most && b.scalar_type() == type &&
+  return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && a.size(0) <= most_rows(type) && b.scalar_type() == type &&
          (type == at::kFloat || type == at::kBFloat16) && b.stride(0) == 1 &&
          (b.size(1) <= 1 || b.stride(1) >= b.size(0));
 }

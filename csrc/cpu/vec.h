@@ -132,6 +132,50 @@ INLINE float sum(Vec x) {
   return (y[0] + y[2]) + (y[1] + y[3]);
 }
 
+#if defined(__AVX512F__)
+// a's and b's halves of 16 bytes' blocks, chosen by LOW and HIGH, added: what a fold of each alone would add.
+#define FOLD_BLOCKS(a, b, LOW, HIGH) _mm512_add_ps(_mm512_shuffle_f32x4(a, b, LOW), _mm512_shuffle_f32x4(a, b, HIGH))
+#define FOLD_LANES(a, b, LOW, HIGH) _mm512_add_ps(_mm512_shuffle_ps(a, b, LOW), _mm512_shuffle_ps(a, b, HIGH))
+
+// The folds of four vectors, one beside the other.
+INLINE __m512 folds(Vec a, Vec b, Vec c, Vec d) {
+  const __m512 ab = FOLD_BLOCKS((__m512)a, (__m512)b, 0x44, 0xee), cd = FOLD_BLOCKS((__m512)c, (__m512)d, 0x44, 0xee);
+  return FOLD_BLOCKS(ab, cd, 0x88, 0xdd);
+}
+
+// Eight vectors, each folded to two lanes; of the first four, then of the others, in each block.
+INLINE __m512 halves(Vec a, Vec b, Vec c, Vec d, Vec e, Vec f, Vec g, Vec h) {
+  const __m512 abcd = folds(a, b, c, d), efgh = folds(e, f, g, h);
+  return FOLD_LANES(abcd, efgh, 0x44, 0xee);
+}
+#endif
+
+// The sums of COUNT vectors, each as `sum` adds it: pairs of them are folded together, for half the shuffles.
+template <int COUNT>
+INLINE void sums(const Vec* x, float* out) {
+#if defined(__AVX512F__)
+  if constexpr (COUNT >= 16) {
+    const __m512 even = halves(x[0], x[4], x[8], x[12], x[1], x[5], x[9], x[13]);
+    const __m512 odd = halves(x[2], x[6], x[10], x[14], x[3], x[7], x[11], x[15]);
+    _mm512_storeu_ps(out, FOLD_LANES(even, odd, 0x88, 0xdd));
+    return sums<COUNT - 16>(x + 16, out + 16);
+  } else if constexpr (COUNT >= 8) {
+    const __m512 all = halves(x[0], x[2], x[4], x[6], x[1], x[3], x[5], x[7]);
+    const __m512 twice = FOLD_LANES(all, all, 0x88, 0xdd);
+    _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x3333, twice)));
+    return sums<COUNT - 8>(x + 8, out + 8);
+  }
+#endif
+  if constexpr (COUNT >= 4) {
+    const Vec4 four = sums(x[0], x[1], x[2], x[3]);
+    memcpy(out, &four, sizeof four);
+    sums<COUNT - 4>(x + 4, out + 4);
+  } else if constexpr (COUNT > 0) {
+    *out = sum(*x);
+    sums<COUNT - 1>(x + 1, out + 1);
+  }
+}
+
 INLINE float maximum(Vec x) {
   float best = x[0];
   for (int i = 1; i < kLanes; i++) best = x[i] > best ? x[i] : best;

@@ -101,7 +101,8 @@ INSTALLED = """
     assert torch.equal(F.linear(x, weight, bias), before[1]), "more rows than it takes"
     brief, brief_weight = torch.randn(300, 40).bfloat16(), weight.bfloat16()
     wanted = torch.ops.sglang_dflash.linear(brief, brief_weight, None)
-    assert native.isa() != "avx2" or torch.equal(F.linear(brief, brief_weight), wanted)
+    emulated = native.isa() != "scalar" and not torch.cpu._is_avx512_bf16_supported()
+    assert not emulated or torch.equal(F.linear(brief, brief_weight), wanted)
     plain, biased = (torch.ops.sglang_dflash.linear(few, weight, one) for one in (None, bias))
     assert native.isa() == "scalar" or not torch.equal(plain, before[0][:128]), "nothing was replaced, or nothing shown"
     close = lambda a, b: torch.allclose(a, b, atol=1e-4)

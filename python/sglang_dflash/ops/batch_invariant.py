@@ -2,7 +2,9 @@
 
 Torch's CPU kernels do not: a product of one row takes another path than one of eight, and an activation computes the
 elements behind the last full vector, of the tensor or of a thread's share, with other functions. RMSNorm, softmax,
-log_softmax, sorting and sums over a row go row by row already.
+log_softmax, sorting and sums over a row go row by row already. Products are those of the native `linear`, whose rows
+depend on nothing else by construction; without it, torch's of a fixed number of rows, and `place_matters` asks the
+machine whether that is enough.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from functools import cache
 
 import torch
 
+from sglang_dflash.ops import native
+
 TILE_ROWS = 8  # rows per product: fewer leave a product no faster, more cost a decode of one request more
+ASKED = 1 << 20  # elements that `place_matters` compares, at least: a 16-bit result hides most of what differs
 
 
 @cache
@@ -28,10 +33,22 @@ def tile_rows(dtype: torch.dtype) -> int:
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`torch.mm` in products of `tile_rows` rows: [M, K] x [K, N] -> [M, N].
+    """`torch.mm`: [M, K] x [K, N] -> [M, N]."""
+    if native.serves(a.device, a.dtype, b.dtype):
+        return _native_mm(a, b)
+    return _tiled_mm(a, b)
 
-    Every product reads and writes the same memory: MKL rounds by the alignment too.
-    """
+
+def _native_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    weight = b.t()  # [N, K], dense rows wherever a layer's weight comes from `F.linear`
+    weight = weight if weight.stride(1) == 1 or weight.shape[1] == 1 else weight.contiguous()
+    out: torch.Tensor = torch.ops.sglang_dflash.linear(a, weight, None)
+    return out
+
+
+def _tiled_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`torch.mm` in products of `tile_rows` rows, each of which reads and writes the same memory: MKL rounds by the
+    alignment, too."""
     tile = tile_rows(a.dtype)
     rows, product = a.new_zeros(tile, a.shape[1]), a.new_empty(tile, b.shape[1])
     out = a.new_empty(len(a), b.shape[1])
@@ -92,11 +109,15 @@ def install_batch_invariant_kernels() -> torch.library.Library:
 
 
 def place_matters(weight: torch.Tensor) -> bool:
-    """Whether a row's product with `weight` ([N, K]) depends on where in a tile it stands: what `mm` needs of the
-    machine's BLAS, and no standard promises. With MKL it does for a few columns and an odd K, where rows are aligned
-    differently."""
+    """Whether a row's product with `weight` ([N, K]) depends on where in a tile it stands: what `mm` without native ops
+    needs of the machine's BLAS, and no standard promises. MKL's does for a few columns and an odd K, where rows are
+    aligned differently; with AVX-512 for a few columns at all, and bfloat16's with more threads than cores, seldom."""
     tile, weight = tile_rows(weight.dtype), weight.detach()
-    rows = torch.randn(tile, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    straight = mm(rows, weight.t())
-    rolled = [mm(rows.roll(shift, 0), weight.t()).roll(-shift, 0) for shift in range(1, tile)]
-    return not all(torch.equal(other, straight) for other in rolled)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(1 + ASKED // (tile * tile * len(weight))):
+        rows = torch.randn(tile, weight.shape[1], generator=generator).to(weight.dtype)
+        straight = mm(rows, weight.t())
+        rolled = (mm(rows.roll(shift, 0), weight.t()).roll(-shift, 0) for shift in range(1, tile))
+        if not all(torch.equal(other, straight) for other in rolled):
+            return True
+    return False

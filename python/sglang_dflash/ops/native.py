@@ -73,8 +73,8 @@ def serves(device: torch.device | str, *dtypes: torch.dtype) -> bool:
 def install_linear() -> None:
     """From now on torch's own products of few float32 or bfloat16 rows with a dense weight (`F.linear`, `mm`, `addmm`,
     on a CPU) are the op `linear` in this process: a row's bits no longer depend on the rows beside it, and a weight is
-    read once for all rows. Up to 128 rows (of bfloat16 with AVX2, any number), and not without either instruction set:
-    else torch's BLAS is the better one."""
+    read once for all rows. Up to 128 rows (of bfloat16, any number where no instructions multiply it), and not without
+    AVX2: else torch's BLAS is the better one."""
     if isa() is not None:
         torch.ops.sglang_dflash.install_linear()
 
