@@ -196,7 +196,11 @@ go(make_plan(folder, fake_arm("off"), fake_arm("dflash", "--step-ms", "500", "--
 def in_the_middle(folder: Path) -> subprocess.Popen:
     """A sweep as a process, two cells finished and the third one under way."""
     script = SLOW_SWEEP.format(tests=str(Path(__file__).parent), folder=str(folder))
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )
     results = folder / "run.json"
     deadline = time.monotonic() + 60
     while not results.exists() or len(Run.load(results).cells) < 2 or not servers_of(folder):

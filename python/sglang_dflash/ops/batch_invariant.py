@@ -23,10 +23,11 @@ ASKED = 1 << 20  # elements that `place_matters` compares, at least: a 16-bit re
 
 @cache
 def tile_rows(dtype: torch.dtype) -> int:
-    """Rows per product. Without instructions for a 16-bit type torch computes its rows one by one, at the price of
-    each: there a tile is one row, and nothing is padded."""
+    """Rows per product. Without instructions for a 16-bit type torch computes its rows one by one, or, of bfloat16 with
+    AVX-512, rounds them by their place, at the price of each: there a tile is one row, and nothing is padded."""
     if dtype == torch.bfloat16:
-        return TILE_ROWS if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 1
+        emulated = not torch.cpu.get_capabilities().get("avx512_bf16", True)  # another architecture's have no such name
+        return TILE_ROWS if torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulated else 1
     if dtype == torch.float16:
         return TILE_ROWS if torch.ops.mkldnn._is_mkldnn_fp16_supported() else 1
     return TILE_ROWS
@@ -111,8 +112,10 @@ def install_batch_invariant_kernels() -> torch.library.Library:
 def place_matters(weight: torch.Tensor) -> bool:
     """Whether a row's product with `weight` ([N, K]) depends on where in a tile it stands: what `mm` without native ops
     needs of the machine's BLAS, and no standard promises. MKL's does for a few columns and an odd K, where rows are
-    aligned differently; with AVX-512 for a few columns at all, and bfloat16's with more threads than cores, seldom."""
+    aligned differently, with AVX-512 for a few columns at all."""
     tile, weight = tile_rows(weight.dtype), weight.detach()
+    if tile == 1:
+        return False
     generator = torch.Generator().manual_seed(0)
     for _ in range(1 + ASKED // (tile * tile * len(weight))):
         rows = torch.randn(tile, weight.shape[1], generator=generator).to(weight.dtype)
