@@ -75,8 +75,8 @@ int64_t most_rows(at::ScalarType type) {
 
 bool serves(const at::Tensor& a, const at::Tensor& b) {
   const auto type = a.scalar_type();
-  return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && a.size(0) <= most_rows(type) && b.scalar_type() == type &&
-         (type == at::kFloat || type == at::kBFloat16) && b.stride(0) == 1 &&
+  return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && a.size(0) <= most_rows(type) &&
+         b.scalar_type() == type && (type == at::kFloat || type == at::kBFloat16) && b.stride(0) == 1 &&
          (b.size(1) <= 1 || b.stride(1) >= b.size(0));
 }
 

@@ -158,13 +158,13 @@ INLINE void sums(const Vec* x, float* out) {
     const __m512 even = halves(x[0], x[4], x[8], x[12], x[1], x[5], x[9], x[13]);
     const __m512 odd = halves(x[2], x[6], x[10], x[14], x[3], x[7], x[11], x[15]);
     _mm512_storeu_ps(out, FOLD_LANES(even, odd, 0x88, 0xdd));
-    return sums<COUNT - 16>(x + 16, out + 16);
+    sums<COUNT - 16>(x + 16, out + 16);
   } else if constexpr (COUNT >= 8) {
     const __m512 all = halves(x[0], x[2], x[4], x[6], x[1], x[3], x[5], x[7]);
     const __m512 twice = FOLD_LANES(all, all, 0x88, 0xdd);
     _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x3333, twice)));
-    return sums<COUNT - 8>(x + 8, out + 8);
-  }
+    sums<COUNT - 8>(x + 8, out + 8);
+  } else
 #endif
   if constexpr (COUNT >= 4) {
     const Vec4 four = sums(x[0], x[1], x[2], x[3]);
