@@ -1,4 +1,4 @@
-"""Benchmarks DFLASH in SGLang beside speculation off and its peers. `python benchmark_sglang.py --help`."""
+"""Measures DFLASH in SGLang against speculation off and other engines. See `python benchmark_sglang.py --help`."""
 
 from sglang_dflash.bench.command import run
 

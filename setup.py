@@ -20,7 +20,7 @@ OPS = ("attention_op", "linear_op", "row_ops", "dispatch")
 SOURCES = ["csrc/bindings.cpp", *(f"csrc/cpu/{name}.cpp" for name in OPS)]
 KERNELS = "csrc/cpu/kernels.cpp"  # compiled once per instruction set
 HEADERS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.h"))]
-# Vectors pass between inline functions only, so that their calling convention (-Wpsabi) does not matter.
+# Vectors pass only between inline functions, so their calling convention (-Wpsabi) does not matter.
 FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi"]
 INSTRUCTION_SETS = {"scalar": []}
 if platform.machine() in ("x86_64", "AMD64"):
@@ -31,10 +31,10 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 
 class NativeOps(build_ext):
-    """Builds the ops for the torch of this very environment, or says in one sentence why not.
+    """Builds the native ops for the torch of this environment, or prints one sentence that says why not.
 
-    An isolated build would fetch a torch of its own, against which the ops might not fit the one that serves:
-    `pip install --no-build-isolation`, as scripts/venv.sh does. `SGLANG_DFLASH_BUILD_NATIVE=0` leaves them out;
+    Install with `pip install --no-build-isolation`, as scripts/venv.sh does. An isolated build fetches its own torch,
+    and ops built for that one may not fit the torch that serves. `SGLANG_DFLASH_BUILD_NATIVE=0` leaves the ops out;
     `SGLANG_DFLASH_SANITIZE=address,undefined` compiles with sanitizers (scripts/sanitize.sh).
     """
 
@@ -43,19 +43,19 @@ class NativeOps(build_ext):
         if missing is None:
             super().run()
         else:
-            print(f"sglang-dflash: the native ops are not built, torch serves instead: {missing}.")
+            print(f"sglang-dflash: the native ops are not built, so torch's ops are used. Reason: {missing}.")
 
     def get_outputs(self):
         return super().get_outputs() if reason_not_to_build() is None else []
 
     def build_extension(self, ext):
-        """Every unit with its own flags, two at a time; no ninja, no headers of CUDA."""
+        """Compiles each unit with its own flags, two at a time; needs no ninja and no CUDA headers."""
         sanitize = os.environ.get("SGLANG_DFLASH_SANITIZE")
         flags = [*FLAGS, *([f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"] if sanitize else [])]
         torch = Path(find_spec("torch").origin).parent
         units = [
             (source, "torch", ["-std=c++20", "-O1", "-fopenmp", f"-I{torch}/include"]) for source in SOURCES
-        ]  # torch's headers ask; at::parallel_for is a plain loop in a unit compiled without OpenMP
+        ]  # torch's headers need these; without OpenMP, at::parallel_for is a plain loop
         for isa, isa_flags in INSTRUCTION_SETS.items():
             units.append((KERNELS, isa, ["-std=c++17", *isa_flags, f"-DISA={isa}", f"-DTABLE=k{isa.capitalize()}"]))
 
@@ -71,28 +71,28 @@ class NativeOps(build_ext):
             objects = list(pool.map(compile_unit, units))
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        # torch is loaded first, so that its libraries are found without a path; its OpenMP runtime among them, to which
-        # alone the threads belong that torch.set_num_threads counts.
+        # torch is loaded first, so its libraries are found without a path. One of them is its OpenMP runtime, the only
+        # one whose threads torch.set_num_threads counts.
         libraries = [f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
         sanitizers = [f"-fsanitize={sanitize}"] if sanitize else []
         fresh = target.with_suffix(".new")
         subprocess.run([compiler(), "-shared", *objects, *libraries, *sanitizers, "-o", str(fresh)], check=True)
-        fresh.replace(target)  # a server that runs keeps the file it has loaded
+        fresh.replace(target)  # a running server keeps the file that it has loaded
 
 
 def compiler():
-    """The C++ compiler, `CXX` first; None where there is none."""
+    """The C++ compiler, `CXX` first; None if there is none."""
     return next((path for name in (os.environ.get("CXX"), "c++", "g++") if name and (path := shutil.which(name))), None)
 
 
 def reason_not_to_build():
-    """Half a sentence on what is missing for the native ops; None where they can be built."""
+    """The reason why the native ops cannot be built, as half a sentence; None if they can."""
     if os.environ.get("SGLANG_DFLASH_BUILD_NATIVE", "1") == "0":
         return "SGLANG_DFLASH_BUILD_NATIVE is 0"
     if platform.system() != "Linux":
-        return "they are for Linux"
+        return f"they need Linux, and this is {platform.system()}"
     if compiler() is None:
-        return "no C++ compiler (c++, g++ or what CXX names) was found"
+        return "no C++ compiler was found (CXX, c++ or g++)"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
         source.write_text("#include <atomic>\nint main() { return 0; }\n")
@@ -102,11 +102,11 @@ def reason_not_to_build():
             if subprocess.run(command, capture_output=True).returncode:
                 return f"{compiler()} does not work with {' '.join(flags)} (GCC 10 or newer does)"
     if find_spec("torch") is None:
-        return "torch is not in the environment that builds (pip install --no-build-isolation)"
+        return "torch is not in the build environment (use pip install --no-build-isolation)"
     return None
 
 
-# Where they are left out on purpose the wheel is for every platform: the offline bundle's.
+# If the native ops are left out on purpose, the wheel is for every platform; the offline bundle uses that.
 wanted = os.environ.get("SGLANG_DFLASH_BUILD_NATIVE", "1") != "0"
 setup(
     name="sglang-dflash",

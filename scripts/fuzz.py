@@ -1,9 +1,14 @@
-"""Fuzzes a DFLASH server of the embedded pair: every answer is right or refused in a sentence, and the server stays."""
+"""Fuzzes a DFLASH server of the embedded pair. The server must stay up, and every answer must be right or a refusal.
+
+By default it sends requests of random parameters, some invalid, and compares the answers with speculation off. With
+--fields it sends extreme values in every field of every endpoint (`fuzz_fields.py`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import tempfile
@@ -20,6 +25,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from fuzz_fields import fuzz_fields
 from sglang_dflash.checking.arms import last_error
 from sglang_dflash.checking.asking import Outcome, Request, ask, ask_all, greedy_body, with_best
 from sglang_dflash.checking.cases import JSON_SCHEMA, LOGPROBS, REGEX, Asked, random_sampling, seeded_sampling
@@ -44,11 +50,12 @@ BASE = [
 ]
 DFLASH = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(TINY_DRAFT)]
 PROMPTS, CONCURRENCY, VOCABULARY, CONTEXT = 48, 8, 1792, 2048
+ABORTED_IN_QUEUE = "Aborted by AbortReq."  # the host's HTTP 400 for a request that still waited for its grammar
 GONE = "the server is not there any more"
 INVALID_SHARE, SAMPLED_SHARE, ABORTED_SHARE, LOGPROB_SHARE = 0.15, 0.1, 0.1, 0.15
 
 # What a request may get wrong; merged into its sampling parameters ...
-# (Not stop_token_ids outside of the vocabulary: with min_new_tokens they end SGLang 0.5.23 itself.)
+# (Not stop_token_ids outside the vocabulary: with min_new_tokens they end SGLang 0.5.23 with speculation off.)
 WRONG_SAMPLING: list[dict[str, Any]] = [
     {"temperature": -1.0},
     {"temperature": "hot"},
@@ -150,7 +157,8 @@ def shoot(client: Client, shots: list[Shot], on_done: Callable[[], None]) -> lis
             client.post("/abort_request", {"rid": rid})
 
     def one(number: int) -> Outcome:
-        shot, rid = shots[number], f"fuzz-{number}"
+        shot = shots[number]
+        rid = f"fuzz-{number:06}"  # of one length: the host aborts every request whose rid begins with the one named
         killer = threading.Timer(shot.abort_after_s or 0.0, abort, [rid])
         if shot.abort_after_s is not None:
             killer.start()
@@ -171,6 +179,8 @@ def shoot(client: Client, shots: list[Shot], on_done: Callable[[], None]) -> lis
 
 def complaint(shot: Shot, outcome: Outcome, off: Outcome | None, tolerance: Tolerance) -> str:
     """What is wrong with an outcome; "" where nothing is."""
+    if outcome.refusal == ABORTED_IN_QUEUE and shot.abort_after_s is not None:
+        return ""
     if outcome.refusal:
         words = outcome.refusal.split()
         return "" if len(words) > 3 and "Traceback" not in words else f"refused without a sentence: {outcome.refusal!r}"
@@ -268,16 +278,35 @@ def summary(shots: list[Shot], outcomes: list[Outcome]) -> dict[str, Any]:
     return {"tokens": tokens, **dict(sorted(counts.items())), "refusals": dict(refusals.most_common())}
 
 
+def fuzz_extremes(count: int, seed: int, logs: Path, watch: Watch) -> dict[str, Any]:
+    """Extremes in every field.
+
+    Raises:
+        ServerError: a server does not start.
+    """
+    numbers = itertools.count(1)
+    environment = {**TINY_OVERLAPPING, "HF_HUB_OFFLINE": "1"}  # names of models that do not exist are answered at once
+
+    def start() -> Server:
+        return Server([*BASE, *DFLASH], logs / f"on-{next(numbers)}.log", environment).start()
+
+    with watch.phase("Requests", count) as advance:
+        findings = fuzz_fields(start, count, seed, advance)
+    return {"requests": count, "statuses": dict(sorted(findings.statuses.items())), "complaints": findings.complaints}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
+    parser.add_argument("--fields", action="store_true", help="extreme values in every field of every endpoint")
     options = parser.parse_args()
+    run = fuzz_extremes if options.fields else fuzz
     console = Console(stderr=True, highlight=False)
     logs = Path(tempfile.mkdtemp(prefix="sglang-dflash-fuzz-"))
     console.print(f"seed {options.seed}, {options.requests} requests, logs in {logs}")
     try:
-        report = {"seed": options.seed, **fuzz(options.requests, options.seed, logs, Watch(console))}
+        report = {"seed": options.seed, **run(options.requests, options.seed, logs, Watch(console))}
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,10 +1,24 @@
 #!/usr/bin/env bash
-# Runs the tests. Usage: bash scripts/test.sh [--quick] [pytest arguments]; --quick leaves the servers out.
+# Runs the tests. Usage: bash scripts/test.sh [--quick | --matrix] [pytest arguments]
+#   (nothing)  all tests: those without servers in two processes, then those with servers
+#   --quick    the tests without servers alone
+#   --matrix   only the long matrices, which no other run includes; each leaves a table (see docs/CONTRIBUTING.md)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" dev
 cd "$ROOT"
-if [ "${1:-}" = "--quick" ]; then
-    shift
-    set -- -m "not server" "$@"
+
+case "${1:-}" in
+    --quick)
+        shift
+        exec "$PYTHON" -m pytest -m "not server" -n 2 --dist worksteal "$@"
+        ;;
+    --matrix)
+        shift
+        exec "$PYTHON" -m pytest -m matrix "$@"
+        ;;
+esac
+if [ $# -gt 0 ]; then # somebody looks for certain tests
+    exec "$PYTHON" -m pytest "$@"
 fi
-exec "$PYTHON" -m pytest "$@"
+"$PYTHON" -m pytest -m "not server" -n 2 --dist worksteal --durations=15
+exec "$PYTHON" -m pytest -m "server and not matrix" --durations=40

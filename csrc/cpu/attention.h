@@ -1,8 +1,8 @@
-// Attention of a few query vectors over keys and values that lie in pages, for one instruction set.
+// Attention of a few query vectors over paged keys and values, for one instruction set.
 //
-// Every row's keys are taken in chunks that start at multiples of kChunkKeys: scores, maximum, exponentials, sum and
-// weighted values of a chunk, then the chunks one after the other (flash decoding). Nothing in that depends on the
-// other rows, on the other requests or on who computes a chunk, so neither do a row's bits.
+// A row's keys are processed in chunks that start at multiples of kChunkKeys (flash decoding). A chunk gives scores,
+// their maximum, exponentials, their sum and weighted values; then the chunks are added up in order. None of this
+// depends on the other rows, on the other requests or on the thread of a chunk, so neither do a row's bits.
 #pragma once
 
 #include "vec.h"
@@ -11,16 +11,16 @@ namespace sglang_dflash {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kScoreRows = 4;  // rows by four keys in registers
+constexpr int kScoreRows = 4;  // rows that, with four keys, fill the registers
 #else
 constexpr int kScoreRows = 2;
 #endif
 constexpr int64_t kScoreKeys = 4;
-constexpr int64_t kInPlaceRows = 4;  // more read a value from a dense copy: slots apart by pages share few cache sets
+constexpr int64_t kInPlaceRows = 4;  // more rows read values from a dense copy: slots pages apart share few cache sets
 
-// A thread's memory, in floats; every part starts at a whole vector.
+// A thread's memory, in floats. Every part starts at a multiple of 16 floats, so at a whole vector.
 struct Workspace {
-  int64_t rows, dim, v_dim;  // largest tile; sizes padded to vectors
+  int64_t rows, dim, v_dim;  // of the largest tile; dim and v_dim padded to vectors
   float *q, *scores, *values, *total, *maxima, *sums, *total_maxima, *total_sums, *keys, *block;
   int64_t size;
 
@@ -40,10 +40,10 @@ struct Workspace {
   static int64_t padded(int64_t count) { return (count + 15) / 16 * 16; }
 };
 
-// Which keys a row sees: a range, and single ones of its own block where there is a mask.
+// The keys that a row sees: begin .. end - 1. With a mask, only some of its own block's rows among them.
 struct Sight {
   int64_t begin, end;
-  const bool* own;  // of the block's rows, null without a mask
+  const bool* own;  // the row's line of the mask; null without one
 };
 
 INLINE Sight sight(const Attention& a, const AttentionItem& item, int64_t row) {
@@ -59,14 +59,14 @@ INLINE Sight sight(const Attention& a, const AttentionItem& item, int64_t row) {
   return s;
 }
 
-// Whether a row under a mask sees row `other` of its block.
+// Whether a row with a mask sees row `other` of its block.
 INLINE bool sees_own(const Attention& a, const AttentionItem& item, const Sight& s, int64_t row, int64_t other) {
   if (!s.own[other]) return false;
   const int32_t* depths = a.depths + item.request * a.mask_width;
   return a.window_left < 0 || depths[row] - depths[other] <= a.window_left;
 }
 
-// Into the second cache: slots apart by whole pages would push each other out of the first.
+// Prefetches into the L2 cache: in L1, slots that lie whole pages apart would evict each other.
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 template <typename T>
@@ -93,7 +93,7 @@ void load_queries(const Attention& a, const AttentionItem& item, const Workspace
   }
 }
 
-// Scores of `Rows` query vectors with four keys. A row's sum runs over vectors of the head first, lanes last.
+// Scores of `Rows` query vectors with four keys. A sum runs over the head's vectors first, then over the lanes.
 template <int Rows>
 INLINE void score(const float* q, int64_t q_stride, const float* const* keys, int64_t dim, float* scores) {
   Vec acc[Rows][kScoreKeys] = {};
@@ -127,7 +127,7 @@ INLINE void score_rows(const Workspace& w, int64_t rows, const float* const* key
   for (; r < rows; r++) score<1>(w.q + r * w.dim, w.dim, keys, dim, scores + r * kChunkKeys);
 }
 
-// Scores of all rows with keys begin .. end of a chunk; up to three behind `end` are overwritten as well.
+// Scores of all rows with keys begin .. end - 1 of a chunk. Up to three scores after them are overwritten, too.
 template <typename T>
 void score_chunk(const Attention& a, const Workspace& w, const int32_t* slots, int64_t rows, int64_t kv_head,
                  int64_t begin, int64_t end) {
@@ -144,13 +144,13 @@ void score_chunk(const Attention& a, const Workspace& w, const int32_t* slots, i
         widen(k, w.keys + j * w.dim, a.dim, w.dim);
       }
     }
-    // A converted key is padded to vectors with zeros; one that is read in place ends where it ends.
+    // A converted key is padded to whole vectors with zeros. A key that is read in place is not padded.
     score_rows(w, rows, keys, sizeof(T) == sizeof(float) ? a.dim : (a.dim + kLanes - 1) / kLanes * kLanes,
                w.scores + key);
   }
 }
 
-// Turns a row's scores into weights: hides what the row does not see, then exp(score - maximum).
+// Turns a row's scores into weights: -inf for keys that the row does not see, then exp(score - maximum).
 INLINE void weigh(const Attention& a, const AttentionItem& item, const Workspace& w, int64_t r, int64_t chunk_begin,
                   int64_t begin, int64_t end) {
   float* s = w.scores + r * kChunkKeys;
@@ -182,7 +182,7 @@ INLINE void weigh(const Attention& a, const AttentionItem& item, const Workspace
   w.sums[r] = sum(total);
 }
 
-// `Rows` by `Vecs` vectors of weighted values over a block of keys.
+// Adds the weighted values of a block of keys to `Rows` by `Vecs` vectors of the output.
 template <int Rows, int Vecs>
 INLINE void add_values(const float* weights, const float* const* v, int64_t count, float* out, int64_t stride) {
   Vec acc[Rows][Vecs];
@@ -198,7 +198,7 @@ INLINE void add_values(const float* weights, const float* const* v, int64_t coun
     for (int j = 0; j < Vecs; j++) store(out + r * stride + j * kLanes, acc[r][j]);
 }
 
-// All vectors of the head for `Rows` rows, `Vecs` at a time; `v` is moved along and back.
+// `add_values` for all vectors of the head: `Vecs` at a time, then one at a time, then the partial last one.
 template <int Rows, int Vecs>
 INLINE void add_rows(const float* weights, const float** v, int64_t count, float* out, int64_t stride, int64_t dim) {
   int64_t d = 0;
@@ -221,7 +221,7 @@ INLINE void add_rows(const float* weights, const float** v, int64_t count, float
   }
 }
 
-// Weighted values of all rows over keys begin .. end of a chunk.
+// Weighted values of all rows over keys begin .. end - 1 of a chunk.
 template <typename T>
 void value_chunk(const Attention& a, const Workspace& w, const int32_t* slots, int64_t rows, int64_t kv_head,
                  int64_t begin, int64_t end) {
@@ -253,10 +253,10 @@ void value_chunk(const Attention& a, const Workspace& w, const int32_t* slots, i
   }
 }
 
-// Adds a chunk to what precedes it. One function for all, so that its roundings are the same everywhere.
+// Adds a chunk to the sum of the chunks before it. Never inlined, so that it rounds in the same way for all callers.
 __attribute__((noinline)) void fold_chunk(const float* values, float maximum, float sum, float* total,
                                           float* total_maximum, float* total_sum, int64_t dim) {
-  if (sum == 0) return;  // saw no key
+  if (sum == 0) return;  // the row sees no key of this chunk
   if (*total_sum == 0) {
     memcpy(total, values, sizeof(float) * dim);
     *total_maximum = maximum, *total_sum = sum;
@@ -286,6 +286,7 @@ INLINE void clear_totals(const Workspace& w, int64_t rows) {
   for (int64_t r = 0; r < rows; r++) w.total_maxima[r] = -kInfinity;
 }
 
+// The stride of a partial result, w.v_dim + 2, is computed a second time in attention_op.cpp: keep them equal.
 INLINE float* partial(const Attention& a, const Workspace& w, int64_t chunk, int64_t row) {
   return a.partials + (chunk * a.partial_rows + row) * (w.v_dim + 2);
 }

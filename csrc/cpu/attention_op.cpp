@@ -1,4 +1,4 @@
-// sglang_dflash::paged_attention and write_and_attend: checks, the split into items of work, the passes over them.
+// The ops paged_attention and write_and_attend: argument checks, the split into work items, the loops over them.
 #include <vector>
 
 #include "common.h"
@@ -7,8 +7,8 @@ namespace sglang_dflash {
 namespace {
 
 struct Work {
-  std::vector<AttentionItem> tiles;  // what is written at once: some rows of a request under one KV head
-  std::vector<AttentionItem> parts;  // tiles, or single chunks of them
+  std::vector<AttentionItem> tiles;  // each writes its output at once: some rows of a request under one KV head
+  std::vector<AttentionItem> parts;  // work items: tiles, or single chunks of tiles
   int64_t partials = 0;
   bool split = false;
 };
@@ -32,8 +32,8 @@ void lay_out_tiles(const Attention& a, int64_t batch, Work& work) {
   }
 }
 
-// Tiles are split into chunks where one of them would keep a thread busy while the others have nothing left. The
-// result is the same, bit for bit.
+// Splits tiles into chunks if one tile would keep a thread busy while the other threads are idle. The result is the
+// same, bit for bit.
 void split(Work& work, int64_t threads) {
   int64_t total = 0, longest = 0;
   for (const auto& tile : work.tiles) {
@@ -67,9 +67,10 @@ void run(Attention& a, int64_t batch, const at::Tensor& like) {
   a.partial_rows = std::max(kTileRows / a.groups, int64_t(1)) * a.groups;
   at::Tensor partials;
   if (work.split) {
-    int64_t rows = 0;  // of the largest tile: a decode has few
+    int64_t rows = 0;  // rows of the largest tile; a decode step has few
     for (const auto& tile : work.tiles) rows = std::max(rows, tile.rows * a.groups);
     a.partial_rows = rows;
+    // Stride of a partial result as in `partial` (attention.h): padded v_dim + 2.
     partials = at::empty({work.partials * rows * ((a.v_dim + 15) / 16 * 16 + 2)}, options);
     a.partials = partials.data_ptr<float>();
   }
@@ -97,7 +98,7 @@ void check_rows(const Attention& a, int64_t batch, int64_t tokens, const at::Ten
   }
 }
 
-// [B, W]: how many own rows each row sees, less one: its depth in a tree, its number in a chain.
+// [B, W]: the number of other rows of its block that each row sees: its depth in a tree, its index in a chain.
 std::vector<int32_t> depths_of(const Attention& a, int64_t batch) {
   std::vector<int32_t> depths(batch * a.mask_width, -1);
   for (int64_t b = 0; b < batch; b++) {
@@ -148,7 +149,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
   return out;
 }
 
-// Rows of `from` ([T, Hkv, D]) to their slots.
+// Copies the rows of `from` ([T, Hkv, D]) to their slots.
 void write_rows(const at::Tensor& from, const int64_t* slots, const at::Tensor& cache, const char* name) {
   TORCH_CHECK(from.scalar_type() == cache.scalar_type(), name, " is ", from.scalar_type(), ", its cache ",
               cache.scalar_type());

@@ -1,4 +1,4 @@
-// What the bodies of all CPU ops share: tensors as views, the chosen kernels, loops over threads.
+// Shared by all CPU ops: views of tensors, argument checks, the chosen kernels, loops over threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -24,10 +24,10 @@ inline Type type_of(const at::Tensor& t, const char* name) {
   return t.scalar_type() == at::kFloat ? Type::kFloat : Type::kBFloat16;
 }
 
-// Whether the last dimension is; of a single element torch may keep any stride.
+// Whether the last dimension is dense. If it has a single element, torch may keep any stride.
 inline bool dense(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
 
-// [outer, inner, last] or [outer, last], the last dimension dense.
+// View of a tensor [outer, inner, last] or [outer, last] with a dense last dimension.
 inline View view_of(const at::Tensor& t, const char* name) {
   TORCH_CHECK(t.dim() == 2 || t.dim() == 3, name, " has shape ", t.sizes(), "; 2 or 3 dimensions are needed");
   TORCH_CHECK(dense(t), name, " has strides ", t.strides(), "; the last must be 1");
@@ -45,7 +45,7 @@ inline void require_below(const int64_t* ids, int64_t count, int64_t limit, cons
     TORCH_CHECK(ids[i] >= 0 && ids[i] < limit, name, "[", i, "] is ", ids[i], "; allowed: 0 .. ", limit - 1);
 }
 
-// A row of `heads` vectors of `dim`, `element` bytes each: at once where they lie side by side in both.
+// Copies a row of `heads` vectors with `dim` elements of `element` bytes: at once if the heads are adjacent in both.
 inline void copy_heads(const View& from, const View& to, int64_t from_row, int64_t to_row, int64_t heads, int64_t dim,
                        int64_t element) {
   const char* source = static_cast<const char*>(from.data) + from_row * from.outer * element;
@@ -56,8 +56,8 @@ inline void copy_heads(const View& from, const View& to, int64_t from_row, int64
     memcpy(target + run * to.inner * element, source + run * from.inner * element, bytes);
 }
 
-// Calls `body(item, thread)` for 0 .. count - 1. A thread takes the items of a range of its own in their order, so that
-// what it prefetches beyond one is what it reads next; then it helps the others.
+// Calls `body(item, thread)` for items 0 .. count - 1. Each thread first takes the items of its own range in order, so
+// that what it prefetches beyond an item is what it reads next. Then it takes items from the other threads' ranges.
 template <typename Body>
 void each_item(int64_t count, Body body) {
   const int64_t threads = std::min<int64_t>(count, at::in_parallel_region() ? 1 : at::get_num_threads());
@@ -65,7 +65,7 @@ void each_item(int64_t count, Body body) {
     for (int64_t item = 0; item < count; item++) body(item, 0);
     return;
   }
-  struct alignas(64) Range {  // a cache line each
+  struct alignas(64) Range {  // one cache line each
     std::atomic<int64_t> next{0};
     int64_t end = 0;
   };

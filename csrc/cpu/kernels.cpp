@@ -1,4 +1,4 @@
-// The kernels of one instruction set; setup.py compiles this file once for each, with its flags and TABLE its name.
+// The kernels of one instruction set. setup.py compiles this file once for each, with ISA and TABLE as its names.
 #include "attention.h"
 #include "linear.h"
 #include "rows.h"

@@ -1,4 +1,4 @@
-// Products of few rows with a weight as it lies in memory: every weight is read once for all rows of a pass.
+// Products of few rows with a weight in its stored layout. Each call reads the weight from memory once for all rows.
 #pragma once
 
 #include "vec.h"
@@ -6,31 +6,31 @@
 namespace sglang_dflash {
 namespace {
 
-constexpr int64_t kLinearRows = kLanes == 4 ? 0 : 128;  // with four lanes a BLAS is the better one
+constexpr int64_t kLinearRows = kLanes == 4 ? 0 : 128;  // with four lanes a BLAS is faster
 constexpr int64_t kLinearRowsBFloat16 = kLanes == 4 ? 0 : INT64_MAX;  // where torch emulates bfloat16
 
 constexpr int kTileHeight = 4;                         // rows that share a loaded weight
 constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 vector registers
-constexpr int64_t kSpanBytes = 16384;                  // weights that stay in the first cache for all rows
-constexpr int64_t kSpanColumns = kAccumulators;        // a multiple of every tile's width
+constexpr int64_t kSpanBytes = 16384;                  // weights that stay in the L1 cache for all rows
+constexpr int64_t kSpanColumns = kAccumulators;        // must be a multiple of every tile's width
 constexpr int tile_width(int height) { return height == 1 ? 6 : kAccumulators / height; }
 INLINE int64_t passes_of(const Linear& l) { return (l.rows + kTileHeight - 1) / kTileHeight; }
 
-// How a tile prefetches its share of the weights of the span to come, so that memory never rests. A weight's row as long
-// as a page is left to the processor's prefetchers: there, tiles would push out of the cache what they need.
+// How a tile prefetches its share of the next span's weights, so that memory is never idle. Weight rows of a page or
+// more are left to the processor's prefetchers: there, a tile's prefetches would evict data that it still needs.
 enum class Fetch { kNothing, kPerVector, kAtOnce };
 constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kLineBytes = 64;
-constexpr int64_t kLinesAtOnce = 6;  // of each weight's row: more than that, and a tile waits for them
+constexpr int64_t kLinesAtOnce = 6;  // lines of each weight row; with more, a tile waits for them
 
 struct Ahead {
-  int64_t columns;  // from a column to its like in the next span
-  int64_t part;     // of a weight's row, for each block of rows
-  int64_t step;     // per vector
+  int64_t columns;  // from a column to the same column of the next span
+  int64_t part;     // elements of a weight row that one block of rows prefetches
+  int64_t step;     // elements between prefetches; one prefetch per vector
 };
 
-// [HEIGHT, WIDTH] of the result. Each element is one vector accumulator over the inner dimension from its beginning to
-// its end, whatever the tile: a row's bits depend neither on the rows beside it nor on the threads.
+// Computes [HEIGHT, WIDTH] elements of the result. Each element has one vector accumulator, which runs over the inner
+// dimension from start to end in every tile shape. So a row's bits depend neither on other rows nor on the threads.
 template <int HEIGHT, int WIDTH, Fetch FETCH, typename T>
 INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahead& ahead) {
   const float* x[HEIGHT];
@@ -113,7 +113,7 @@ void linear_of(const Linear& l, int64_t begin, int64_t end) {
     linear_span<Fetch::kPerVector, T>(l, begin, end);
 }
 
-// Columns begin .. end of the result.
+// Computes columns begin .. end - 1 of the result.
 void linear(const Linear& l, int64_t begin, int64_t end) {
   if (l.type == Type::kFloat)
     linear_of<float>(l, begin, end);

@@ -1,4 +1,4 @@
-// x times a weight's transpose, for few rows; and torch's own products of that kind, if asked, made of it.
+// The op linear: x times a weight's transpose, for few rows. install_linear makes torch's own products use it.
 #include <ATen/CPUFunctions.h>
 #include <ATen/cpu/Utils.h>
 #include <c10/util/Exception.h>
@@ -8,11 +8,11 @@
 namespace sglang_dflash {
 namespace {
 
-constexpr int64_t kItemProducts = 1 << 14;  // multiplications of one work item, at least: a microsecond or two
-constexpr int64_t kItemColumns = 24;        // a multiple of every tile's width
-constexpr int64_t kFew = 512;               // rows whose copy in float32 may lie beside them
+constexpr int64_t kItemProducts = 1 << 14;  // multiplications of one work item, at least: one or two microseconds
+constexpr int64_t kItemColumns = 24;        // must be a multiple of every tile's width (linear.h)
+constexpr int64_t kFew = 512;               // rows of one pass: bounds the float32 copy of x
 
-// `multiply` of at most kFew rows; the threads share the columns.
+// `multiply` for at most kFew rows; the threads share the columns.
 void multiply_few(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* addend, const at::Tensor& out) {
   const at::Tensor rows = x.to(at::kFloat).contiguous();
   const int64_t columns = weight.size(0);
@@ -29,7 +29,7 @@ void multiply_few(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   });
 }
 
-// out [N, O] = x [N, H] weight [O, H]^T + addend [O] or [N, O], rows of all dense.
+// out [N, O] = x [N, H] weight [O, H]^T + addend [O] or [N, O]; all have dense rows.
 void multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* addend, at::Tensor& out) {
   if (out.numel() == 0) return;
   if (x.size(0) <= kFew) return multiply_few(x, weight, addend, out);
@@ -58,9 +58,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   return out;
 }
 
-// Torch's products whose second factor is the transpose of a dense weight, as those of `F.linear` are; inductor folds a
-// residual into them. All others, and those of many rows, go to torch's own kernels, without the dispatcher that would
-// bring them back.
+// Replacements of torch's `mm` and `addmm`. They compute products whose second factor is the transpose of a dense
+// weight, as in `F.linear`; inductor folds a residual into such a product as the addend. Other products, and those of
+// many rows, call torch's own kernels directly: the dispatcher would bring them back here.
 
 bool multiplies_bfloat16() {
   const auto capabilities = at::cpu::get_cpu_capabilities();
@@ -117,10 +117,10 @@ struct Silent : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// For the rest of this process.
+// Registers the replacements for the rest of this process.
 void install_linear() {
   static const auto* const library = [] {
-    Silent silent;  // the dispatcher warns of kernels that are replaced, which is what we ask for
+    Silent silent;  // the dispatcher warns about replaced kernels, which is intended here
     c10::WarningUtils::WarningHandlerGuard guard(&silent);
     auto* aten = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
     aten->impl("mm", mm);

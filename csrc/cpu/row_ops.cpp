@@ -1,5 +1,5 @@
-// The ops that go row by row: norms, rotary embedding, block layout, context KV, argmax, greedy acceptance. And which
-// kernels serve.
+// The row-wise ops: norms, rotary embedding, block layout, context KV, argmax, greedy acceptance. Also the choice of
+// the kernels.
 #include <cstdlib>
 #include <vector>
 
@@ -20,7 +20,7 @@ const Kernels& kernels() {
 namespace {
 
 constexpr int64_t kGrain = 16384;  // elements below which another thread costs more than it saves
-constexpr int64_t kMaxHead = 1024;
+constexpr int64_t kMaxHead = 1024;  // must equal kMaxHead in rows.h, the size of a buffer there
 
 int64_t grain(int64_t row_size) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, row_size)); }
 
@@ -59,7 +59,7 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::T
   return {out.view(x.sizes()), residual_out.view(x.sizes())};
 }
 
-// What a head's norm and rotation take, `in` and `out` aside.
+// The arguments of a head's norm and rotation, without `in` and `out`.
 Heads heads_of(int64_t heads, int64_t dim, const at::Tensor* weight, double eps, const at::Tensor& cos_sin) {
   TORCH_CHECK(dim <= kMaxHead, "a head has ", dim, " elements; allowed: up to ", kMaxHead);
   TORCH_CHECK(cos_sin.dim() == 2 && dense(cos_sin) && cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= dim,
@@ -159,7 +159,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> block_layout(const at::Tensor& bo
   return {ids, positions, slots};
 }
 
-// Index of a row's largest logit, its vocabulary shared by the threads.
+// Index of a row's largest logit; the threads share the vocabulary.
 int64_t argmax_of(const char* row, Type type, int64_t size, int64_t element) {
   constexpr int64_t kSpan = 16384;
   const int64_t spans = (size + kSpan - 1) / kSpan;
@@ -176,8 +176,9 @@ int64_t argmax_of(const char* row, Type type, int64_t size, int64_t element) {
   return first * kSpan + best[first].index;
 }
 
-// Calls `body(item)` for 0 .. count - 1, rows of logits or requests. Few of them: the threads share a row. Inside the
-// loop over items they do not, as torch nests no regions.
+// Calls `body(item)` for items 0 .. count - 1, which are rows of logits or requests. With fewer items than threads, the
+// items run one after the other and the threads share each row. Otherwise the threads share the items: torch does not
+// nest parallel regions.
 template <typename Body>
 void each_of_logits(int64_t count, int64_t vocabulary, Body body) {
   const int64_t together = count >= at::get_num_threads() ? 1 : count;
@@ -219,7 +220,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& l
   int32_t* lens = commit_lens.data_ptr<int32_t>();
   each_of_logits(batch, vocabulary, [&](int64_t b) {
     int64_t row = 0;
-    for (;; row++) {  // behind the first rejected draft no row is read
+    for (;; row++) {  // rows after the first rejected draft are not read
       bonus[b] = argmax_of(base + b * batch_stride + row * row_stride, type, vocabulary, element);
       out[b * width + row] = bonus[b];
       if (row + 1 == width || drafts[b * width + row + 1] != bonus[b]) break;

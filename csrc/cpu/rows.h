@@ -11,7 +11,7 @@ INLINE T* row_of(const View& view, int64_t outer, int64_t inner = 0) {
   return static_cast<T*>(view.data) + outer * view.outer + inner * view.inner;
 }
 
-// Calls `body(i, count)` for every vector of `size` elements; the last may be a part.
+// Calls `body(i, count)` for each vector of `size` elements; the last one may be partial.
 template <typename Body>
 INLINE void each_vector(int64_t size, Body body) {
   int64_t i = 0;
@@ -52,7 +52,7 @@ void norm_row(const Norm& n, int64_t row) {
   const float scale = scale_of(squares, n.size, n.eps);
   each_vector(n.size, [&](int64_t i, int64_t count) {
     Vec value = read(x + i, count);
-    if (residual) value += read(residual + i, count);  // not what was written: that is rounded
+    if (residual) value += read(residual + i, count);  // not the written sum, which is rounded
     put(out + i, value * scale * read(weight + i, count), count);
   });
 }
@@ -65,7 +65,7 @@ void norm(const Norm& n, int64_t begin, int64_t end) {
   }
 }
 
-constexpr int64_t kMaxHead = 1024;
+constexpr int64_t kMaxHead = 1024;  // row_ops.cpp checks against its own kMaxHead: keep them equal
 
 template <typename T, typename W, typename C>
 void norm_rope_row(const Heads& h, int64_t in_row, int64_t out_row, int64_t position) {
@@ -115,9 +115,9 @@ void norm_rope(const Heads& h, int64_t in_row, int64_t out_row, int64_t position
   }
 }
 
-constexpr int64_t kScanned = 1024;  // elements whose largest is compared with the best so far
+constexpr int64_t kScanned = 1024;  // elements of a block, whose largest is compared with the best so far
 
-// The lowest index of the largest value; a NaN is larger than all, the first of several wins (torch.argmax).
+// The lowest index of the largest value. NaN is larger than all numbers, and the first NaN wins (as in torch.argmax).
 template <typename T>
 Best first_largest(const T* values, int64_t size) {
   int64_t best_block = 0;

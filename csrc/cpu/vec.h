@@ -1,4 +1,4 @@
-// Float vectors as wide as the instruction set of this unit, in the compilers' vector extension (GCC, Clang).
+// Float vectors as wide as this unit's instruction set, in the vector extension of GCC and Clang.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include "kernels.h"
 
 namespace sglang_dflash {
-namespace {  // every unit its own: the linker must not pick another instruction set's
+namespace {  // internal to each unit: the linker must not pick another instruction set's copy
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -85,7 +85,7 @@ INLINE void narrow(BFloat16* p, float x) {
   p->bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// The first `count` of a vector, zero behind.
+// Loads the first `count` elements; the other lanes are zero.
 template <typename T>
 INLINE Vec load_some(const T* p, int64_t count) {
   float part[kLanes] = {};
@@ -100,7 +100,10 @@ INLINE void store_some(T* p, Vec x, int64_t count) {
   for (int64_t i = 0; i < count; i++) narrow(p + i, part[i]);
 }
 
-INLINE Vec4 fold(Vec x) {  // lanes by lanes until four are left
+// Adds the upper half of the lanes to the lower half until four lanes are left. With 16 lanes, in blocks of four:
+//
+//   x = | X0 | X1 | X2 | X3 |  ->  | X0+X2 | X1+X3 |  ->  | (X0+X2) + (X1+X3) |
+INLINE Vec4 fold(Vec x) {
 #if defined(__AVX512F__)
   const __m512 w = (__m512)x;
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(w),
@@ -119,7 +122,7 @@ INLINE Vec4 fold(Vec x) {  // lanes by lanes until four are left
 #define SHUFFLE4(a, b, i, j, k, l) __builtin_shuffle(a, b, Vec4I{i, j, k, l})
 #endif
 
-// The sums of four vectors.
+// The sums of four vectors, each added in the order of `sum`.
 INLINE Vec4 sums(Vec a, Vec b, Vec c, Vec d) {
   const Vec4 a4 = fold(a), b4 = fold(b), c4 = fold(c), d4 = fold(d);
   const Vec4 ab = SHUFFLE4(a4, b4, 0, 4, 1, 5) + SHUFFLE4(a4, b4, 2, 6, 3, 7);
@@ -133,24 +136,45 @@ INLINE float sum(Vec x) {
 }
 
 #if defined(__AVX512F__)
-// a's and b's halves of 16 bytes' blocks, chosen by LOW and HIGH, added: what a fold of each alone would add.
+// With 16 lanes, several vectors are folded together. A vector a has four blocks of four lanes, | A0 | A1 | A2 | A3 |;
+// FOLD_BLOCKS picks blocks of a and b by LOW and by HIGH and adds them. FOLD_LANES does the same with the lanes of each
+// block. Every sum adds the same pairs as `fold` and `sum` of a single vector, so it has the same bits.
+//
+//   folds(a, b, c, d), one line per FOLD_BLOCKS:
+//     ab     = | A0+A2 | A1+A3 | B0+B2 | B1+B3 |    LOW 0x44 picks A0 A1 B0 B1, HIGH 0xee picks A2 A3 B2 B3
+//     cd     = | C0+C2 | C1+C3 | D0+D2 | D1+D3 |
+//     result = | fold(a) | fold(b) | fold(c) | fold(d) |    LOW 0x88 picks blocks 0 and 2, HIGH 0xdd blocks 1 and 3
+//
+//   halves(a, b, c, d, e, f, g, h), with the lanes of a block written out, a' = y0+y2 and a" = y1+y3 of y = fold(a):
+//     abcd   = | fold(a) | fold(b) | fold(c) | fold(d) |
+//     efgh   = | fold(e) | fold(f) | fold(g) | fold(h) |
+//     result = | a' a" e' e" | b' b" f' f" | c' c" g' g" | d' d" h' h" |
+//
+//   sums<16>(x), with the vectors' numbers; the sum of vector i is i'+i":
+//     even   = | 0' 0" 1' 1" | 4' 4" 5' 5" | 8'  8"  9'  9"  | 12' 12" 13' 13" |
+//     odd    = | 2' 2" 3' 3" | 6' 6" 7' 7" | 10' 10" 11' 11" | 14' 14" 15' 15" |
+//     out    = | 0  1  2  3  | 4  5  6  7  | 8   9   10  11  | 12  13  14  15  |
+//
+//   sums<8>(x):
+//     all    = | 0' 0" 1' 1" | 2' 2" 3' 3" | 4' 4" 5' 5" | 6' 6" 7' 7" |
+//     twice  = | 0  1  0  1  | 2  3  2  3  | 4  5  4  5  | 6  7  6  7  |    the mask 0x3333 keeps the first two of each
 #define FOLD_BLOCKS(a, b, LOW, HIGH) _mm512_add_ps(_mm512_shuffle_f32x4(a, b, LOW), _mm512_shuffle_f32x4(a, b, HIGH))
 #define FOLD_LANES(a, b, LOW, HIGH) _mm512_add_ps(_mm512_shuffle_ps(a, b, LOW), _mm512_shuffle_ps(a, b, HIGH))
 
-// The folds of four vectors, one beside the other.
+// The folds of four vectors, one per block.
 INLINE __m512 folds(Vec a, Vec b, Vec c, Vec d) {
   const __m512 ab = FOLD_BLOCKS((__m512)a, (__m512)b, 0x44, 0xee), cd = FOLD_BLOCKS((__m512)c, (__m512)d, 0x44, 0xee);
   return FOLD_BLOCKS(ab, cd, 0x88, 0xdd);
 }
 
-// Eight vectors, each folded to two lanes; of the first four, then of the others, in each block.
+// Eight vectors, each folded to two lanes. Block i holds those of vector i, then those of vector i + 4.
 INLINE __m512 halves(Vec a, Vec b, Vec c, Vec d, Vec e, Vec f, Vec g, Vec h) {
   const __m512 abcd = folds(a, b, c, d), efgh = folds(e, f, g, h);
   return FOLD_LANES(abcd, efgh, 0x44, 0xee);
 }
 #endif
 
-// The sums of COUNT vectors, each as `sum` adds it: pairs of them are folded together, for half the shuffles.
+// The sums of COUNT vectors, each added in the order of `sum`. Folding pairs of vectors together halves the shuffles.
 template <int COUNT>
 INLINE void sums(const Vec* x, float* out) {
 #if defined(__AVX512F__)
@@ -182,7 +206,7 @@ INLINE float maximum(Vec x) {
   return best;
 }
 
-// exp(x) for x <= 0 within 2 ulp; zero below -87.3 where the result leaves the normal numbers, NaN for NaN.
+// exp(x) for x <= 0 within 2 ulp. Zero below -87.3, where the result would be subnormal; NaN for NaN.
 // Cephes' expf: x = n ln2 + r with ln2 in two parts, a polynomial in r, n into the exponent.
 INLINE Vec exp_negative(Vec x) {
   const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -197,7 +221,7 @@ INLINE Vec exp_negative(Vec x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const VecU exponent = ((VecU)shifted << 23) + 0x3f800000u;  // n stands in the low bits of `shifted`
+  const VecU exponent = ((VecU)shifted << 23) + 0x3f800000u;  // n is in the low bits of `shifted`
   return tiny ? Vec{} : p * (Vec)exponent;
 }
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 def activate() -> None:
     """Entry point of group `sglang.srt.plugins`: installs our hooks, once in every SGLang process.
 
-    SGLang's loader swallows `Exception` and goes on with the built-in worker; every failure here is
-    therefore a `SystemExit`, which it does not swallow.
+    SGLang's loader catches `Exception` and continues with the built-in worker. So every failure here raises
+    `SystemExit`, which the loader does not catch.
     """
     try:
         from sglang_dflash.host import hooks
@@ -18,10 +18,10 @@ def activate() -> None:
 
 
 def activate_platform() -> str | None:
-    """Entry point of group `sglang.srt.platforms`: our CPU platform, where no accelerator is present.
+    """Entry point of group `sglang.srt.platforms`: our CPU platform if no accelerator is present.
 
     Returns:
-        The class to load, or None where SGLang's own platform serves.
+        The class to load; None keeps SGLang's own platform.
     """
     from sglang_dflash.host.cpu.detect import cpu_platform_active
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server without a model, as a process: known tokens at known times, and faults on demand."""
+"""Runs an OpenAI-compatible server without a model: known tokens at known times, and faults on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTEXT = 512
 
 
 def answer_ids(prompt: list[int], count: int) -> list[int]:
-    """What the model says: a function of the prompt alone."""
+    """The answer's token ids, a function of the prompt alone."""
     return [(sum(prompt) + 7 * index) % 1000 for index in range(count)]
 
 
@@ -47,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
             self._json(None)
 
     def _gap(self, body: dict[str, Any]) -> None:
-        """Both tokens lie `--gap` and nothing below the best logit."""
+        """Reports one token as the best, and the other `--gap` below it."""
         one, other = body["token_ids_logprob"]
         meta = {
             "output_top_logprobs": [[[-1.0, one, None]]],
@@ -111,15 +111,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
-    parser.add_argument("--first-ms", type=float, default=0.0, help="until the first chunk")
-    parser.add_argument("--step-ms", type=float, default=0.0, help="between chunks")
-    parser.add_argument("--chunk", type=int, default=1, help="tokens of a chunk")
-    parser.add_argument("--gap", type=float, default=1.0, help="between the logits of two tokens that are asked about")
+    parser.add_argument("--first-ms", type=float, default=0.0, help="delay of the first chunk")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="delay between chunks")
+    parser.add_argument("--chunk", type=int, default=1, help="tokens per chunk")
+    parser.add_argument("--gap", type=float, default=1.0, help="gap between the logits of the two tokens of /generate")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--wrong-from", type=int, help="index from which tokens are not the model's")
-    parser.add_argument("--die-at", type=int, help="the request during which the process ends")
-    parser.add_argument("--stall-at", type=int, help="the request during which nothing comes any more")
-    parser.add_argument("--refuse-every", type=int, help="every so many requests one gets a 400")
+    parser.add_argument("--wrong-from", type=int, help="index of the first wrong token")
+    parser.add_argument("--die-at", type=int, help="number of the request during which the process ends")
+    parser.add_argument("--stall-at", type=int, help="number of the request whose stream stops for 60 s")
+    parser.add_argument("--refuse-every", type=int, help="a request whose number is a multiple gets a 400")
     parser.add_argument("--refuse-start", action="store_true")
     parser.add_argument("--mark", help="a word by which a test finds this process")
     return parser

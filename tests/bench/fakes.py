@@ -21,7 +21,7 @@ FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 
 
 def render(messages: Sequence[Message], template: dict[str, object]) -> list[int]:
-    """A tokenizer: a token per character."""
+    """Renders a chat with one token per character."""
     return [ord(letter) for message in messages for letter in f"{message.role}:{message.content}\n"]
 
 
@@ -50,7 +50,7 @@ def make_plan(folder: Path, *arms: Arm, **changes: Any) -> Plan:
 
 
 def go(plan: Plan, folder: Path, run: Run | None = None) -> Run:
-    """Runs the plan; the run is kept in `folder`."""
+    """Runs the plan and saves the run in `folder`."""
     run = run or Run("test", plan.workload, {})
     screen = Console(file=(folder / "screen.txt").open("a"), width=200)
     Sweep(plan, run, render, folder / "run.json").go(lambda cells, starts: Board(screen, cells, starts))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Runs of known numbers, made without a server."""
+"""Runs with known numbers, made without a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def key(arm: str = "off", load: float = 1, repeat: int = 0, **fields: Any) -> Ce
 
 
 def cell(arm: str, tok_s: float, load: float = 1, repeat: int = 0, **fields: Any) -> Cell:
-    """One request; `tok_s` comes out as the cell's speed exactly where it divides 1000."""
+    """A cell with one request; its speed is exactly `tok_s` if that divides 1000."""
     names = ("backend", "radix", "dataset")
     where = {name: fields.pop(name) for name in names if name in fields}
     wall_s = 1000 / tok_s
@@ -110,7 +110,7 @@ def _histogram(rng: random.Random, share: float, drafts: int) -> tuple[int, list
 def agent(
     arms: tuple[str, ...] = ("off", "dflash"), turns: int = 6, repeats: int = 2, loads: tuple[float, ...] = (4,)
 ) -> Run:
-    """Sessions whose prompts grow by 800 tokens a turn; without the prefix cache the wait grows with them."""
+    """Sessions whose prompts grow by 800 tokens per turn; without the prefix cache, TTFT grows with them."""
     rng = random.Random(1)
     cells = []
     for repeat in range(repeats):

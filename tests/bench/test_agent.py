@@ -1,4 +1,4 @@
-"""Agent sessions keep their shape, share what they should and no more, and fit the context that they are made for."""
+"""Agent sessions keep their shape, share only the intended prefixes, and fit the context they are made for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def counter(renderer: Renderer) -> Callable[[str], int]:
 
 
 def prompts(session: Session, answer: str) -> list[list[Message]]:
-    """What each turn asks, where every answer is `answer`."""
+    """The chat of each turn's request, if every answer is `answer`."""
     chat: list[Message] = []
     asked = []
     for turn in session.turns:
@@ -51,12 +51,12 @@ def test_deterministic_and_independent_of_the_count() -> None:
 
 
 def test_turns_are_six_to_twelve() -> None:
-    """Fails where a session is shorter or longer, or a number of turns never comes."""
+    """Fails where a session is shorter or longer, or a number of turns never occurs."""
     assert {len(session.turns) for session in MANY} == set(range(6, 13))
 
 
 def test_roles_alternate() -> None:
-    """Fails where a strict chat template would refuse a session: two messages of the user without an answer between."""
+    """Fails where a strict chat template would reject a session: two user messages without an answer between them."""
     for session in MANY:
         assert [message.role for message in session.turns[0].messages] == ["system", "user"]
         assert all([message.role for message in turn.messages] == ["user"] for turn in session.turns[1:])
@@ -73,7 +73,7 @@ def test_prefixes_are_shared_within_a_group_only() -> None:
 
 
 def test_tasks_are_the_datasets() -> None:
-    """Fails where a session asks for something else than its dataset's prompt, or drops its template's arguments."""
+    """Fails where a session's task is not its dataset's prompt, or the template's arguments are lost."""
     seed = Session("s", (Turn((Message("system", "S"), Message("user", "Do it."))),), {"enable_thinking": False})
     (session,) = agent_sessions([seed], 1, SMALL, 0)
     assert session.turns[0].messages[1] == Message("user", "Do it.")
@@ -84,14 +84,14 @@ def test_tasks_are_the_datasets() -> None:
 
 
 def test_token_ids_cannot_be_a_task() -> None:
-    """Fails where a dataset of token ids makes empty tasks."""
+    """Fails where a dataset of token ids gives empty tasks."""
     with pytest.raises(ValueError, match="ids has no user message"):
         agent_sessions([Session("ids", (Turn(()),), {}, (1, 2))], 1, SMALL, 0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.6])
 def test_share_of_edits(share: float) -> None:
-    """Fails where turns change earlier messages clearly more or less often than asked."""
+    """Fails where turns edit earlier messages clearly more or less often than requested."""
     sessions = agent_sessions(SEEDS, 300, replace(SMALL, edit_share=share), 5)
     later = [bool(turn.edits) for session in sessions for turn in session.turns[2:]]
     assert share * 0.85 - 0.01 <= mean(later) <= share * 1.1
@@ -99,7 +99,7 @@ def test_share_of_edits(share: float) -> None:
 
 
 def test_edits_change_what_is_there() -> None:
-    """Fails where an edit names a message of the future or the server's own, changes nothing, or miscounts lines."""
+    """Fails where an edit is of a later message or an answer, changes nothing, or miscounts lines."""
     kinds = set()
     for session in agent_sessions(SEEDS, 300, replace(SMALL, edit_share=0.6), 5):
         chat: list[Message] = []
@@ -126,7 +126,7 @@ def test_edits_leave_a_shared_prefix() -> None:
 
 
 def test_think_times() -> None:
-    """Fails where pauses do not have their mean, the first turn waits, or a mean of 0 leaves a pause or other texts."""
+    """Fails where pauses miss their mean, the first turn waits, or a mean of 0 leaves pauses or changes texts."""
     thinks = [turn.think_s for session in MANY for turn in session.turns[1:]]
     assert 0.9 < mean(thinks) < 1.1 and 0.6 < median(thinks) < 0.78  # exponential: ln 2
     assert all(session.turns[0].think_s == 0 for session in MANY)
@@ -140,7 +140,7 @@ def test_think_times() -> None:
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("max_new_tokens", [32, 64])
 def test_the_longest_session_fits_the_embedded_pair(renderer: Renderer, max_new_tokens: int, measured: bool) -> None:
-    """Fails where a turn's prompt and answer exceed 2,048 tokens, or shapes are so small that little of it is used."""
+    """Fails where a turn's prompt and answer exceed 2,048 tokens, or use no more than 65% of them."""
     answer = " result" * max_new_tokens
     assert counter(renderer)(answer) == max_new_tokens
     shape = AgentShape.fitting(CONTEXT, max_new_tokens, counter(renderer) if measured else None)
@@ -162,7 +162,7 @@ def test_the_worst_texts_fit_the_embedded_pair(renderer: Renderer) -> None:
 
 
 def test_small_contexts_get_fewer_turns_then_a_sentence() -> None:
-    """Fails where a small context is refused too early, overfilled, or the context that would do is not named."""
+    """Fails where a small context is refused too early or overfilled, or the message does not name a sufficient one."""
     assert AgentShape.fitting(CONTEXT, 128).turns == (6, 8)
     with pytest.raises(ValueError, match="--workload agent does not fit: 6 turns with answers of 400") as caught:
         AgentShape.fitting(CONTEXT, 400)
@@ -173,7 +173,7 @@ def test_small_contexts_get_fewer_turns_then_a_sentence() -> None:
 
 
 def test_large_contexts_get_sessions_as_agents_have() -> None:
-    """Fails where prompts do not grow to 10,000 to 60,000 tokens, at three to four characters each."""
+    """Fails where prompts do not grow to 10,000 to 60,000 tokens of three to four characters."""
     for context, least, most in ((40_960, 30_000, 60_000), (131_072, 60_000, 180_000), (1_000_000, 60_000, 180_000)):
         sessions = agent_sessions(SEEDS, 20, AgentShape.fitting(context, 512), 0)
         chars = [sum(len(message.content) for message in prompts(s, "")[-1]) for s in sessions]
@@ -190,7 +190,7 @@ def test_tool_results_keep_their_total() -> None:
 
 
 def test_sizes_vary() -> None:
-    """Fails where tool results are all alike, or one is cut below what an edit leaves."""
+    """Fails where tool results have a wrong median, or nearly equal sizes."""
     shape = AgentShape.fitting(131_072, 512)
     results = [
         len(message.content)
@@ -204,7 +204,7 @@ def test_sizes_vary() -> None:
 
 
 def test_texts_keep_to_ascii_and_follow_ups_to_their_size() -> None:
-    """Fails where a text would be many tokens of the embedded pair, or a follow-up is longer than is planned for."""
+    """Fails where a text is not ASCII, or a follow-up is longer than LEAST_RESULT_CHARS."""
     assert all(message.content.isascii() for s in MANY for turn in s.turns for message in turn.messages)
     longest = max((f"{verb}_{noun}" for verb in VERBS for noun in NOUNS), key=len)
     assert max(len(text.format(name=longest, number=99)) for text in FOLLOW_UPS) <= LEAST_RESULT_CHARS

@@ -1,4 +1,4 @@
-"""Words of the command line: what they mean, and the sentence that refuses them."""
+"""Options of the command line: their meaning, and the messages that refuse wrong values."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_the_command_line_people_know(monkeypatch):
     ],
 )
 def test_wrong_words_are_refused(changes, said):
-    """Fails where a wrong value is taken, or the sentence does not name it."""
+    """Fails where a wrong value is accepted, or the message does not name it."""
     with pytest.raises(ValueError, match=re.escape(said)):
         options(**changes)
 
 
 def test_no_words_run_the_embedded_pair():
-    """Fails where the defaults are not the embedded pair, its three kinds, off and dflash, on this machine."""
+    """Fails where the defaults are not the embedded pair, its three kinds of prompts, and the arms off and dflash."""
     plan = make_plan(options())
     assert [arm.name for arm in plan.arms] == ["off", "dflash"]
     assert [arm.name for arm in make_plan(options(arms="dflash,off")).arms] == ["off", "dflash"]
@@ -141,7 +141,7 @@ def test_every_arm_gets_its_command():
 
 
 def test_vllm_gets_what_its_instructions_ask_for(tmp_path):
-    """Fails where the peer is compared without Intel's OpenMP although its environment has it."""
+    """Fails where vLLM is measured without Intel's OpenMP although its environment has it."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libiomp5.so").touch()
     plan = make_plan(options(arms="vllm", vllm_python=str(tmp_path / "bin" / "python")))
@@ -149,7 +149,7 @@ def test_vllm_gets_what_its_instructions_ask_for(tmp_path):
 
 
 def test_only_the_same_run_is_resumed():
-    """Fails where cells measured otherwise would stand in one table, or more arms and repeats are refused."""
+    """Fails where cells of different options would share a table, or more arms and repeats are refused."""
     held = options().to_json({"code": "a"})
     check_resumable(
         "closed", options(arms="off,dflash,builtin", repeats=3).to_json({"code": "a", "chat": "b"}), "closed", held
@@ -165,10 +165,10 @@ def test_only_the_same_run_is_resumed():
 
 
 def test_a_finished_run_is_not_overwritten_by_accident(tmp_path, monkeypatch, capsys):
-    """Fails where hours of measurements are lost to the same command given twice."""
+    """Fails where giving the same command twice overwrites finished measurements."""
     Run("test", "closed", {}).save(tmp_path / "results.json")
     monkeypatch.setattr("sys.argv", ["benchmark_sglang.py", "--output-md", str(tmp_path / "results.md")])
     with pytest.raises(SystemExit) as end:
         command.run()
     assert end.value.code == 2
-    assert "--resume goes on with it, --overwrite replaces it" in capsys.readouterr().err
+    assert "--resume continues it, --overwrite replaces it" in capsys.readouterr().err

@@ -20,14 +20,14 @@ def page(steps: int, drafted: int, accepted: int, positions: list[int]) -> str:
 
 
 def test_the_difference_of_two_readings():
-    """Fails where what came before the cell is counted, or positions are mixed up."""
+    """Fails where counts from before the cell are included, or positions are mixed up."""
     found = acceptance_between(page(10, 70, 30, [9, 8, 7]), page(14, 98, 42, [13, 11, 9]))
     assert (found.steps, found.drafted, found.accepted, found.by_position) == (4, 28, 12, [4, 3, 2])
     assert found.tau == 4.0
 
 
 def test_nothing_drafted_is_no_acceptance():
-    """Fails where an arm without speculation gets a tau, or a server without metrics an error."""
+    """Fails where an arm without speculation gets a tau, or a server without metrics raises."""
     assert acceptance_between(page(3, 21, 9, [3]), page(3, 21, 9, [3])) is None
     assert acceptance_between("", "") is None
     assert acceptance_between("", page(2, 14, 4, [2, 2])).steps == 2

@@ -1,4 +1,4 @@
-"""Every dataset gives sessions in one order, and one that cannot be had ends in one sentence."""
+"""Every dataset gives sessions in a fixed order; a dataset that cannot be loaded ends in one sentence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OFFLINE_WORDS = (
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A hub that answers with `rows`, and keeps how it was asked."""
+    """A hub that returns `rows` and records how it was called."""
     held: dict[str, Any] = {"rows": [], "asked": []}
 
     def load_dataset(*names: object, **how: object) -> list[dict]:
@@ -61,7 +61,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def empty_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Caches of this test alone; nothing in them."""
+    """Empty caches for this test only."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     return tmp_path
@@ -74,7 +74,7 @@ def texts(session: Session) -> list[str]:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_become_the_prompts_that_others_ask(name: str, hub: dict[str, Any]) -> None:
-    """Fails where a dataset's repository, configuration, split, columns or wording is not what the field uses."""
+    """Fails where a dataset's repository, configuration, split, columns or wording is not the common one."""
     row, expected = ROWS[name]
     hub["rows"] = [row]
     (session,) = load(name, None, 0)
@@ -89,13 +89,13 @@ def test_every_hub_dataset_is_tried() -> None:
 
 
 def test_alpaca_without_input(hub: dict[str, Any]) -> None:
-    """Fails where an empty input leaves its heading behind."""
+    """Fails where an empty input still gets a heading."""
     hub["rows"] = [{"instruction": "Sing.", "input": "", "output": ""}]
     assert texts(load("alpaca", 1, 0)[0]) == ["Sing."]
 
 
 def test_livecodebench_from_the_file_cache(empty_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where its cached files are not read without a network, or starter code does not reach the prompt."""
+    """Fails where cached files cannot be read without a network, or the starter code is not in the prompt."""
     monkeypatch.setattr(hub_datasets, "_answers", lambda endpoint: False)
     repo = empty_caches / "hub" / "datasets--livecodebench--code_generation_lite"
     (repo / "refs").mkdir(parents=True)
@@ -114,7 +114,7 @@ def test_livecodebench_from_the_file_cache(empty_caches: Path, monkeypatch: pyte
 def test_dataset_cache_without_a_network(
     empty_caches: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fails where a dataset that was loaded once cannot be loaded again offline, or the library warns of it."""
+    """Fails where a dataset that was loaded once cannot be loaded again offline, or the library logs a warning."""
     source = tmp_path / "gsm8k" / "main.jsonl"
     source.parent.mkdir()
     source.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
@@ -136,7 +136,7 @@ def test_dataset_cache_without_a_network(
 
 
 def test_hub_samples_are_seeded_and_grow(hub: dict[str, Any]) -> None:
-    """Fails where the sample is no permutation, changes from call to call, or fewer are not the first of more."""
+    """Fails where a sample is no permutation, changes between calls, or is not the start of a larger sample."""
     hub["rows"] = [{"prompt": f"p{n}"} for n in range(50)]
     everything = load("mbpp", None, 3)
     assert sorted(s.turns[0].messages[0].content for s in everything) == sorted(row["prompt"] for row in hub["rows"])
@@ -148,7 +148,7 @@ def test_hub_samples_are_seeded_and_grow(hub: dict[str, Any]) -> None:
 
 
 def test_changed_columns_are_named(hub: dict[str, Any]) -> None:
-    """Fails where a dataset that was changed on the hub ends in a KeyError."""
+    """Fails where a dataset whose columns changed on the hub ends in a KeyError."""
     hub["rows"] = [{"text": "x"}]
     with pytest.raises(ValueError, match=r"mbpp has no column 'prompt'"):
         load("mbpp", 1, 0)
@@ -157,9 +157,9 @@ def test_changed_columns_are_named(hub: dict[str, Any]) -> None:
 def test_offline_is_one_sentence_soon_and_quietly(
     empty_caches: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fails where the library retries (23 s), prints, or the sentence lacks the name, the reason or what to do.
+    """Fails where the library retries (23 s) or prints, or the message lacks the name, the reason or a remedy.
 
-    The library is the real one; the hub is a port of this machine at which nothing listens.
+    The library is the real one; the hub is a port of this machine without a listener.
     """
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     levels = [logging.getLogger(name).level for name in ("datasets", "huggingface_hub")]
@@ -177,7 +177,7 @@ def test_offline_is_one_sentence_soon_and_quietly(
 
 
 def test_offline_by_the_users_wish(empty_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where HF_HUB_OFFLINE is not respected, or not named as the reason."""
+    """Fails where HF_HUB_OFFLINE is ignored, or the message does not name it as the reason."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub_datasets, "_answers", lambda endpoint: pytest.fail("the network was tried"))
     with pytest.raises(ValueError, match="not in the cache, and HF_HUB_OFFLINE is set"):
@@ -189,7 +189,7 @@ def test_offline_by_the_users_wish(empty_caches: Path, monkeypatch: pytest.Monke
 def test_other_failures_keep_their_reason(
     monkeypatch: pytest.MonkeyPatch, hub: dict[str, Any], kind: type[Exception]
 ) -> None:
-    """Fails where a failure with a network is told as one without, or as a traceback."""
+    """Fails where a failure with a network is reported as a missing network, or as a traceback."""
 
     def refused(*names: object, **how: object) -> None:
         raise kind("Dataset scripts are no longer supported,\nbut found x.py")
@@ -200,7 +200,7 @@ def test_other_failures_keep_their_reason(
 
 
 def test_a_silent_network_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where the probe waits for a name server or a firewall that does not answer."""
+    """Fails where the probe waits longer than PROBE_S for a network that does not answer."""
     monkeypatch.setattr(hub_datasets, "PROBE_S", 0.1)
     monkeypatch.setattr(hub_datasets.httpx, "head", lambda *args, **how: time.sleep(3))
     start = time.perf_counter()
@@ -210,7 +210,7 @@ def test_a_silent_network_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["gsm9k", "openai/gsm8k", "prompts.json"])
 def test_unknown_names(name: str) -> None:
-    """Fails where an unknown name reaches the network, or the sentence does not list what is allowed."""
+    """Fails where an unknown name reaches the network, or the message does not list the allowed names."""
     with pytest.raises(
         ValueError, match=rf"--dataset-name {name} is unknown; .*gsm8k, .*mt-bench, .*tiny, or .*\.jsonl"
     ):
@@ -218,13 +218,13 @@ def test_unknown_names(name: str) -> None:
 
 
 def test_no_prompts_asked_for() -> None:
-    """Fails where a count below one is taken for none or all."""
-    with pytest.raises(ValueError, match="0 prompts are asked for"):
+    """Fails where a count below one gives no or all prompts."""
+    with pytest.raises(ValueError, match="0 prompts requested"):
         load("tiny", 0, 0)
 
 
 def test_bundled_kinds() -> None:
-    """Fails where a kind has another's prompts, `tiny` does not take the three in turn, or a seed changes the order."""
+    """Fails where a kind has another's prompts, `tiny` does not alternate the three, or a seed changes the order."""
     for kind in KINDS:
         sessions = load(kind, None, 0)
         assert len(sessions) > 100 and all(session.id.startswith(kind) for session in sessions)
@@ -243,8 +243,8 @@ def written(tmp_path: Path, *rows: Any) -> str:
 
 
 def test_jsonl_fields(tmp_path: Path) -> None:
-    """Fails where a documented field is not read, an answer is asked, or the file's order is not kept."""
-    separator = "one\u2028line"  # str.splitlines() parts it
+    """Fails where a documented field is ignored, an answer becomes a prompt, or the file's order changes."""
+    separator = "one\u2028line"  # str.splitlines() splits it
     chat = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "the answer")]
     path = written(
         tmp_path,
@@ -267,42 +267,42 @@ def test_jsonl_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("{", "it is no JSON"),
+        ("{", "it is not valid JSON"),
         ([1], "must be a JSON object"),
         ({"question": "x"}, r"fields \['question'\]; it must have exactly one of prompt, turns, messages, input_ids"),
         ({"prompt": "x", "turns": ["x"]}, "exactly one of"),
-        ({"prompt": ""}, "prompt must be a text, and not empty"),
-        ({"prompt": ["x"]}, "prompt must be a text"),
-        ({"turns": []}, "turns must be a list of texts"),
-        ({"turns": ["a", ""]}, "turns must be a list of texts"),
+        ({"prompt": ""}, "prompt must be a non-empty string"),
+        ({"prompt": ["x"]}, "prompt must be a non-empty string"),
+        ({"turns": []}, "turns must be a non-empty list of non-empty strings"),
+        ({"turns": ["a", ""]}, "turns must be a non-empty list of non-empty strings"),
         ({"messages": "x"}, "messages must be a list of objects"),
-        ({"messages": []}, "messages must hold one of the user"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages must hold one of the user"),
+        ({"messages": []}, "messages must contain a user message"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages must contain a user message"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role 'tool'; .*as a user message"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content of a message .* must be a text"),
-        ({"system": "S", "messages": [{"role": "system", "content": "T"}]}, "`system` beside messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content of a message .* must be a string"),
+        ({"system": "S", "messages": [{"role": "system", "content": "T"}]}, "both `system` and messages"),
         ({"input_ids": [1, True]}, "input_ids must be"),
         ({"input_ids": [-1]}, "input_ids must be"),
         ({"input_ids": []}, "input_ids must be"),
-        ({"input_ids": [1], "system": "S"}, "`system` beside `input_ids`"),
-        ({"prompt": "x", "system": 1}, "system is 1; it must be a text"),
+        ({"input_ids": [1], "system": "S"}, "both `system` and `input_ids`"),
+        ({"prompt": "x", "system": 1}, "system is 1; it must be a string"),
         ({"prompt": "x", "id": None}, "id is None"),
         ({"prompt": "x", "chat_template_kwargs": []}, r"chat_template_kwargs is \[\]; it must be an object"),
-        ({"prompt": "x", "id": "first"}, "the id first is that of line 1 already"),
+        ({"prompt": "x", "id": "first"}, "the id first is already used in line 1"),
     ],
 )
 def test_jsonl_errors_name_the_line(tmp_path: Path, row: Any, said: str) -> None:
-    """Fails where a wrong line is taken, skipped, or not found from the sentence."""
+    """Fails where a wrong line is accepted or skipped, or the message does not name it."""
     path = written(tmp_path, {"id": "first", "prompt": "x"}, row)
     with pytest.raises(ValueError, match=rf"^--dataset-name {path}, line 2: .*{said}"):
         load(path, None, 0)
 
 
 def test_jsonl_files_that_hold_nothing(tmp_path: Path) -> None:
-    """Fails where a missing, an empty or a binary file is an empty dataset or a traceback."""
-    with pytest.raises(ValueError, match=r"missing\.jsonl: there is no such file"):
+    """Fails where a missing, an empty or a binary file gives an empty dataset or a traceback."""
+    with pytest.raises(ValueError, match=r"missing\.jsonl: the file does not exist"):
         load(str(tmp_path / "missing.jsonl"), None, 0)
-    with pytest.raises(ValueError, match="holds no prompt"):
+    with pytest.raises(ValueError, match="has no prompts"):
         load(written(tmp_path, ""), None, 0)
     binary = tmp_path / "binary.jsonl"
     binary.write_bytes(b"\xff\xfe{}")

@@ -1,4 +1,4 @@
-"""A run on disk and as one table: round trip, refusals, folding of repeats, speedups, what is withheld."""
+"""A run on disk and as one table: round trip, refused files, median and range of repeats, speedups, withheld rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_done_leaves_out_failures() -> None:
-    """Fails if a resumed run would take a failed cell for measured."""
+    """Fails if a failed cell counts as measured in a resumed run."""
     good, bad = cell("off", 100), cell("dflash", 100, failure="it died")
     assert run([good, bad]).done() == {good.key}
 
@@ -47,22 +47,22 @@ def test_done_leaves_out_failures() -> None:
     ],
 )
 def test_foreign_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
-    """Fails if a file that is not ours is read, or refused without its name and the reason."""
+    """Fails if a file of another kind is accepted, or refused without its name and the reason."""
     path = tmp_path / "run.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="holds no results of this benchmark") as error:
+    with pytest.raises(ValueError, match="is not a results file of this benchmark") as error:
         Run.load(path)
     assert str(path) in str(error.value) and said in str(error.value)
 
 
 def test_absent_file_is_refused(tmp_path: Path) -> None:
-    """Fails if an absent file gives a traceback."""
-    with pytest.raises(ValueError, match="There is no results file"):
+    """Fails if a missing file gives a traceback."""
+    with pytest.raises(ValueError, match=r"The results file .* does not exist"):
         Run.load(tmp_path / "run.json")
 
 
 def test_repeats_fold_to_median_and_range() -> None:
-    """Fails if repeats are averaged, or speedups are taken between medians instead of repeat by repeat."""
+    """Fails if repeats are averaged, or speedups are ratios of medians instead of paired by repeat."""
     speeds = {"off": (100, 200, 50), "dflash": (300, 250, 200)}
     got = rows(*(cell(arm, held[i], repeat=i) for i in range(3) for arm, held in speeds.items()))["dflash"]
     assert [got["tok_s"], got["tok_s_low"], got["tok_s_high"]] == pytest.approx([250, 200, 300])
@@ -71,18 +71,18 @@ def test_repeats_fold_to_median_and_range() -> None:
 
 
 def test_even_number_of_repeats() -> None:
-    """Fails if the median of two is one of them."""
+    """Fails if the median of two repeats is one of them."""
     assert rows(cell("off", 100), cell("off", 200, repeat=1))["off"]["tok_s"] == pytest.approx(150)
 
 
 def test_baseline_is_of_the_same_backend() -> None:
-    """Fails if a speedup is taken over another backend's baseline while the own backend's is there."""
+    """Fails if a speedup uses another backend's baseline although that of its own backend exists."""
     cells = [cell("off", 100, backend="fa3"), cell("off", 400, backend="triton"), cell("dflash", 200, backend="triton")]
     assert rows(*cells)["dflash"]["speedup_off"] == pytest.approx(0.5)
 
 
 def test_other_engines_have_the_only_baseline() -> None:
-    """Fails if an engine without SGLang's backends gets no speedup, or one over a baseline picked among several."""
+    """Fails if another engine gets no speedup over the only baseline, or a speedup over one of several baselines."""
     vllm, fa3, triton = cell("vllm", 200), cell("off", 100, backend="fa3"), cell("off", 400, backend="triton")
     assert rows(fa3, vllm)["vllm"]["speedup_off"] == pytest.approx(2)
     assert math.isnan(float(str(rows(fa3, triton, vllm)["vllm"]["speedup_off"])))
@@ -95,7 +95,7 @@ def test_no_baseline_elsewhere(other: dict[str, object]) -> None:
 
 
 def test_one_unequal_repeat_withholds_the_row() -> None:
-    """Fails if speeds of the other repeats of a withheld row, or speedups over it, are shown; tau stays."""
+    """Fails if a withheld row shows speeds of its other repeats or speedups over it. Its tau stays."""
     tau = {"acceptance": accepting(10, steps=10, drafts=1)}
     got = rows(
         *(cell("off", 100, repeat=i) for i in range(3)),
@@ -111,13 +111,13 @@ def test_one_unequal_repeat_withholds_the_row() -> None:
 
 
 def test_other_engines_are_not_withheld() -> None:
-    """Fails if unequal tokens across engines hide the speed."""
+    """Fails if unequal tokens between engines hide the speed."""
     got = rows(cell("off", 100), cell("vllm", 200, equality=Equality("off", False, 10, 4, different=6)))["vllm"]
     assert not got["withheld"] and not got["same_engine"] and got["tok_s"] == pytest.approx(200)
 
 
 def test_failed_cells() -> None:
-    """Fails if a failed cell lends numbers, or the repeats that went well are lost with it."""
+    """Fails if a failed cell adds numbers, or the repeats that succeeded are lost."""
     got = rows(cell("off", 100), cell("off", 900, repeat=1, failure="it died"), cell("dflash", 900, failure="no start"))
     assert (got["off"]["repeats"], got["off"]["failed_repeats"], got["off"]["failure"]) == (1, 1, "it died")
     assert got["off"]["tok_s"] == pytest.approx(100)
@@ -126,7 +126,7 @@ def test_failed_cells() -> None:
 
 
 def test_rows_are_in_the_runs_order() -> None:
-    """Fails if rows are sorted, or one group has two rows."""
+    """Fails if rows are sorted, or a group has two rows."""
     table = frame(agent(arms=("off", "dflash")))
     assert list(table["arm"]) == ["off", "dflash", "off", "dflash"]
     assert list(table["radix"]) == [True, True, False, False]

@@ -1,4 +1,4 @@
-"""Measures of recorded requests, against numbers worked out by hand and against numpy."""
+"""Measures of recorded requests, checked against numbers computed by hand and against numpy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_times_of_a_request() -> None:
 
 @pytest.mark.parametrize("fields", [{"tokens": 1}, {"first_s": None, "tokens": 0}])
 def test_no_tpot(fields: dict[str, object]) -> None:
-    """Fails if a time per token is made up where there is no second token."""
+    """Fails if a request without a second token gets a time per token."""
     assert record(**fields).tpot_s is None
 
 
@@ -44,12 +44,12 @@ def test_percentiles_are_numpys(count: int) -> None:
 
 
 def test_percentile_of_nothing() -> None:
-    """Fails if an absent number becomes zero."""
+    """Fails if a missing number becomes zero."""
     assert math.isnan(percentile([], 50))
 
 
 def test_measures_of_known_requests() -> None:
-    """Fails if speed is not tokens over wall time, or a user's speed leaves out the first token's wait."""
+    """Fails if speed is not tokens over wall time, or a user's speed excludes the wait for the first token."""
     quick = record("a", first_s=0.1, end_s=1.0, tokens=10)
     slow = record("b", start_s=0.5, first_s=0.8, end_s=2.5, tokens=18)
     single = record("c", first_s=0.5, end_s=0.5, tokens=1)
@@ -64,10 +64,10 @@ def test_measures_of_known_requests() -> None:
 
 
 def test_failures_are_counted_and_left_out() -> None:
-    """Fails if a failed request lends its times or tokens to the measures."""
-    alone, beside = measured(record()), measured(record(), failed())
-    assert (beside["requests"], beside["failed"]) == (2, 1)
-    assert {**beside, "requests": 1, "failed": 0} == pytest.approx(alone, nan_ok=True)
+    """Fails if the times or tokens of a failed request affect the measures."""
+    alone, both = measured(record()), measured(record(), failed())
+    assert (both["requests"], both["failed"]) == (2, 1)
+    assert {**both, "requests": 1, "failed": 0} == pytest.approx(alone, nan_ok=True)
 
 
 def test_only_failures() -> None:
@@ -77,7 +77,7 @@ def test_only_failures() -> None:
 
 
 def test_cached_tokens() -> None:
-    """Fails if requests that do not tell make the sum unknown, or zero is taken for unknown."""
+    """Fails if requests without a count make the sum unknown, or zero counts as unknown."""
     assert measured(record(cached_tokens=7), record(cached_tokens=None))["cached_tokens"] == 7
     assert measured(record(cached_tokens=0))["cached_tokens"] == 0
 
@@ -108,7 +108,7 @@ def test_acceptance_of_unequal_histograms() -> None:
 
 
 def test_acceptance_measures() -> None:
-    """Fails if shares are of anything else than the verify steps."""
+    """Fails if shares are not relative to the verify steps."""
     got = measure(Cell(key(), [record()], 1.0, accepting(8, 4, 1, steps=10, drafts=3)))
     assert got["tau"] == pytest.approx(2.3)
     assert [got["accept_1"], got["accept_2"], got["accept_3"]] == pytest.approx([0.8, 0.4, 0.1])
@@ -116,7 +116,7 @@ def test_acceptance_measures() -> None:
 
 
 def test_by_turn() -> None:
-    """Fails if turns mix, failures join, or tau is a mean of requests' taus."""
+    """Fails if turns are mixed, failures are counted, or tau is a mean over requests."""
     requests = [
         record("a", 0, prompt_tokens=10, cached_tokens=0, steps=4, accept_histogram=[4]),
         record("b", 0, prompt_tokens=30, cached_tokens=4, steps=1, accept_histogram=[0, 0, 1]),
@@ -134,7 +134,7 @@ def test_by_turn() -> None:
 
 
 def test_drafts_of_steps_with_widths_of_their_own():
-    """Fails where drafts that were never made are counted, which the host does where widths vary."""
+    """Fails where drafts beyond a step's width are counted, as SGLang does for steps narrower than a block."""
     whole = {"spec_num_proposed_drafts": 35}
     assert drafted(whole) == 35
     assert drafted(whole | {"spec_cap_lens_histogram": [0, 2, 0, 0, 1, 0, 0, 0, 2]}) == 0 * 2 + 3 + 7 * 2

@@ -1,4 +1,4 @@
-"""Plots are there where there is data, hold what was measured, and touch nothing global."""
+"""Plots exist if there is data, show the measured values, and change nothing global."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_dflash.bench.turns import turn_frame
 
 
 def drawn(held: Run, folder: Path) -> set[str]:
-    """The names of the plots, each of which has a PNG and an SVG of some size."""
+    """The names of the plots. Checks that each has a PNG and an SVG that are not empty."""
     paths = plots.draw(held, frame(held), folder, "run")
     assert sorted(paths) == sorted(folder.iterdir())
     assert all(path.stat().st_size > 3000 for path in paths)
@@ -40,12 +40,12 @@ def test_closed(tmp_path: Path) -> None:
 
 
 def test_agent(tmp_path: Path) -> None:
-    """Fails if agent runs lack their plot over the turns."""
+    """Fails if an agent run has no plot over the turns."""
     assert "turns" in drawn(agent(turns=2, repeats=1), tmp_path)
 
 
 def test_no_data_no_plot(tmp_path: Path) -> None:
-    """Fails if an empty plot is drawn: nothing to compare with, no speculation, nothing measured."""
+    """Fails if an empty plot is drawn: without a baseline, without speculation, or without measured cells."""
     assert drawn(run([cell("off", 100)]), tmp_path / "off") == {"pareto"}
     assert drawn(run([cell("dflash", 1, failure="died")]), tmp_path / "failed") == set()
     assert drawn(run([]), tmp_path / "empty") == set()
@@ -62,7 +62,7 @@ def test_withheld_arm_is_not_drawn() -> None:
 
 
 def test_withheld_turns_are_not_drawn() -> None:
-    """Fails if the plot over the turns shows the TTFT of a withheld arm; its tau stays."""
+    """Fails if the plot over the turns shows the TTFT of a withheld arm. Its tau stays."""
     held = agent(turns=2, repeats=1)
     for one in held.cells:
         one.equality = unequal() if one.key.arm == "dflash" else None
@@ -73,7 +73,7 @@ def test_withheld_turns_are_not_drawn() -> None:
 
 
 def test_speedup_holds_the_medians() -> None:
-    """Fails if the line is not at the medians, the bars not at the extremes, or a panel's data are cut off."""
+    """Fails if the line is not at the medians, the error bars are not at the extremes, or data are cut off."""
     speeds = {1: (200, 300, 400), 8: (150, 100, 125)}
     cells = [cell("off", 100, load, i) for load in speeds for i in range(3)]
     cells += [cell("dflash", tok_s, load, i) for load, held in speeds.items() for i, tok_s in enumerate(held)]
@@ -89,7 +89,7 @@ def test_speedup_holds_the_medians() -> None:
 
 
 def test_pareto_numbers_its_points() -> None:
-    """Fails if a point does not say its load, or lies outside."""
+    """Fails if a point does not show its load, or lies outside the axes."""
     held = realistic(loads=(1, 16), repeats=1)
     figure = plots._pareto(held, panels(held))
     assert figure is not None
@@ -100,8 +100,8 @@ def test_pareto_numbers_its_points() -> None:
 
 def test_colours_are_fixed_per_arm() -> None:
     """Fails if an arm's colour depends on which other arms ran, or two arms share one."""
-    alone, beside = (panels(realistic(arms, (1,), 1))["gsm8k"] for arms in (("off", "dflash"), ("eagle3", "dflash")))
-    assert alone[1].colour == beside[1].colour == plots.COLOURS["dflash"]
+    first, second = (panels(realistic(arms, (1,), 1))["gsm8k"] for arms in (("off", "dflash"), ("eagle3", "dflash")))
+    assert first[1].colour == second[1].colour == plots.COLOURS["dflash"]
     assert len(set(plots.COLOURS.values())) == len(plots.COLOURS)
 
 
@@ -114,7 +114,7 @@ def test_other_engines_tell_their_share() -> None:
 
 
 def test_open_loop_goodput(tmp_path: Path) -> None:
-    """Fails if goodput has no plot where the run has limits."""
+    """Fails if a run with limits has no goodput plot."""
     held = run([cell("off", 100, 0.5), cell("off", 100, 2)], "open-loop")
     held.options = {"limits": {"ttft_ms": 9e9, "tpot_ms": None}}
     assert "goodput" in drawn(held, tmp_path)
@@ -138,7 +138,7 @@ def test_legends_lie_over_no_data(workload: str) -> None:
 
 
 def test_nothing_global_changes(tmp_path: Path) -> None:
-    """Fails if drawing sets matplotlib's defaults, or loads pyplot, which chooses a backend."""
+    """Fails if drawing changes matplotlib's defaults, or imports pyplot, which chooses a backend."""
     before, pyplot = dict(matplotlib.rcParams), "matplotlib.pyplot" in sys.modules
     drawn(realistic(loads=(1,), repeats=1), tmp_path)
     assert dict(matplotlib.rcParams) == before and ("matplotlib.pyplot" in sys.modules) == pyplot

@@ -1,4 +1,4 @@
-"""Sweeps over fake servers: what is measured, what is withheld, and what becomes of servers that fail."""
+"""Sweeps over fake servers: measured cells, withheld speeds, failing servers, resumed and interrupted runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cells_of(run: Run) -> dict:
 
 
 def test_every_cell_is_measured_and_kept(tmp_path):
-    """Fails where a cell is missing, asked the wrong prompts, or not in the file on disk."""
+    """Fails where a cell is missing, gets the wrong prompts, or is not in the file on disk."""
     plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--chunk", "3"), repeats=2)
     run = go(plan, tmp_path)
     assert [cell.key for cell in run.cells] == [
@@ -43,7 +43,7 @@ def test_every_cell_is_measured_and_kept(tmp_path):
 
 
 def test_times_are_those_of_the_stream(tmp_path):
-    """Fails where TTFT or TPOT are not what the server did: 80 ms to the first token, 30 ms between chunks."""
+    """Fails where TTFT or TPOT are not the server's delays: 80 ms to the first token, 30 ms between chunks."""
     plan = make_plan(tmp_path, fake_arm("off", "--first-ms", "80", "--step-ms", "30"), loads=(2.0,))
     values = measure(go(plan, tmp_path).cells[0])
     assert 80 <= values["ttft_ms_p50"] < 160
@@ -53,7 +53,7 @@ def test_times_are_those_of_the_stream(tmp_path):
 
 
 def test_tokens_that_differ_withhold_speeds(tmp_path):
-    """Fails where a wrong token (no tie) goes unnoticed, or is not named."""
+    """Fails where a wrong token that is not a tie is not detected, or not named."""
     run = go(make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--wrong-from", "4")), tmp_path)
     equality = cells_of(run)[key("dflash")].equality
     assert (equality.compared, equality.identical, equality.different, equality.ties) == (4, 0, 4, 0)
@@ -65,23 +65,23 @@ def test_tokens_that_differ_withhold_speeds(tmp_path):
 
 
 def test_ties_are_counted_not_withheld(tmp_path):
-    """Fails where a difference between logits that are equal up to bfloat16's rounding withholds, or is not counted."""
+    """Fails where a tie within bfloat16's rounding withholds speeds or is not counted."""
     arm = fake_arm("dflash", "--wrong-from", "4", "--gap", "0.3", "--dtype", "bfloat16")
     equality = cells_of(go(make_plan(tmp_path, fake_arm("off"), arm), tmp_path))[key("dflash")].equality
     assert (equality.identical, equality.ties, equality.different, equality.withheld) == (0, 4, 0, False)
 
 
 def test_many_ties_are_none(tmp_path):
-    """Fails where float32, which ties once in 10,000 tokens, is excused four ties in 24."""
+    """Fails where four ties in 24 tokens are excused in float32, which allows one in 10,000."""
     arm = fake_arm("dflash", "--wrong-from", "4", "--gap", "1e-6")
     equality = cells_of(go(make_plan(tmp_path, fake_arm("off"), arm), tmp_path))[key("dflash")].equality
     assert (equality.ties, equality.different, equality.withheld) == (0, 4, True)
-    assert equality.examples == ["4 ties in 24 tokens are more than rounding gives in float32"]
+    assert equality.examples == ["4 ties in 24 tokens are more than float32 rounding explains"]
 
 
 @pytest.mark.parametrize("case", ["sampled", "other engine", "simulated"])
 def test_arms_that_need_not_agree_keep_their_speeds(tmp_path, case):
-    """Fails where sampling, another engine or simulated acceptance would withhold a speed; the share still stands."""
+    """Fails where sampling, another engine or simulated acceptance withholds a speed. The share is still counted."""
     engine = "other" if case == "other engine" else "sglang"
     environment = {"SGLANG_SIMULATE_ACC_LEN": "4"} if case == "simulated" else {}
     arm = fake_arm("theirs", "--wrong-from", "4", engine=engine, environment=environment)
@@ -93,50 +93,50 @@ def test_arms_that_need_not_agree_keep_their_speeds(tmp_path, case):
 
 
 def test_a_server_that_dies_costs_its_cell_only(tmp_path):
-    """Fails where the sweep ends, the cell counts as measured, or the log's last words are lost."""
+    """Fails where the sweep ends, the cell counts as measured, or the last lines of the log are lost."""
     run = go(make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--die-at", "3"), fake_arm("last")), tmp_path)
     cells = cells_of(run)
     assert "the server ended" in cells[key("dflash")].failure
     assert cells[key("dflash")].log_tail[-1] == "the fake server falls over"
     assert cells[key("last", 2.0)].failure == "" and len(cells) == 6
-    # Started again for its next cell, where it dies again.
+    # The server is started again for its next cell, and dies again.
     assert "the server ended" in cells[key("dflash", 2.0)].failure
 
 
 def test_a_server_that_does_not_start_costs_its_cells(tmp_path):
-    """Fails where the other arms are not measured, or the sentence is lost."""
+    """Fails where the other arms are not measured, or the server's message is lost."""
     cells = cells_of(go(make_plan(tmp_path, fake_arm("off", "--refuse-start"), fake_arm("dflash")), tmp_path))
     assert "does not want to start" in cells[key("off", 2.0)].failure
     assert not cells[key("dflash")].failure
 
 
 def test_a_request_that_gets_nothing_any_more_fails_alone(tmp_path):
-    """Fails where one lost stream holds up the sweep, or costs the cell although other streams go on."""
+    """Fails where one lost stream blocks the sweep, or fails the cell although other streams continue."""
     begin = time.monotonic()
     arm = fake_arm("off", "--stall-at", "2", "--step-ms", "200")
     (cell,) = go(make_plan(tmp_path, arm, stall_s=1.0, loads=(2.0,)), tmp_path).cells
-    assert [record.failure for record in cell.records if record.failure] == ["nothing came for 1 s (--stall-s)"]
+    assert [record.failure for record in cell.records if record.failure] == ["no data for 1 s (--stall-s)"]
     assert (cell.failure, len(cell.records)) == ("", 4)
     assert time.monotonic() - begin < 30
 
 
 def test_a_hung_server_is_not_asked_again_and_again(tmp_path):
-    """Fails where every request of a cell waits for a server that says nothing in any stream."""
+    """Fails where every request of a cell waits for a server that sends nothing in any stream."""
     begin = time.monotonic()
     arm = fake_arm("off", "--first-ms", "60000")
     (cell,) = go(make_plan(tmp_path, arm, stall_s=1.0, loads=(1.0,)), tmp_path).cells
-    assert "nothing came for 1 s" in cell.failure and len(cell.records) == 1
+    assert "no data for 1 s" in cell.failure and len(cell.records) == 1
     assert time.monotonic() - begin < 20
 
 
 def test_answers_without_a_reference_are_named(tmp_path):
-    """Fails where tokens that were compared with nothing look as if they were equal."""
+    """Fails where tokens that could not be compared look as if they were equal."""
     run = go(make_plan(tmp_path, fake_arm("off", "--refuse-start"), fake_arm("dflash", "--wrong-from", "2")), tmp_path)
-    assert any("4 of 4 answers are compared with nothing" in note for note in run.notes)
+    assert any("4 of 4 answers could not be compared" in note for note in run.notes)
 
 
 def test_cells_from_before_their_reference_are_judged_late(tmp_path):
-    """Fails where a resumed run shows speeds of tokens that only its new reference arm finds wrong."""
+    """Fails where a resumed run shows speeds although its new reference arm shows that the tokens are wrong."""
     wrong = fake_arm("dflash", "--wrong-from", "2")
     run = go(make_plan(tmp_path, wrong), tmp_path)
     assert cells_of(run)[key("dflash")].equality.reference == "dflash"
@@ -154,23 +154,23 @@ def test_refused_requests_are_counted(tmp_path):
 
 
 def test_prompts_that_do_not_fit_are_failures_of_their_own(tmp_path):
-    """Fails where the server is asked for more than its context of 512."""
+    """Fails where a request exceeds the server's context of 512."""
     sessions = [Session.of_texts("long", ["x" * 600]), Session.of_texts("edge", ["x" * 500])]
     plan = make_plan(tmp_path, fake_arm("off"), loads=(1.0,), counts={1.0: 2}, datasets={"letters": sessions})
     long, edge = go(plan, tmp_path).cells[0].records
-    assert "the context 512" in long.failure
+    assert "the context has 512" in long.failure
     assert edge.tokens == 512 - 500 - len("user:\n")
 
 
 def test_interleaved_arms_take_turns(tmp_path):
-    """Fails where a repeat of one arm is not followed by the other arm's."""
+    """Fails where a repeat of one arm is not followed by the same repeat of the other arm."""
     plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash"), loads=(1.0,), repeats=2, interleave=True)
     order = [(cell.key.arm, cell.key.repeat) for cell in go(plan, tmp_path).cells]
     assert order == [("off", 0), ("dflash", 0), ("off", 1), ("dflash", 1)]
 
 
 def test_a_resumed_run_measures_only_what_is_missing(tmp_path):
-    """Fails where finished cells are run again, failed ones are not, or what they are compared with is forgotten."""
+    """Fails where finished cells run again, failed cells do not, or the reference arm's answers are lost."""
     broken = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--die-at", "1"))
     go(broken, tmp_path)
     held = Run.load(tmp_path / "run.json")
@@ -194,12 +194,12 @@ go(make_plan(folder, fake_arm("off"), fake_arm("dflash", "--step-ms", "500", "--
 
 
 def in_the_middle(folder: Path) -> subprocess.Popen:
-    """A sweep as a process, two cells finished and the third one under way."""
+    """A sweep in a process of its own: two cells are finished and the third is running."""
     script = SLOW_SWEEP.format(tests=str(Path(__file__).parent), folder=str(folder))
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores SIGINT
     )
     results = folder / "run.json"
     deadline = time.monotonic() + 60
@@ -215,7 +215,7 @@ def servers_of(folder: Path) -> list[psutil.Process]:
 
 
 def test_a_killed_sweep_leaves_a_run_to_resume(tmp_path):
-    """Fails where kill -9 in the middle of a cell loses or spoils the cells before it."""
+    """Fails where kill -9 in the middle of a cell loses or damages the cells before it."""
     process = in_the_middle(tmp_path)
     process.kill()
     process.wait()

@@ -1,4 +1,4 @@
-"""The report's shape to the letter, and what it must never show."""
+"""The exact form of the report, and the numbers that it must not show."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ Versions: sglang 0.5.23.
 
 ## gsm8k
 
-Output tok/s of all requests together, median of 3 repeats (lowest-highest), then times the speed of `off`; \
-higher is better. tau: tokens per verify step.
+Output tok/s of all requests together, median of 3 repeats (lowest-highest), then the speedup over `off` \
+(median of the ratios per repeat); higher is better. tau: tokens per verify step.
 
 | method | concurrency 1 (tok/s) | concurrency 4 (tok/s) | average tau |
 | --- | ---: | ---: | ---: |
@@ -67,12 +67,12 @@ higher is better. tau: tokens per verify step.
 
 
 def test_exact_report() -> None:
-    """Fails for any change of the report's head: loads across, methods down, tau last."""
+    """Fails for any change of the report's head. Loads are columns, methods are rows, tau is last."""
     assert report(small()).startswith(SMALL)
 
 
 def test_details() -> None:
-    """Fails if a percentile, a count or the speedup stands in another column than its header says."""
+    """Fails if a percentile, a count or the speedup is not in the column of its header."""
     lines = report(small()).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| method | load"))
     header = [name.strip() for name in lines[start].split("|")[1:-1]]
@@ -87,12 +87,12 @@ def test_details() -> None:
 
 
 def test_acceptance_table() -> None:
-    """Fails if shares are not percent of steps by position, or arms without speculation have a row."""
+    """Fails if shares are not percentages of steps by position, or an arm without speculation has a row."""
     assert report(small()).endswith("| method | 1 (%) | 2 (%) |\n| --- | ---: | ---: |\n| dflash | 80.0 | 40.0 |\n")
 
 
 def test_shape_of_a_sweep() -> None:
-    """Fails if datasets lose their section, or a table its columns."""
+    """Fails if a dataset has no section, or a table lacks columns."""
     text = report(realistic())
     assert re.findall(r"^## (.+)$", text, re.M) == ["gsm8k", "humaneval", "mt-bench"]
     for table in re.findall(r"^\| method \| concurrency.+\n(?:\|.+\n)+", text, re.M):
@@ -106,8 +106,8 @@ def test_shape_of_a_sweep() -> None:
 
 
 def test_withheld_row_shows_no_speed_anywhere() -> None:
-    """Fails if any number from which a withheld speed could be read stands in the report, the CSV or the terminal."""
-    # The odd numbers occur nowhere else: 773 tok/s, 7.73x over off, 2.577x of dflash over it, 1.29 s, 323 ms, 0.97 ms.
+    """Fails if the report, the CSV or the terminal shows a number that reveals a withheld speed."""
+    # These numbers occur nowhere else: 773 tok/s, 7.73x over off, 2.577x of dflash over it, 1.29 s, 323 ms, 0.97 ms.
     cells = []
     for repeat in range(2):
         wrong = unequal(3 * (1 - repeat), 48, examples=["a/0: token 3 is 9, not 7"] * (1 - repeat))
@@ -125,7 +125,7 @@ def test_withheld_row_shows_no_speed_anywhere() -> None:
 
 
 def test_withheld_turns_show_no_speed() -> None:
-    """Fails if the tables by turn show what the main table withholds."""
+    """Fails if the tables by turn show a speed that the main table withholds."""
     held = agent()
     for one in held.cells:
         if one.key.arm == "dflash":
@@ -136,7 +136,7 @@ def test_withheld_turns_show_no_speed() -> None:
 
 
 def test_failed_cell() -> None:
-    """Fails if a failed cell has a speed, or its reason is not told below the table."""
+    """Fails if a failed cell has a speed, or its reason is not below the table."""
     held = run([cell("off", 100), cell("dflash", 773, failure="the server | died\nat start")])
     for text in everything(held).values():
         assert "773" not in text and "7.73" not in text
@@ -145,20 +145,20 @@ def test_failed_cell() -> None:
 
 
 def test_some_repeats_failed() -> None:
-    """Fails if a lost repeat is not told beside the speed of the others."""
+    """Fails if the speed of the other repeats is shown without the failed repeat."""
     held = run([cell("off", 100), cell("off", 773, repeat=1, failure="no answer")])
     assert "| off | 100; 1 failed | - |\n\n* off, concurrency 1: failed (1 of 2 repeats): no answer" in report(held)
 
 
 def test_failed_requests_are_told() -> None:
-    """Fails if a speed stands without saying that requests failed."""
+    """Fails if the report shows a speed but not that requests failed."""
     records = [record(tokens=1000, first_s=1, end_s=10), record("b", first_s=None, tokens=0, failure="400")]
     held = run([cell("off", 100, records=records)])
-    assert "* off, concurrency 1: up to 1 requests of a repeat failed." in report(held)
+    assert "* off, concurrency 1: up to 1 requests failed in a repeat." in report(held)
 
 
 def test_other_engines_show_the_share_of_identical_requests() -> None:
-    """Fails if an engine whose tokens may differ is printed without the share, or is withheld."""
+    """Fails if an engine whose tokens may differ is shown without the share, or is withheld."""
     cells = [cell("off", 100)]
     cells += [cell("vllm", 200, equality=Equality("off", False, 40, 30, different=10))]
     assert "| vllm | 200, 2.00x | 75.0% of 40 | - |" in report(run(cells))
@@ -166,9 +166,9 @@ def test_other_engines_show_the_share_of_identical_requests() -> None:
 
 
 def test_ties_are_told() -> None:
-    """Fails if requests that part at a tie go unmentioned."""
+    """Fails if requests that differ at a tie are not mentioned."""
     tied = Equality("off", True, 40, 38, ties=2)
-    assert "* dflash, concurrency 1: 2 of 40 requests part from off" in report(
+    assert "* dflash, concurrency 1: 2 of 40 requests differ from off at a tie" in report(
         run([cell("off", 100), cell("dflash", 200, equality=tied)])
     )
 
@@ -181,7 +181,7 @@ def test_missing_cell() -> None:
 
 
 def test_sections_by_backend_and_cache() -> None:
-    """Fails if speeds of different backends or cache settings share a table, or another engine is left alone."""
+    """Fails if different backends or cache settings share a table, or another engine has a table of its own."""
     cells = [cell(arm, 100, backend=backend) for backend in ("fa3", "triton") for arm in ("off", "dflash")]
     cells += [cell("off", 100, backend="fa3", radix=False)]
     titles = re.findall(r"^## (.+)$", report(run(cells)), re.M)
@@ -191,18 +191,18 @@ def test_sections_by_backend_and_cache() -> None:
 
 
 def test_open_loop() -> None:
-    """Fails if rates are called concurrency, or goodput stands without its limits."""
+    """Fails if rates are called concurrency, or goodput is shown without its limits."""
     held = run([cell("off", 100, 0.5), cell("dflash", 200, 0.5)], "open-loop")
     held.options = {"limits": {"ttft_ms": 1500.0, "tpot_ms": None}}
     text = report(held)
     assert "| method | 0.5 requests/s (tok/s) | average tau |" in text
-    assert "### Goodput: requests that keep TTFT <= 1500 ms\n\n| method | 0.5 requests/s (good requests/s) |" in text
+    assert "### Goodput: requests that meet TTFT <= 1500 ms\n\n| method | 0.5 requests/s (good requests/s) |" in text
     assert "| off | 0 |\n| dflash | 0.200 |" in text
     assert "Goodput" not in report(run([cell("off", 100, 0.5)], "open-loop"))
 
 
 def test_agent_turns() -> None:
-    """Fails if the tables by turn lose an arm, a cache setting or a turn, or count turns from 0."""
+    """Fails if the tables by turn lack an arm, a cache setting or a turn, or count turns from 0."""
     text = report(agent(turns=3))
     table = text[text.index("## agent turn by turn, 4 sessions") :]
     keys = re.findall(r"^\| (\w+) \| (on|off) \| (\d) \|", table, re.M)
@@ -221,7 +221,7 @@ def test_csv_reads_back() -> None:
 
 
 def test_names_cannot_break_a_table() -> None:
-    """Fails if a pipe in a name ends a cell, or brackets are read as the terminal's markup."""
+    """Fails if a pipe in a name ends a cell, or the terminal interprets brackets as markup."""
     held = run([cell("off", 100), cell("my|[red]arm", 200)], command="a ``` b")
     text = report(held)
     assert "| my\\|[red]arm | 200, 2.00x | - |" in text and "````sh\na ``` b\n````" in text
@@ -238,6 +238,6 @@ def test_nothing_measured() -> None:
     [(412.4, "412"), (2.606, "2.61"), (12345, "12,300"), (99.96, "100"), (0.0123, "0.0123"), (0, "0"), (-1.5, "-1.50")],
 )
 def test_three_digits(held: float, said: str) -> None:
-    """Fails if a number has more or fewer than three digits, or an exponent."""
+    """Fails if a number does not have three significant digits, or has an exponent."""
     assert number(held) == said
     assert number(float("nan")) == "-"

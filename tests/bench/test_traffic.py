@@ -1,4 +1,4 @@
-"""Sessions as they are played: order, history, edits, pauses, arrivals."""
+"""Playing sessions: order, history, edits, pauses, arrivals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_dflash.bench.traffic import Player, prompts_of
 
 
 class FakeEndpoint:
-    """Answers after `seconds`, and writes down who was asked when."""
+    """Answers after `seconds`, and records prompts and concurrency."""
 
     def __init__(self, context: int = 0, seconds: float = 0.01, fail: str = "") -> None:
         self.context = context
@@ -59,14 +59,14 @@ def test_a_session_is_asked_with_its_history():
         "system:rules\nuser:task\nassistant:answer 0\nuser:tool result\n",
         "system:rules\nuser:task\nassistant:answer 0\nuser:[removed]\nassistant:answer 1\nuser:go on\n",
     ]
-    # The pause before the second turn is in no request's time, but in the cell's.
+    # The pause before the second turn counts for the cell, but not for a request.
     first, second, _ = played.records
     assert second.start_s - first.end_s >= 0.2
     assert prompts_of([SESSION], played.records, render) == dict(endpoint.asked)
 
 
 def test_so_many_sessions_are_in_flight():
-    """Fails where more than `concurrency` are asked at once, or fewer while others wait."""
+    """Fails where more sessions than `concurrency` run at once, or fewer while others wait."""
     endpoint = FakeEndpoint()
     sessions = [Session.of_texts(f"s{i}", ["x"]) for i in range(9)]
     played = asyncio.run(Player(endpoint, render, Sampling(4)).closed(sessions, 3))
@@ -75,21 +75,21 @@ def test_so_many_sessions_are_in_flight():
 
 
 def test_a_failed_turn_ends_its_session():
-    """Fails where a session goes on without an answer in its history, or other sessions stop with it."""
+    """Fails where a session continues without an answer in its history, or other sessions stop, too."""
     endpoint = FakeEndpoint(fail="s/1")
     played = asyncio.run(Player(endpoint, render, Sampling(4)).closed([SESSION, Session.of_texts("t", ["x"])], 1))
     assert [record.id for record in played.records] == ["s/0", "s/1", "t/0"]
 
 
 def test_a_session_ends_where_the_context_does():
-    """Fails where a later turn is asked although it does not fit, or nobody is told."""
+    """Fails where a turn is sent although it does not fit, or the unsent turns are not counted."""
     endpoint = FakeEndpoint(context=50)
     played = asyncio.run(Player(endpoint, render, Sampling(4)).closed([SESSION], 1))
     assert (len(played.records), played.unasked) == (1, 2)
 
 
 def test_arrivals_are_poisson_and_the_same_for_every_arm():
-    """Fails where requests wait for each other, the rate is off, or two arms see other arrivals."""
+    """Fails where requests wait for each other, the rate is wrong, or two arms get different arrival times."""
     sessions = [Session.of_texts(f"s{i}", ["x"]) for i in range(60)]
     starts = []
     for _ in range(2):

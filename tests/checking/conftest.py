@@ -1,4 +1,4 @@
-"""Nothing but the way to the planted bugs."""
+"""Puts the planted bugs on the import path."""
 
 import sys
 from pathlib import Path

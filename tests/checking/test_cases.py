@@ -1,4 +1,4 @@
-"""The matrix aims at what the plain answer holds; prompts and markers are what they say."""
+"""The matrix of cases, the prompts and the markers of a check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def test_every_parameter_has_a_case() -> None:
-    """Fails where a parameter that a worker might ignore is asked by no case."""
+    """Fails if no case uses a parameter that a worker might ignore."""
     asked = {name for case in CASES for request in requests_of(case, ASKED, 0) for name in _given(request.body)}
     assert asked >= {
         *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "logit_bias", "stop"),
@@ -37,14 +37,14 @@ def _given(body: dict) -> set[str]:
 
 
 def test_cases_are_reproducible_and_differ_by_request() -> None:
-    """Fails where a seed does not give the same requests again, or `mixed` is one set of parameters for all."""
+    """Fails if a seed does not give the same requests again, or `mixed` gives all requests the same parameters."""
     mixed = BY_NAME["mixed"]
     assert requests_of(mixed, ASKED, 3) == requests_of(mixed, ASKED, 3) != requests_of(mixed, ASKED, 4)
     assert len({json.dumps(r.body["sampling_params"], sort_keys=True) for r in requests_of(mixed, ASKED, 3)}) > 3
 
 
 def test_cases_aim_at_the_plain_answer() -> None:
-    """Fails where a stop, a bias or a minimum would change nothing."""
+    """Fails if a stop, a bias or a minimum would change nothing."""
     for asked in ASKED:
 
         def sampling(name: str, asked: Asked = asked) -> dict:
@@ -58,7 +58,7 @@ def test_cases_aim_at_the_plain_answer() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_parameters_are_valid(seed: int) -> None:
-    """Fails where the mixed case asks what no server takes."""
+    """Fails if the mixed case sends parameters that every server refuses."""
     sampling = random_sampling(ASKED[0], Random(seed))
     assert 1 <= sampling["max_new_tokens"] <= 32
     assert 0 <= sampling.get("min_new_tokens", 0) <= sampling["max_new_tokens"]
@@ -67,26 +67,26 @@ def test_random_parameters_are_valid(seed: int) -> None:
 
 
 def test_empty_answers_have_cases_too() -> None:
-    """Fails where a prompt whose answer is only its end breaks the matrix."""
+    """Fails if a prompt whose answer is only the end token breaks the matrix."""
     empty = Asked("p", [1], Outcome(ids=[2], text=""), 32)
     for case in CASES:
         case.request(empty, 0)
 
 
 def test_select() -> None:
-    """Fails where plain can be left out, which the others are made from."""
+    """Fails if `plain`, from which the other cases are made, can be left out."""
     assert [case.name for case in select("stop, regex")] == ["plain", "stop", "regex"]
-    with pytest.raises(ValueError, match="--cases has 'regexp'; there are plain, "):
+    with pytest.raises(ValueError, match="--cases has 'regexp'; it must name some of plain, "):
         select("regexp")
 
 
 def test_regex_is_one() -> None:
-    """Fails where the bundled grammar takes nothing."""
+    """Fails if the bundled regex matches nothing."""
     assert re.fullmatch(REGEX, "maybe this is how it goes.")
 
 
 def test_markers() -> None:
-    """Fails where code words repeat, hold each other, or a foreign one is overlooked."""
+    """Fails if code words repeat or contain each other, or a foreign one is overlooked."""
     words = code_words(Random(0), 40)
     assert len(set(words)) == 40 and not any(a in b for a in words for b in words if a != b)
     said = Outcome(ids=[1], text=f"{words[0]} and {words[1]}")
@@ -95,13 +95,13 @@ def test_markers() -> None:
 
 
 def test_bundled_prompts_take_turns() -> None:
-    """Fails where few prompts are all of one kind."""
+    """Fails if a few prompts are all of one kind."""
     kinds = [prompt.id.split("-")[0] for prompt in bundled_prompts(7)]
     assert kinds == ["arithmetic", "code", "chat"] * 2 + ["arithmetic"]
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
-    """Fails where one of the three forms is not read, or more than asked for."""
+    """Fails if one of the three forms is not read, or more prompts are read than requested."""
     rows = [
         {"text": "Hi", "id": "greeting"},
         {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"a": 1}},

@@ -1,4 +1,4 @@
-"""`sglang-dflash check` before any server: what it refuses, and which servers it would start."""
+"""`sglang-dflash check` before it starts a server: what it refuses, and which servers it would start."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ REFUSED = [
     (["--max-new-tokens", 1], "--max-new-tokens is 1; it must be at least 4."),
     (["--concurrency", 0], "--concurrency is 0; it must be at least 1."),
     (["--tie-ulps", -1], "--tie-ulps is -1.0; it must be 0 or more."),
-    (["--cases", "plain,magic"], "--cases has 'magic'; there are plain, "),
+    (["--cases", "plain,magic"], "--cases has 'magic'; it must name some of plain, "),
     (["--model-path", "t"], "--model-path and --draft belong together"),
     (["--base-url", "http://a"], "--base-url is given 1 times; it must be given twice"),
     (["--base-url", "http://a", "--base-url", "http://b", "--draft", "d"], "--base-url is given 2 times"),
-    (["--prompts", "none.jsonl"], "--prompts is none.jsonl; it must be a JSONL file"),
+    (["--prompts", "none.jsonl"], "--prompts is none.jsonl; it must be an existing JSONL file"),
     (["--prompts", "EMPTY"], "--prompts EMPTY holds no prompt."),
-    (["--prompts", "WRONG"], "--prompts WRONG, line 2: it has the keys ['prompt']; it must have one of text,"),
+    (["--prompts", "WRONG"], "--prompts WRONG, line 2: it has the keys ['prompt']; it must have exactly one of text,"),
     (["--prompts", "TWICE"], "--prompts TWICE, line 1: it has the keys ['input_ids', 'text']"),
     (["--prompts", "NONE"], "--prompts NONE, line 1: input_ids must be a list of token ids, and not empty."),
-    (["--off-from", "none.json"], "--off-from is none.json; it must be a file that --save-off wrote"),
-    (["--off-from", "WRONG"], "--off-from WRONG is no file that --save-off wrote: "),
-    (["--off-from", "OLD"], "--off-from OLD is no file that --save-off wrote: its format is 0"),
+    (["--off-from", "none.json"], "--off-from is none.json; it must be an existing file that --save-off wrote"),
+    (["--off-from", "WRONG"], "--off-from WRONG cannot be read as a file of --save-off: "),
+    (["--off-from", "OLD"], "--off-from OLD cannot be read as a file of --save-off: its format is 0"),
 ]
 
 
 @pytest.mark.parametrize(("words", "said"), REFUSED, ids=[" ".join(map(str, words)) for words, _ in REFUSED])
 def test_refuses_in_a_sentence(words: list[object], said: str, call: Any) -> None:
-    """Fails where a user's mistake ends in a traceback, in several lines, or in the exit code of a verdict."""
+    """Fails if a user error gives a traceback, several lines, or the exit code of a verdict."""
     Path("EMPTY").write_text("\n")
     Path("WRONG").write_text('{"text": "Hi"}\n{"prompt": "Hi"}\n')
     Path("TWICE").write_text('{"text": "Hi", "input_ids": [1]}\n')
@@ -63,14 +63,14 @@ def test_refuses_in_a_sentence(words: list[object], said: str, call: Any) -> Non
 
 
 def test_servers_that_are_not_there(call: Any) -> None:
-    """Fails where an address without a server is a verdict or a traceback."""
+    """Fails if an address without a server gives a verdict or a traceback."""
     code, out, err = call("--base-url", "http://127.0.0.1:9", "--base-url", "http://127.0.0.1:9")
     assert (code, out) == (2, "")
     assert "error: No SGLang server answers at http://127.0.0.1:9: " in err and "Traceback" not in err
 
 
 def test_a_server_that_does_not_start(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where the reason does not reach the user."""
+    """Fails if the reason does not reach the user."""
 
     def refuse(self: Any, *_: Any) -> None:
         raise ServerError("The server ended before it answered: no memory (log: x)")
@@ -81,7 +81,7 @@ def test_a_server_that_does_not_start(call: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_ctrl_c(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where an interrupt is a verdict."""
+    """Fails if an interrupt gives a verdict."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -98,7 +98,7 @@ def arms(*flags: str) -> tuple[Arm, Arm]:
 
 
 def test_the_arms_differ_in_speculation_alone() -> None:
-    """Fails where the oracle runs with overlap or speculation, or a flag reaches one arm only."""
+    """Fails if the baseline runs with overlap or speculation, or a flag reaches only one arm."""
     off, on = arms("--page-size", "16", "--speculative-num-draft-tokens", "4", "--max-total-tokens", "999")
     assert "--disable-overlap-schedule" in off.arguments and "--disable-overlap-schedule" not in on.arguments
     assert not any("speculative" in word for word in off.arguments)

@@ -1,4 +1,4 @@
-"""Pure comparisons: what counts as a difference, as a tie, as acceptance and as steps lost."""
+"""Pure comparisons: what counts as a difference, a tie, acceptance and lost steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OFF = answer([5, 6, 2], best=[[(5, -0.1), (7, -2.0)], [(6, -0.7), (8, -0.7 - 1e-
 
 
 def test_equal() -> None:
-    """Fails where nothing is told from something."""
+    """Fails if equal answers give a difference."""
     assert compare(OFF, answer([5, 6, 2])) is None
 
 
@@ -44,7 +44,7 @@ def test_equal() -> None:
     ],
 )
 def test_differences(on: Outcome, kind: str, index: int) -> None:
-    """Fails where an answer that is not the same passes, or is blamed at the wrong place."""
+    """Fails if a different answer passes, or the difference is reported at the wrong index."""
     found = compare(OFF, on)
     assert found is not None and (found.kind, found.index, found.tie) == (kind, index, False)
 
@@ -55,13 +55,13 @@ def test_differences(on: Outcome, kind: str, index: int) -> None:
     ids=["second best", "sampled", "not among the best"],
 )
 def test_ties(on_id: int, temperature: float, gap: float, tie: bool) -> None:
-    """Fails where a tie is not excused, or what cannot be one is."""
+    """Fails if a tie is not excused, or something else is excused as a tie."""
     found = compare(OFF, answer([5, on_id, 2]), temperature)
     assert found is not None and found.gap == pytest.approx(gap, rel=1e-3) and found.tie == tie
 
 
 def test_a_wide_gap_is_no_tie() -> None:
-    """Fails where the distance of two tokens is not looked at."""
+    """Fails if the gap between two tokens is ignored."""
     found = compare(OFF, answer([7, 6, 2]))
     assert found is not None and found.gap == pytest.approx(1.9) and not found.tie
 
@@ -71,7 +71,7 @@ def test_a_wide_gap_is_no_tie() -> None:
     [([-0.1, -0.2, -0.3], None), ([-0.1, -0.2, -0.31], "logprob"), ([-0.1, -0.2], "logprob"), ([], "logprob")],
 )
 def test_logprobs(logprobs: list[float], kind: str | None) -> None:
-    """Fails where wrong, missing or unasked-for logprobs are judged wrongly."""
+    """Fails if wrong or missing logprobs pass, or logprobs are compared that were not requested."""
     off = answer([5, 6, 2], logprobs=[-0.1, -0.2, -0.3])
     found = compare(off, answer([5, 6, 2], logprobs=logprobs), return_logprob=True)
     assert (None if found is None else found.kind) == kind
@@ -79,7 +79,7 @@ def test_logprobs(logprobs: list[float], kind: str | None) -> None:
 
 
 def test_logprobs_of_alternatives() -> None:
-    """Fails where only the chosen tokens' logprobs are compared."""
+    """Fails if only the chosen tokens' logprobs are compared."""
     off = answer([5], logprobs=[-0.1], best=[[(5, -0.1), (6, -2.0), (7, -3.0)]])
     assert compare(off, answer([5], logprobs=[-0.1], best=[[(5, -0.1), (6, -2.0)]]), return_logprob=True) is None
     found = compare(off, answer([5], logprobs=[-0.1], best=[[(5, -0.1), (6, -2.5)]]), return_logprob=True)
@@ -91,12 +91,12 @@ def test_logprobs_of_alternatives() -> None:
     [("float32", None, 8 * 2**-19), ("bfloat16", None, 0.5), ("float16", 2, 2 * 2**-6), ("fp8", 1, 0.125)],
 )
 def test_tie_gap(dtype: str, ulps: float | None, gap: float) -> None:
-    """Fails where a unit in the last place is not that of logits from 16 to 32."""
+    """Fails if a unit in the last place is not that of logits from 16 to 32."""
     assert Tolerance.of(dtype, ulps).tie_gap == gap
 
 
 def test_acceptance() -> None:
-    """Fails where positions are counted from the wrong end, or requests with shorter histograms are dropped."""
+    """Fails if positions are counted from the wrong end, or requests with shorter histograms are dropped."""
     acceptance = Acceptance.of([Outcome(histogram=[1, 0, 3]), Outcome(histogram=[2, 2]), Outcome()])
     assert (acceptance.steps, acceptance.by_position) == (8, [5 / 8, 3 / 8])
     assert acceptance.tau == 1 + (2 * 1 + 3 * 2) / 8
@@ -115,7 +115,7 @@ def test_acceptance() -> None:
     ids=["equal", "float32", "one flip", "both ways", "throughout"],
 )
 def test_step_loss(steps: list[int], fewest: list[int], exact: bool, lost: bool) -> None:
-    """Fails where flips of half precision count as loss, or a loss throughout does not."""
+    """Fails if random flips in half precision count as a loss, or a loss in all requests does not."""
     assert step_loss(steps, fewest, exact).lost == lost
 
 
@@ -130,13 +130,13 @@ def test_step_loss(steps: list[int], fewest: list[int], exact: bool, lost: bool)
     ],
 )
 def test_what_a_server_says(status: int, content: Any, refusal: str, failure: str) -> None:
-    """Fails where a refusal is taken for a failure, or its sentence is lost."""
+    """Fails if a refusal counts as a failure, or its message is lost."""
     outcome = Outcome.from_response(status, content)
     assert (outcome.refusal, outcome.failure) == (refusal, failure) and not outcome.answered
 
 
 def test_aborted_answers_are_failures() -> None:
-    """Fails where an answer that the server broke off counts as one."""
+    """Fails if an answer that the server aborted counts as an answer."""
     meta = {"finish_reason": {"type": "abort", "message": "Aborted"}}
     outcome = Outcome.from_response(200, {"text": "be", "output_ids": [4], "meta_info": meta})
     assert (outcome.failure, outcome.ids, outcome.answered) == ("Aborted", [4], False)
@@ -145,13 +145,13 @@ def test_aborted_answers_are_failures() -> None:
 
 
 def test_outcomes_are_kept_as_json() -> None:
-    """Fails where a kept answer is not the one that was given."""
+    """Fails if a saved answer differs after loading."""
     outcome = answer([5], logprobs=[-0.1], best=[[(5, -0.1)]], histogram=[1])
     assert Outcome.from_json(outcome.to_json()) == outcome
 
 
 def test_steps_of_any_width_are_not_compared() -> None:
-    """Fails where a server whose steps adapt is said to draft worse from one KV than from another."""
+    """Fails if a server with adaptive widths is reported to draft worse from one KV than from another."""
     way = [Outcome(ids=[1, 2], histogram=[2], cached_tokens=9, adapts=True)]
     probed = judge({"cached": way, "pieces": way, "fresh": way}, [10], exact=True)
     assert not probed.lost and "SGLANG_DFLASH_WIDTH=full" in probed.skipped

@@ -1,4 +1,4 @@
-"""A whole check against toy servers: what it finds, what it lists, and what it does not blame."""
+"""A whole check against toy servers: what it reports, and what it must not report."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def shown(report: Report) -> str:
 
 
 def change_token(index: int, by: int, where: str = "presence_penalty") -> Any:
-    """A fault: one token of every answer under one parameter."""
+    """A fault: one token of every answer to requests with one parameter."""
 
     def change(body: dict[str, Any], ids: list[int]) -> list[int]:
         if where not in body["sampling_params"] or len(ids) <= index:
@@ -66,7 +66,7 @@ def change_token(index: int, by: int, where: str = "presence_penalty") -> Any:
 
 
 def test_equal_answers_are_lossless() -> None:
-    """Fails where a check blames equal answers, compares fewer than it asks, or does not tell the acceptance."""
+    """Fails if a check reports equal answers, compares too few, or does not report the acceptance."""
     report = run(plan(Faults()))
     assert report.lossless and report.compared == 4 * 3 * 2 and not list(report.found())
     assert {result.acceptance.tau for result in report.results} == {3.0}
@@ -76,7 +76,7 @@ def test_equal_answers_are_lossless() -> None:
 
 
 def test_another_token_is_found_and_named() -> None:
-    """Fails where a wrong token passes, another case is blamed, or case, request, place, tokens or gap are not told."""
+    """Fails if a wrong token passes, another case is reported, or case, request, index, tokens or gap are missing."""
     report = run(plan(Faults(change_token(2, 1))))
     assert not report.lossless
     found = list(report.found())
@@ -86,23 +86,24 @@ def test_another_token_is_found_and_named() -> None:
     assert (first.kind, first.index, first.tie) == ("token", 2, False)
     assert first.gap == pytest.approx(0.5) and first.on_id == (first.off_id + 1) % 9
     text = shown(report)
-    assert f"token 2 is '<{first.off_id}>' ({first.off_id}) off and '<{first.on_id}>' ({first.on_id}) on" in text
+    off, on = (f"'<{token}>' ({token}) with speculation" for token in (first.off_id, first.on_id))
+    assert f"token 2 is {off} off and {on} on" in text
     assert "NOT LOSSLESS: " in text
 
 
 def test_ties_are_listed_and_excused() -> None:
-    """Fails where the second of two tokens that lie nearly as high is no tie, or the third one is."""
+    """Fails if the second best of two close tokens is no tie, or the third best is one."""
     near = Faults(gap=5e-6)
     report = run(plan(Faults(change_token(2, 1)), near, cases="presence_penalty", tie_ulps=None))
     assert sum(result.ties for result in report.results) == len(list(report.found())) > 0
     assert not any(result.different for result in report.results)
-    assert not report.lossless, "so many ties in so few tokens are no rounding in float32"
+    assert not report.lossless, "rounding in float32 does not explain this many ties in so few tokens"
     assert not run(plan(Faults(change_token(2, 3)), near)).lossless
     assert run(plan(Faults(change_token(2, 1)), near, tie_ulps=0.0)).results[1].different > 0
 
 
 def test_refusals_are_no_divergence() -> None:
-    """Fails where a refused request counts as wrong or as right, or its sentence is not told."""
+    """Fails if a refused request counts as wrong or as right, or its message is not shown."""
     report = run(plan(Faults(refuse=["presence_penalty"])))
     assert report.lossless and report.compared == 4 * 2 * 2
     refused = [result for result in report.results if result.refused]
@@ -112,28 +113,28 @@ def test_refusals_are_no_divergence() -> None:
 
 
 def test_what_only_the_off_arm_refuses_is_not_compared() -> None:
-    """Fails where there is nothing to compare with, and a verdict all the same."""
+    """Fails if a request without a baseline answer is compared."""
     report = run(plan(Faults(), Faults(refuse=["presence_penalty"])))
     assert report.lossless
     assert [result.unknown for result in report.results if result.case == "presence_penalty"] == [4, 4]
 
 
 def test_nothing_to_compare_is_no_verdict() -> None:
-    """Fails where a server that refuses everything is called lossless."""
+    """Fails if a server that refuses everything counts as lossless."""
     with pytest.raises(ServerError, match=r"Nothing could be compared: .*max_new_tokens is not served here"):
         run(plan(Faults(refuse=["max_new_tokens"])))
-    with pytest.raises(ValueError, match="With speculation off no prompt is answered: max_new_tokens is not"):
+    with pytest.raises(ValueError, match="The server without speculation answers no prompt: max_new_tokens is not"):
         run(plan(Faults(), Faults(refuse=["max_new_tokens"])))
 
 
 def test_leaked_slots_are_counted() -> None:
-    """Fails where emptying the cache between cases hides a leak."""
+    """Fails if emptying the cache between cases hides a leak."""
     report = run(plan(Faults(leak=1)))
     assert report.leaked > 24 and not report.lossless and "KV slots stay in use" in shown(report)
 
 
 def test_a_server_that_dies_is_a_verdict() -> None:
-    """Fails where what was found before is lost, or the end of the on arm ends the check."""
+    """Fails if earlier results are lost, or the check ends with the on arm."""
     report = run(plan(Faults(dies_after=9)))
     assert not report.lossless and report.results[0].identical == 4
     assert "stopped answering: toy error" in shown(report)
@@ -142,7 +143,7 @@ def test_a_server_that_dies_is_a_verdict() -> None:
 
 
 def test_inert_drafts_are_lossless_with_a_warning() -> None:
-    """Fails where a draft that is never accepted goes unmentioned."""
+    """Fails if the report does not mention a draft that is never accepted."""
     whole = plan(Faults())
     client = whole.on.client  # type: ignore[attr-defined]
     client._response = lambda body, ids, cached, original=client._response: _inert(original(body, ids, cached))
@@ -156,7 +157,7 @@ def _inert(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_draft_kv_that_differs_by_its_way() -> None:
-    """Fails where more steps after a cache hit than after a prefill are not told, or change the verdict."""
+    """Fails if more steps after a cache hit than after a prefill are not reported, or change the verdict."""
     report = run(plan(Faults(steps=lambda cached: 3 if cached > 12 else 2), cases="ignore_eos"))
     assert report.lossless and report.draft_kv is not None
     if not report.draft_kv.skipped:
@@ -164,7 +165,7 @@ def test_draft_kv_that_differs_by_its_way() -> None:
 
 
 def test_an_off_run_is_kept_and_compared_with(tmp_path: Path) -> None:
-    """Fails where a kept run is not the one that was asked, or narrowing it narrows nothing."""
+    """Fails if a saved run differs from the original, or narrowing it has no effect."""
     kept = tmp_path / "deep" / "off.json"
     first = run(plan(Faults(), save_off=kept))
     recording = Recording.load(kept)
@@ -176,7 +177,7 @@ def test_an_off_run_is_kept_and_compared_with(tmp_path: Path) -> None:
 
 
 def test_a_recording_without_the_case_is_refused(tmp_path: Path) -> None:
-    """Fails where cases that were asked for by name are silently left out."""
+    """Fails if cases that were requested by name are silently left out."""
     kept = tmp_path / "off.json"
     run(plan(Faults(), save_off=kept))
     with pytest.raises(ValueError, match=r"--cases has regex, stop; --off-from holds plain, presence_penalty, ign"):
@@ -186,20 +187,20 @@ def test_a_recording_without_the_case_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_one_whatever_the_off_arm_said() -> None:
-    """Fails where an internal error passes because there is nothing to compare it with."""
+    """Fails if an internal error passes because there is no baseline answer."""
     broken = Faults(change=lambda body, ids: ids if "presence_penalty" not in body["sampling_params"] else None)
     report = run(plan(broken, Faults(refuse=["presence_penalty"])))
     assert not report.lossless and {one.difference.kind for one in report.found()} == {"failure"}
 
 
 def test_a_reference_that_cannot_run_is_a_note() -> None:
-    """Fails where a probe that was asked for is dropped without a word, or takes the verdict with it."""
+    """Fails if a requested probe is dropped silently, or prevents a verdict."""
     report = run(plan(Faults(), reference=True))
     assert report.lossless and "the reference in transformers cannot run: " in shown(report)
 
 
 def test_a_server_without_a_tokenizer_is_checked_all_the_same() -> None:
-    """Fails where a probe that cannot run takes the verdict with it."""
+    """Fails if a probe that cannot run prevents a verdict."""
     whole = plan(Faults(), prompts=[Prompt("ids", "input_ids", [1, 2, 3], {})])
     client = whole.on.client  # type: ignore[attr-defined]
     post = client.post
@@ -209,7 +210,7 @@ def test_a_server_without_a_tokenizer_is_checked_all_the_same() -> None:
 
 
 def test_warnings_about_the_arms() -> None:
-    """Fails where an off arm that speculates, or an on arm that does not, passes without a word."""
+    """Fails if there is no warning about an off arm that speculates, or an on arm that does not."""
     whole = plan(Faults())
     swapped = replace(whole, off=ToyArm(ToyClient(True)), on=ToyArm(ToyClient(False)))
     notes = " ".join(run(swapped).notes())
@@ -217,7 +218,7 @@ def test_warnings_about_the_arms() -> None:
 
 
 def test_a_cache_that_may_not_be_emptied() -> None:
-    """Fails where a running server's cache is emptied without leave."""
+    """Fails if the cache of a running server is emptied without permission."""
     whole = plan(Faults())
     client = whole.on.client  # type: ignore[attr-defined]
     client.flush_cache = lambda: pytest.fail("the cache was emptied")
@@ -226,7 +227,7 @@ def test_a_cache_that_may_not_be_emptied() -> None:
 
 
 def test_the_report_is_json() -> None:
-    """Fails where a report cannot be written, or its short form leaves out the verdict."""
+    """Fails if a report cannot be written as JSON, or its short form lacks the verdict."""
     report = run(plan(Faults(change_token(0, 1)), control=True))
     whole, short = (json.loads(json.dumps(report.to_json(whole=w))) for w in (True, False))
     assert not short["lossless"] and short["failures"] == whole["failures"]

@@ -1,4 +1,4 @@
-"""A server that is not there: answers like one, with faults to order, in no time."""
+"""A toy model and its client: they answer like a server, at once, with the faults that a test orders."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Change = Callable[[dict[str, Any], list[int]], list[int] | None]
 
 
 def next_id(ids: Sequence[int]) -> int:
-    """The toy model's likeliest token: any rule will do. Every seventh position ends."""
+    """The toy model's most likely token, by an arbitrary rule. Every seventh position is the end token."""
     return END if len(ids) % 7 == 0 else sum((i + 1) * token for i, token in enumerate(ids)) % END
 
 
 @dataclass
 class Faults:
-    """What the toy does wrong.
+    """The faults of a toy server.
 
     Fields:
-        change: from the request's body and the right ids to those answered; None: an internal error.
-        refuse: sampling parameters that it refuses.
-        leak: slots that each request keeps.
-        dies_after: requests, then it is gone.
-        gap: between the logprobs of its two best tokens.
-        steps: verify steps of a request of which so many prompt tokens were cached.
+        change: maps the request's body and the right ids to the ids of the answer; None: an internal error.
+        refuse: sampling parameters that the server refuses.
+        leak: KV slots that each request leaks.
+        dies_after: number of requests after which the server is gone.
+        gap: between the logprobs of the two best tokens.
+        steps: maps the number of cached prompt tokens to the request's verify steps.
     """
 
     change: Change = lambda body, ids: ids
@@ -45,7 +45,7 @@ class Faults:
 
 @dataclass
 class ToyClient(Client):
-    """Stands in for `Client`; prompts are cached whole, as a radix tree would."""
+    """Replaces `Client`; caches whole prompts, like a radix tree."""
 
     speculative: bool
     faults: Faults = field(default_factory=Faults)
@@ -104,7 +104,7 @@ class ToyClient(Client):
 
 
 def continue_ids(prompt: Sequence[int], sampling: dict[str, Any]) -> list[int]:
-    """Greedy; of all parameters the toy knows the length and what to avoid."""
+    """The greedy answer; the toy knows only max_new_tokens and ignore_eos."""
     ids = list(prompt)
     for _ in range(sampling.get("max_new_tokens", 8)):
         ids.append(next_id(ids))
@@ -119,7 +119,7 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 
 @dataclass
 class ToyArm:
-    """Stands in for `Arm`."""
+    """Replaces `Arm`."""
 
     client: ToyClient
     may_flush: bool = True

@@ -1,4 +1,4 @@
-"""The command line: its commands, and a sentence in place of a traceback for everything that a user can get wrong."""
+"""The command line: its commands, and one sentence instead of a traceback for every user error."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _lines(path: Path, *rows: Any) -> Path:
 
 @pytest.fixture
 def call(monkeypatch, tmp_path, capsys) -> Any:
-    """Runs a command in this process; returns exit code or sentence, standard output and error."""
-    # What is tokenized here is not to be found again by a later run.
+    """Runs a command in this process; returns the exit code or the error message, standard output and error."""
+    # A later run must not find the data that is tokenized here.
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -43,12 +43,12 @@ def call(monkeypatch, tmp_path, capsys) -> Any:
 
 
 def test_version(call):
-    """Fails where --version says another version than the package's, or asks for a command."""
+    """Fails if --version prints another version than the package's, or asks for a command."""
     assert call("--version")[:2] == (0, f"{__version__}\n")
 
 
 def test_help_names_the_commands(call):
-    """Fails where a command is not to be found."""
+    """Fails if --help does not list a command."""
     code, out, _ = call("--help")
     assert code == 0
     assert re.search(r"^.*\btrain\b.*Train a DFlash draft", out, re.M)
@@ -58,13 +58,13 @@ def test_help_names_the_commands(call):
 
 @pytest.mark.parametrize(("command", "flags"), [("train", ["--target", "--taps"]), ("regenerate", ["DATA"])])
 def test_help_of_a_command(command, flags, call):
-    """Fails where a command does not explain its flags."""
+    """Fails if a command does not explain its flags."""
     code, out, _ = call(command, "--help")
     assert code == 0 and all(flag in out for flag in flags)
 
 
 TRAIN = [
-    ({"--data": "/nowhere.jsonl"}, "--data is /nowhere.jsonl; it must be a JSONL file"),
+    ({"--data": "/nowhere.jsonl"}, "--data is /nowhere.jsonl; it must be an existing JSONL file"),
     ({"--taps": "1,two"}, "--taps is '1,two'; it must be layer numbers"),
     ({"--taps": ""}, "--taps is ''; it must be layer numbers"),
     ({"--chat-template-kwargs": "{thinking: no}"}, "--chat-template-kwargs is '{thinking: no}'; it must be a JSON"),
@@ -79,7 +79,7 @@ TRAIN = [
 
 @pytest.mark.parametrize(("changes", "said"), TRAIN, ids=[" ".join(map(str, *case[0].items())) for case in TRAIN])
 def test_train_refuses_in_a_sentence(changes, said, call, tmp_path):
-    """Fails where a user's mistake ends in a traceback, in several lines or in success."""
+    """Fails if a user error gives a traceback, several lines or success."""
     data = _lines(tmp_path / "data.jsonl", GOOD, GOOD)
     flags = {"--target": TINY_TARGET, "--data": data, "--output": tmp_path / "draft", "--layers": 1, **changes}
     sentence, _, _ = call("train", *(word for flag in flags.items() for word in flag))
@@ -97,7 +97,7 @@ def test_train_refuses_in_a_sentence(changes, said, call, tmp_path):
     ],
 )
 def test_train_refuses_data_in_a_sentence(rows, said, call, tmp_path):
-    """Fails where data that nothing can be learned from starts a run."""
+    """Fails if data without anything to learn starts a run."""
     data = _lines(tmp_path / "data.jsonl", *rows)
     sentence, _, _ = call(
         "train", "--target", TINY_TARGET, "--data", data, "--output", tmp_path / "draft", "--layers", 1
@@ -106,7 +106,7 @@ def test_train_refuses_data_in_a_sentence(rows, said, call, tmp_path):
 
 
 REGENERATE = [
-    (["/nowhere.jsonl"], "DATA is /nowhere.jsonl; it must be a JSONL file"),
+    (["/nowhere.jsonl"], "DATA is /nowhere.jsonl; it must be an existing JSONL file"),
     (["DATA", "--max-new-tokens", 0], "--max-new-tokens is 0; it must be at least 1"),
     (["DATA", "--concurrency", 0], "--concurrency is 0; it must be at least 1"),
     (["DATA", "--temperature", -1], "--temperature is -1.0; it must be 0 or more"),
@@ -120,7 +120,7 @@ REGENERATE = [
 
 @pytest.mark.parametrize(("words", "said"), REGENERATE, ids=[" ".join(map(str, case[0])) for case in REGENERATE])
 def test_regenerate_refuses_in_a_sentence(words, said, call, tmp_path, monkeypatch):
-    """Fails where a user's mistake ends in a traceback, in several lines or only after a server was started."""
+    """Fails if a user error gives a traceback or several lines, or is found only after a server was started."""
     monkeypatch.chdir(tmp_path)
     _lines(Path("DATA"), GOOD)
     _lines(Path("WRONG"), GOOD, {"text": "Hi"})
@@ -136,7 +136,7 @@ def test_regenerate_refuses_in_a_sentence(words, said, call, tmp_path, monkeypat
 
 
 def test_regenerate_beside_several_processes_is_refused(call, tmp_path, monkeypatch):
-    """Fails where every process under torchrun starts a server of its own."""
+    """Fails if every process under torchrun starts its own server."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     data = _lines(tmp_path / "data.jsonl", GOOD, GOOD)
     flags = ["--target", TINY_TARGET, "--data", data, "--output", tmp_path / "draft", "--regenerate"]
@@ -144,16 +144,16 @@ def test_regenerate_beside_several_processes_is_refused(call, tmp_path, monkeypa
 
 
 def test_an_error_as_the_shell_sees_it():
-    """Fails where the sentence does not reach standard error alone, or the exit code says that all is well."""
+    """Fails if the message is not on standard error only, or the exit code means success."""
     command = [sys.executable, "-m", "sglang_dflash.cli", "train"]
     command += ["--target", "t", "--data", "/no.jsonl", "--output", "o"]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: --data is /no.jsonl; it must be a JSONL file, and there is none of that name.\n"
+    assert done.stderr == "error: --data is /no.jsonl; it must be an existing JSONL file.\n"
 
 
 def test_a_command_line_that_cannot_be_read(call):
-    """Fails where an unknown flag or a missing one is passed over."""
+    """Fails if an unknown flag is accepted, or a missing one is not noticed."""
     assert call("train", "--layres", "3")[0] == 2
     code, _, err = call("train")
     assert code == 2 and "--target" in err

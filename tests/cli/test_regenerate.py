@@ -1,4 +1,4 @@
-"""`sglang-dflash regenerate` against a server that is not there: turns, samples, resumption and refusals."""
+"""`sglang-dflash regenerate` against a fake server: turns, samples, resumption and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenizer() -> Any:
 
 
 class FakeClient:
-    """Answers "Answer N." to the N-th question of a conversation; `odd` may answer otherwise."""
+    """Answers "Answer N." to the N-th question of a conversation; `odd` may return another answer."""
 
     def __init__(self, tokenizer: Any, odd: Callable[[str], Answer | None] = lambda prompt: None) -> None:
         self.tokenizer, self.odd = tokenizer, odd
@@ -46,7 +46,7 @@ class FakeClient:
 
 
 class FakeServer:
-    """Stands in for `Server`; the last one that was made is `made`."""
+    """Replaces `Server`; `made` is the last instance."""
 
     made: FakeServer | None = None
     client_of_next: FakeClient | None = None
@@ -72,7 +72,7 @@ class FakeServer:
 
 @pytest.fixture
 def client(tokenizer, monkeypatch) -> FakeClient:
-    """The client of the next server."""
+    """The client that the next fake server returns."""
     client = FakeClient(tokenizer)
     monkeypatch.setattr(FakeServer, "client_of_next", client)
     monkeypatch.setattr(FakeServer, "made", None)
@@ -123,8 +123,8 @@ TALK = [
 
 
 def test_turns_are_answered_one_after_the_other(regeneration, tokenizer):
-    """Fails where a question is asked with the data's answers before it, not the target's own, where a last question
-    stays unanswered, or where the samples of one conversation are not merged."""
+    """Fails if a question is sent with the data's answers before it instead of the target's own, if a last question
+    stays unanswered, or if the turns of one conversation are not merged into one sample."""
     client = FakeClient(tokenizer)
     (sample,) = regeneration.answer(client, TALK)
     assert [prompt.count("<|im_start|>user") for prompt in client.prompts] == [1, 2, 3]
@@ -142,7 +142,7 @@ def test_turns_are_answered_one_after_the_other(regeneration, tokenizer):
 
 
 def test_a_prompt_that_does_not_extend_starts_a_sample(regeneration, tokenizer):
-    """Fails where ids are put together that the target never saw in a row: here the template cuts earlier answers."""
+    """Fails if a sample joins ids that the target never saw in a row: here the template cuts earlier answers."""
     regeneration.tokenizer.chat_template = tokenizer.chat_template.replace(
         "message['content']", "(message['content'] if loop.last or message['role'] != 'assistant' else 'cut')"
     )
@@ -153,7 +153,7 @@ def test_a_prompt_that_does_not_extend_starts_a_sample(regeneration, tokenizer):
 
 
 def test_an_answer_that_was_cut_ends_the_conversation(regeneration, tokenizer):
-    """Fails where the user goes on after half an answer, or the half is thrown away."""
+    """Fails if the conversation continues after half an answer, or that half is dropped."""
     client = FakeClient(tokenizer)
     client.odd = lambda prompt: client.said("Half an", "length") if "Two?" in prompt else None
     (sample,) = regeneration.answer(client, TALK)
@@ -171,14 +171,14 @@ def _refusing(status: int) -> Callable[[str], None]:
 
 
 def test_a_refused_request_keeps_the_turns_before(regeneration, tokenizer):
-    """Fails where one conversation that grew too long stops the run, or takes its first answers with it."""
+    """Fails if a conversation that grew too long stops the run, or loses its first answers."""
     (sample,) = regeneration.answer(FakeClient(tokenizer, _refusing(400)), TALK)
     assert _spans(tokenizer, sample) == [f"Answer 1.{END}"]
     assert regeneration.answer(FakeClient(tokenizer, _refusing(400)), [_user("Two?")]) == []
 
 
 def test_the_output_stands_in_the_datas_order(client, tokenizer, tmp_path, capsys):
-    """Fails where answers come in the order in which they are ready, a conversation is lost, or side files stay."""
+    """Fails if answers are written in the order of completion, a conversation is lost, or temporary files stay."""
     rows = [{"prompt": f"Question {number}?"} for number in range(20)] + [{"messages": TALK}]
     output = tmp_path / "made" / "out.jsonl"
     client.odd = _refusing(400)
@@ -194,7 +194,7 @@ def test_the_output_stands_in_the_datas_order(client, tokenizer, tmp_path, capsy
 
 
 def _stopped(data: Path, output: Path, client: FakeClient, tokenizer: Any) -> None:
-    """A regeneration whose server dies after the first conversation."""
+    """Runs a regeneration whose server dies after the first conversation."""
 
     def die(prompt: str) -> None:
         if "First" not in prompt:
@@ -214,7 +214,7 @@ def data(tmp_path) -> Path:
 
 @pytest.mark.parametrize("cut", ["", '{"index": 1, "sam'], ids=["whole", "cut"])
 def test_what_was_answered_is_not_asked_again(cut, client, data, tokenizer, tmp_path):
-    """Fails where a stopped regeneration starts from the beginning, or a half-written line breaks it or stays in it."""
+    """Fails if a stopped regeneration starts from the beginning, or if an incomplete line breaks it or is kept."""
     output = tmp_path / "out.jsonl"
     _stopped(data, output, client, tokenizer)
     partial = tmp_path / "out.jsonl.partial"
@@ -228,7 +228,7 @@ def test_what_was_answered_is_not_asked_again(cut, client, data, tokenizer, tmp_
 
 
 def test_answers_under_way_are_kept_when_another_fails(client, data, tmp_path):
-    """Fails where an answer that came while another conversation failed has to be asked again."""
+    """Fails if an answer that came while another conversation failed is requested again."""
     failed = threading.Event()
 
     def die(prompt: str) -> None:
@@ -246,7 +246,7 @@ def test_answers_under_way_are_kept_when_another_fails(client, data, tmp_path):
 
 @pytest.mark.parametrize("left", ["", '{"target": '], ids=["empty", "cut"])
 def test_stopped_before_the_first_line(left, client, data, tmp_path):
-    """Fails where a regeneration that was stopped at once can never be started again."""
+    """Fails if a regeneration that was stopped at once can never start again."""
     (tmp_path / "out.jsonl.partial").write_text(left)
     _run(data, tmp_path / "out.jsonl")
     assert len(_samples(tmp_path / "out.jsonl")) == 3
@@ -260,7 +260,7 @@ OTHER_DATA: dict[str, Any] = {}
 )
 @pytest.mark.parametrize("finished", [False, True])
 def test_another_way_of_asking_is_refused(changes, finished, client, data, tokenizer, tmp_path):
-    """Fails where answers that were asked in two ways, or to two files, get into one output."""
+    """Fails if one output can get answers made with two sets of options, or from two files."""
     output = tmp_path / "out.jsonl"
     if finished:
         _run(data, output)
@@ -273,17 +273,17 @@ def test_another_way_of_asking_is_refused(changes, finished, client, data, token
 
 
 def test_a_finished_output_is_left_alone(client, data, tmp_path, capsys):
-    """Fails where a second start asks everything again."""
+    """Fails if a second start requests everything again."""
     _run(data, tmp_path / "out.jsonl")
     before = (tmp_path / "out.jsonl").read_bytes()
     client.prompts.clear()
     _run(data, tmp_path / "out.jsonl", concurrency=1)
     assert client.prompts == [] and (tmp_path / "out.jsonl").read_bytes() == before
-    assert "is there already" in " ".join(capsys.readouterr().err.split())
+    assert "already exists" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_file_that_is_not_ours_is_not_overwritten(client, data, tmp_path):
-    """Fails where somebody's file of that name is taken for a finished output."""
+    """Fails if a foreign file of that name counts as a finished output."""
     (tmp_path / "out.jsonl").write_text("mine\n")
     with pytest.raises(ValueError, match="remove it or name another file"):
         _run(data, tmp_path / "out.jsonl")
@@ -291,14 +291,14 @@ def test_a_file_that_is_not_ours_is_not_overwritten(client, data, tmp_path):
 
 
 def test_a_server_that_fails_is_told_in_a_sentence(client, data, tmp_path):
-    """Fails where an error of the server's, of which httpx says more than a line, ends in a traceback."""
+    """Fails if a server error for which httpx gives several lines ends in a traceback."""
     client.odd = lambda prompt: _refusing(500)(prompt + "Two?")
     with pytest.raises(ServerError, match=r"stopped answering \(refused\)"):
         _run(data, tmp_path / "out.jsonl")
 
 
 def test_the_trainer_takes_the_ids_as_they_came(client, data, tokenizer, tmp_path):
-    """Fails where the trainer would tokenize an answer anew, and learn other ids than the target gave."""
+    """Fails if the trainer tokenizes an answer again, and so learns other ids than the target gave."""
     pieces = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (*"Answer", END)]
     ids = [token for piece in pieces for token in piece]
     assert ids != tokenizer("Answer" + END, add_special_tokens=False)["input_ids"]
@@ -313,7 +313,7 @@ def test_the_trainer_takes_the_ids_as_they_came(client, data, tokenizer, tmp_pat
 
 
 def test_a_line_separator_within_a_text_ends_no_line(client, tmp_path):
-    """Fails where a valid line is cut at a character that is a line's end to `str.splitlines` alone."""
+    """Fails if a valid line is cut at a character that only `str.splitlines` treats as a line end."""
     data = tmp_path / "odd.jsonl"
     data.write_text(json.dumps({"prompt": "First\u2028\x85?"}, ensure_ascii=False) + "\n", encoding="utf-8")
     _run(data, tmp_path / "out.jsonl")
@@ -322,14 +322,14 @@ def test_a_line_separator_within_a_text_ends_no_line(client, tmp_path):
 
 
 def test_aborted_answers_are_not_kept(client, data, tokenizer, tmp_path):
-    """Fails where what an aborted request had said until then is taught as an answer."""
+    """Fails if the partial text of an aborted request is kept as an answer."""
     client.odd = lambda prompt: client.said("Half", "abort") if "Second" in prompt else None
     _run(data, tmp_path / "out.jsonl")
     assert [sample["messages"][0]["content"] for sample in _samples(tmp_path / "out.jsonl")] == ["First?", "Third?"]
 
 
 def test_nothing_answered_is_an_error(client, data, tmp_path):
-    """Fails where a server that refuses everything leaves an empty file behind, which counts as finished."""
+    """Fails if a server that refuses everything leaves an empty file, which would count as finished."""
 
     def refuse(prompt: str) -> None:
         request = httpx.Request("POST", "http://server")

@@ -1,4 +1,4 @@
-"""Draft checkpoints that are read, and every one that is refused, with the sentence the user gets."""
+"""The draft configs that are accepted, and those that are refused, with the message that the user gets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PUBLISHED: dict[str, Any] = {
 
 
 def _config(dflash: dict[str, Any] | None = None, without: tuple[str, ...] = (), **top: Any) -> dict[str, Any]:
-    """The published config with changes; `without` drops keys from both levels first."""
+    """The published config with changes; keys in `without` are first removed from both levels."""
     config = copy.deepcopy(PUBLISHED)
     for key in without:
         config.pop(key, None)
@@ -95,13 +95,13 @@ def test_reading_leaves_the_config_alone():
     ids=["top", "nested", "nested-wins"],
 )
 def test_block_size_at_either_level(config):
-    """Fails where one of the two published places is not read, or the outer one hides the inner."""
+    """Fails where `block_size` is not read at one of the two levels, or top level wins over `dflash_config`."""
     assert DraftConfig.from_dict(config).block_size == 8
 
 
 @pytest.mark.parametrize("value", [None, 0, -4, 16.0, "16", True])
 def test_block_size_must_be_a_positive_integer(value):
-    """Fails where such a block size is accepted or the sentence leaves out key, value or rule."""
+    """Fails where such a block size is accepted, or the message lacks the key, the value or the rule."""
     sentence = _refusal(_config(block_size=value))
     assert f"block_size={value!r}" in sentence
     assert "positive integer" in sentence
@@ -110,7 +110,7 @@ def test_block_size_must_be_a_positive_integer(value):
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"])
 @pytest.mark.parametrize("value", [None, 0, 2.5])
 def test_sizes_must_be_positive_integers(key, value):
-    """Fails where a missing or senseless size gets through."""
+    """Fails where a missing or invalid size is accepted."""
     sentence = _refusal(_config(**{key: value}))
     assert f"{key}={value!r}" in sentence
     assert "positive integer" in sentence
@@ -118,7 +118,7 @@ def test_sizes_must_be_positive_integers(key, value):
 
 @pytest.mark.parametrize("tp_size", [1, 2, 8, 16, 32])
 def test_ranks_that_divide_the_draft(tp_size):
-    """Fails where a split is refused that the host makes: key-value heads fewer than ranks are repeated."""
+    """Fails where a split is refused that the host supports: it copies KV heads if there are fewer than ranks."""
     DraftConfig.from_dict(PUBLISHED).check_ranks(tp_size)
 
 
@@ -133,20 +133,20 @@ def test_ranks_that_divide_the_draft(tp_size):
     ],
 )
 def test_ranks_that_do_not_divide_the_draft(change, tp_size, key):
-    """Fails where such a split is left to an assertion of the host in a child process."""
+    """Fails where such a split is accepted, and an assertion of the host fails later in a child process."""
     with pytest.raises(ValueError, match=f"--tp-size is {tp_size}.*{key}"):
         DraftConfig.from_dict(_config(**change)).check_ranks(tp_size)
 
 
 def test_key_value_heads_default_to_heads():
-    """Fails where a config without grouped heads is refused."""
+    """Fails where a config without `num_key_value_heads` is refused."""
     assert DraftConfig.from_dict(_config(without=("num_key_value_heads",))).num_kv_heads == 32
 
 
 @pytest.mark.parametrize("key", SPECIAL_HEADS)
 @pytest.mark.parametrize("nested", [True, False])
 def test_special_heads_are_refused(key, nested):
-    """Fails where a draft that needs more than the plain head is served without it."""
+    """Fails where a draft with a special head is served without that head."""
     sentence = _refusal(_config(dflash={key: 64}) if nested else _config(**{key: 64}))
     assert key in sentence
     assert SPECIAL_HEADS[key] in sentence
@@ -161,7 +161,7 @@ def test_special_heads_switched_off_are_plain(key, value):
 
 
 def test_lilicorr_is_refused():
-    """Fails where LiLiCorr's reranker, known by its prefix alone, is overlooked."""
+    """Fails where LiLiCorr's reranker, whose keys share only a prefix, is overlooked."""
     sentence = _refusal(_config(dflash={"lilicorr_rank": 32}))
     assert "lilicorr_rank" in sentence
     assert "SGLANG_DFLASH_WORKER=builtin" in sentence
@@ -177,7 +177,7 @@ def test_other_architectures_are_refused(architectures):
 
 
 def test_missing_mask_is_refused():
-    """Fails where a draft without a mask gets some token as its mask."""
+    """Fails where a draft without a mask token is accepted."""
     sentence = _refusal(_config(without=("mask_token_id",)))
     assert "no mask" in sentence
     assert "dflash_config.mask_token_id" in sentence
@@ -185,14 +185,14 @@ def test_missing_mask_is_refused():
 
 @pytest.mark.parametrize("value", [-1, True, "151669", 3.0])
 def test_mask_token_id_must_be_a_token_id(value):
-    """Fails where a value that is no token id (a boolean passes for an int in Python) becomes the mask."""
+    """Fails where a value that is no token id is accepted; in Python a boolean is an int."""
     sentence = _refusal(_config(dflash={"mask_token_id": value}))
     assert f"dflash_config.mask_token_id is {value!r}" in sentence
     assert "token id" in sentence
 
 
 def test_mask_may_be_named_by_text_or_at_top_level():
-    """Fails where a mask that is named in one of the other two ways is overlooked."""
+    """Fails where a mask given by its text, or by an id at top level, is overlooked."""
     named = DraftConfig.from_dict(_config(dflash={"mask_token": "<|MASK|>"}, without=("mask_token_id",)))
     assert (named.mask_token_id, named.mask_token) == (None, "<|MASK|>")
     assert DraftConfig.from_dict(_config(without=("mask_token_id",), mask_token_id=7)).mask_token_id == 7
@@ -205,20 +205,20 @@ def test_mask_token_id_zero_is_a_mask():
 
 @pytest.mark.parametrize("value", [[], "1,9,17", 17, [1, "9"], [1, True], [1, 2.0], {"1": 9}])
 def test_target_layer_ids_must_be_layer_numbers(value):
-    """Fails where taps that are not a list of integers get through."""
+    """Fails where tapped layers that are not a list of integers are accepted."""
     sentence = _refusal(_config(dflash={"target_layer_ids": value}))
     assert f"dflash_config.target_layer_ids is {value!r}" in sentence
     assert "list of layer numbers" in sentence
 
 
 def test_taps_without_layer_ids_follow_the_formula():
-    """Fails where a checkpoint that names no taps gets others than it was trained with."""
+    """Fails where a checkpoint without `target_layer_ids` gets other layers than it was trained with."""
     config = _config(without=("target_layer_ids",), num_target_layers=64)
     assert DraftConfig.from_dict(config).target_layer_ids == (1, 16, 31, 46, 61)
 
 
 def test_taps_need_the_number_of_target_layers():
-    """Fails where the formula runs without its input."""
+    """Fails where the formula is used without `num_target_layers`."""
     sentence = _refusal(_config(without=("target_layer_ids", "num_target_layers")))
     assert "num_target_layers=None" in sentence
 
@@ -229,7 +229,7 @@ def test_taps_need_the_number_of_target_layers():
     ids=["too-few", "unknown", "text", "empty"],
 )
 def test_layer_types_must_describe_every_layer(layer_types):
-    """Fails where layers of an unknown kind, or too few, are served as full attention."""
+    """Fails where an unknown type of layer, or too few layers, count as full attention."""
     sentence = _refusal(_config(layer_types=layer_types))
     assert f"layer_types is {layer_types}" in sentence
     assert "5 entries" in sentence
@@ -238,7 +238,7 @@ def test_layer_types_must_describe_every_layer(layer_types):
 
 @pytest.mark.parametrize("layer_types", [5, [["full_attention"]] * 5], ids=["number", "nested"])
 def test_layer_types_of_another_type_are_refused_in_a_sentence(layer_types):
-    """Fails where a malformed value ends in a TypeError, which the caller does not turn into a sentence."""
+    """Fails where a malformed value raises TypeError, for which the caller prints no message."""
     assert "layer_types" in _refusal(_config(layer_types=layer_types))
 
 
@@ -252,7 +252,7 @@ def _sliding(layer_types: list[str] | None, without: tuple[str, ...] = (), **top
 
 
 def test_absent_layer_types_mean_full_attention():
-    """Fails where older checkpoints, which have no such key, are refused, or get a window that is switched off."""
+    """Fails where an older checkpoint without this key is refused, or gets a window that its config switches off."""
     config = _config(without=("layer_types",), sliding_window=2048, max_window_layers=0)
     assert DraftConfig.from_dict(config) == DraftConfig.from_dict(PUBLISHED)
 
@@ -262,7 +262,7 @@ def test_absent_layer_types_mean_full_attention():
     [((), 3, 2), ((), 0, 5), ((), 5, 0), ((), 9, 0), (("max_window_layers",), None, 0)],
 )
 def test_absent_layer_types_are_derived_as_the_host_does(without, max_window_layers, sliding):
-    """Fails where layers from `max_window_layers` on (28 by default), which the host slides, count as full."""
+    """Fails where a layer from `max_window_layers` on (default 28) counts as full: the host gives it a window."""
     top = {} if max_window_layers is None else {"max_window_layers": max_window_layers}
     config = _sliding(None, without=("layer_types", *without), **top)
     full_layers = (LayerAttention(causal=False, window=None),) * (5 - sliding)
@@ -272,20 +272,20 @@ def test_absent_layer_types_are_derived_as_the_host_does(without, max_window_lay
 
 @pytest.mark.parametrize("first", [None, -1, "3", 2.0])
 def test_first_sliding_layer_must_be_a_number(first):
-    """Fails where such a value ends in an error from within, or counts as some layer."""
+    """Fails where such a value raises another error, or is taken for a layer number."""
     sentence = _refusal(_sliding(None, without=("layer_types",), max_window_layers=first))
     assert f"max_window_layers is {first!r}" in sentence
 
 
-def test_derived_sliding_layers_need_their_window_said():
-    """Fails where layers that the host would slide by its own default window are taken for full ones."""
+def test_derived_sliding_layers_need_a_window():
+    """Fails where layers that would get the host's default window count as full."""
     config = _config(without=("layer_types", "sliding_window"), use_sliding_window=True, max_window_layers=0)
     assert "sliding_window=None" in _refusal(config)
 
 
 @pytest.mark.parametrize("window", [None, 0, -1, "2048"])
 def test_sliding_layers_need_a_window(window):
-    """Fails where a sliding layer would run with full attention for want of its window."""
+    """Fails where a sliding layer without a window is accepted and runs with full attention."""
     sentence = _refusal(_sliding([SLIDING] * 4 + [FULL], sliding_window=window))
     assert f"sliding_window={window!r}" in sentence
     assert "positive integer" in sentence
@@ -293,7 +293,7 @@ def test_sliding_layers_need_a_window(window):
 
 @pytest.mark.parametrize("without", [(), ("use_sliding_window",)], ids=["false", "absent"])
 def test_sliding_layers_need_the_switch(without):
-    """Fails where a window gets through that the host, which goes by the switch, would drop."""
+    """Fails where a window is accepted that the host drops, because `use_sliding_window` is off."""
     sentence = _refusal(_config(layer_types=[SLIDING] * 4 + [FULL], sliding_window=2048, without=without))
     assert "use_sliding_window is False" in sentence
     assert "must be true" in sentence
@@ -304,8 +304,8 @@ def test_sliding_layers_need_the_switch(without):
     [(None, True, False), (True, True, True), (False, False, False)],
 )
 def test_causality_and_windows_of_layers(is_causal, sliding_causal, full_causal):
-    """Fails where `is_causal` does not decide for every layer, where sliding layers are not causal or full ones are
-    without it, or where a full layer gets the window."""
+    """Fails where `is_causal` does not hold for every layer, where a full layer gets the window, or where, without
+    `is_causal`, a sliding layer is not causal or a full one is."""
     config = _sliding([SLIDING] * 4 + [FULL], is_causal=is_causal)
     sliding, full = LayerAttention(sliding_causal, 2048), LayerAttention(full_causal, None)
     assert DraftConfig.from_dict(config).attention == (sliding,) * 4 + (full,)
@@ -313,21 +313,21 @@ def test_causality_and_windows_of_layers(is_causal, sliding_causal, full_causal)
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_causality_at_either_level(nested):
-    """Fails where one of the two places is not read."""
+    """Fails where `is_causal` is not read at one of the two levels."""
     config = _config(dflash={"is_causal": True}) if nested else _config(is_causal=True)
     assert DraftConfig.from_dict(config).attention == (LayerAttention(causal=True, window=None),) * 5
 
 
 @pytest.mark.parametrize("value", ["false", 1, 0.0, [True], {}])
 def test_causality_of_another_type_is_refused(value):
-    """Fails where a value that is no boolean decides by its truth."""
+    """Fails where a value that is no boolean is accepted for its truth value."""
     sentence = _refusal(_config(is_causal=value))
     assert f"is_causal is {value!r}" in sentence
     assert "true, false or absent" in sentence
 
 
 def test_quantised_drafts_are_refused():
-    """Fails where packed weights would be read as plain ones."""
+    """Fails where quantised weights would be read as plain ones."""
     sentence = _refusal(_config(quantization_config={"quant_method": "fp8"}))
     assert "quantization_config" in sentence
     assert "SGLANG_DFLASH_WORKER=builtin" in sentence
@@ -335,7 +335,7 @@ def test_quantised_drafts_are_refused():
 
 @pytest.mark.parametrize("value", [["mask_token_id", 1], "mask", 5])
 def test_dflash_config_must_be_an_object(value):
-    """Fails where a malformed section ends in another error than the sentence."""
+    """Fails where a malformed section raises another error."""
     config = copy.deepcopy(PUBLISHED)
     config["dflash_config"] = value
     sentence = _refusal(config)
@@ -359,7 +359,7 @@ def test_dflash_config_must_be_an_object(value):
     ],
 )
 def test_taps_formula(num_target_layers, num_taps, expected):
-    """Fails where a tap differs from the published formula by one, which costs acceptance and nothing else shows."""
+    """Fails where a tapped layer is off by one, which nothing shows but a lower acceptance."""
     assert build_target_layer_ids(num_target_layers, num_taps) == expected
 
 
@@ -373,13 +373,13 @@ def _target_refusal(config: dict[str, Any], **target: int) -> str:
 
 
 def test_the_published_target_fits():
-    """Fails where the draft is refused for its own target, or a tap of the last layer but one or the last id is."""
+    """Fails where the draft's own target is refused, or a smaller one in which the taps and the mask just fit."""
     DraftConfig.from_dict(PUBLISHED).check_target(**QWEN3_8B)
     DraftConfig.from_dict(PUBLISHED).check_target(num_layers=35, hidden_size=4096, vocab_size=151670)
 
 
 def test_another_hidden_size_is_refused():
-    """Fails where a draft runs on embeddings of another width."""
+    """Fails where a draft is accepted for embeddings of another hidden size."""
     sentence = _target_refusal(PUBLISHED, hidden_size=5120)
     assert "hidden_size is 4096" in sentence and "5120" in sentence
     assert "equal" in sentence
@@ -387,33 +387,33 @@ def test_another_hidden_size_is_refused():
 
 @pytest.mark.parametrize(("layers", "outside"), [([1, 31, 32], [32]), ([-1, 9], [-1]), ([33, 40], [33, 40])])
 def test_taps_outside_the_target_are_refused(layers, outside):
-    """Fails where a tap is accepted of a layer that the target lacks or of its last one, which no host captures."""
+    """Fails where a tap is accepted for a missing layer, or for the last one, which the host cannot capture."""
     sentence = _target_refusal(_config(dflash={"target_layer_ids": layers}), num_layers=33)
     assert f"target_layer_ids has {outside}" in sentence
     assert "0 to 31 of the target's 33" in sentence
 
 
 def test_a_mask_outside_the_vocabulary_is_refused():
-    """Fails where the mask's embedding would be read beyond the table."""
+    """Fails where the mask's embedding would be read beyond the embedding table."""
     sentence = _target_refusal(PUBLISHED, vocab_size=151669)
     assert "mask_token_id is 151669" in sentence
     assert "151669 token ids" in sentence
 
 
 def test_a_mask_without_an_id_is_refused():
-    """Fails where a mask known only by its text reaches the target unresolved."""
+    """Fails where a mask that is known only by its text is accepted before its id is known."""
     sentence = _target_refusal(_config(dflash={"mask_token": "<|MASK|>"}, without=("mask_token_id",)))
     assert "mask_token_id is None" in sentence
 
 
 @pytest.mark.parametrize("layers", [[1, 1, 3], [17, 9, 1]])
 def test_taps_must_rise(layers):
-    """Fails where features would come in another order, or another number, than the draft was trained with: the host
-    captures each layer once and in the model's order."""
+    """Fails where the draft would get features in another order or number than in training: the host captures each
+    layer once, in the model's order."""
     sentence = _refusal(_config(dflash={"target_layer_ids": layers}))
     assert f"target_layer_ids is {layers}" in sentence and "must rise" in sentence
 
 
 def test_taps_of_the_formula_must_rise():
-    """Fails where a target too small for so many taps gives one layer twice."""
+    """Fails where the formula names a layer twice, because the target has too few layers, and this is accepted."""
     assert "must rise" in _refusal(_config(without=("target_layer_ids",), num_target_layers=6))

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Answer, Client, HeldOutPrompt
+from sglang_dflash.serving import (
+    TINY_DRAFT,
+    TINY_ENVIRONMENT,
+    TINY_OVERLAPPING,
+    TINY_TARGET,
+    Answer,
+    Client,
+    HeldOutPrompt,
+)
 
 BLOCK_SIZE = 8
 MAX_NEW_TOKENS = 160
@@ -43,7 +51,9 @@ OPENINGS = [
     )
 ]
 
-# A policy for tests alone, in the place of the one that measures.
+FULL = {"SGLANG_DFLASH_WIDTH": "full"}  # where steps are compared with a reference's
+COMPILED = {"SGLANG_DFLASH_COMPILE": "1"}
+# A policy for tests alone, in the place of the one that measures: 1, 2, .. K rows in turn.
 EVERY_WIDTH = {
     "SGLANG_DFLASH_WIDTH": "adaptive",
     "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent / "plugins"), os.environ.get("PYTHONPATH")))),
@@ -51,19 +61,20 @@ EVERY_WIDTH = {
 
 PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 150}
 
-ON_ARMS: dict[str, list[str]] = {
-    "default": [*POOL, "--log-level", "debug"],
-    "page16": [*POOL, "--page-size", "16"],
-    "chunk64": [*POOL, "--chunked-prefill-size", "64", "--log-level", "debug"],
-    "no-overlap": [*POOL, "--disable-overlap-schedule"],
-    "combined": [
-        *[*POOL, "--page-size", "16", "--chunked-prefill-size", "64", "--disable-overlap-schedule"],
-        *["--speculative-num-draft-tokens", "4"],
-    ],
-    "tiny-pool": TINY_POOL,
-    "tiny-pool-page16": [*TINY_POOL, "--page-size", "16", "--disable-overlap-schedule"],
+PAGES_AND_CHUNKS = ["--page-size", "16", "--chunked-prefill-size", "64"]
+
+# Flags and environment of each arm. "default" is what a user gets on a CPU: widths adapt, no overlap.
+ON_ARMS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "default": (POOL, TINY_ENVIRONMENT),
+    "overlap": ([*POOL, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
+    "pages": ([*POOL, *PAGES_AND_CHUNKS, "--log-level", "debug"], TINY_ENVIRONMENT | FULL | COMPILED),
+    "short": ([*POOL, *PAGES_AND_CHUNKS, "--speculative-num-draft-tokens", "4"], TINY_OVERLAPPING | FULL),
+    "tiny-pool": (TINY_POOL, TINY_OVERLAPPING | ADMIT_ALL | EVERY_WIDTH),
+    "tiny-pool-pages": (
+        [*TINY_POOL, *PAGES_AND_CHUNKS, "--enable-mixed-chunk"],
+        TINY_ENVIRONMENT | ADMIT_ALL | EVERY_WIDTH | COMPILED,
+    ),
 }
-COMPILED = ("no-overlap", "tiny-pool-page16")  # with captured forwards; the off arms never are
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +179,16 @@ def assert_same_steps(answer: Answer, commit_lens: Sequence[int]) -> None:
     counts = [commit_lens.count(accept_len + 1) for accept_len in range(BLOCK_SIZE)]
     padded = [*answer.accept_histogram, *[0] * (BLOCK_SIZE - len(answer.accept_histogram))]
     assert (answer.steps, padded) == (len(commit_lens), counts)
+
+
+def widths_of(client: Client, prompt: list[int]) -> list[int]:
+    """How many steps of one request had 0, 1, .. K rows."""
+    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS}}
+    meta = client.post("/generate", body).raise_for_status().json()["meta_info"]
+    widths = meta["spec_cap_lens_histogram"]
+    assert sum(widths) == meta["spec_verify_ct"] and widths[0] == 0
+    assert meta["spec_cap_length"] == pytest.approx(sum(w * n for w, n in enumerate(widths)) / sum(widths))
+    return widths
 
 
 def pick(prompts: Sequence[HeldOutPrompt], per_kind: int) -> list[HeldOutPrompt]:

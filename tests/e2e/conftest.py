@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 from arms import (
-    ADMIT_ALL,
-    COMPILED,
     MAX_NEW_TOKENS,
     ON_ARMS,
     OPENINGS,
@@ -25,7 +23,8 @@ from arms import (
 from reference_pair import ReferencePair
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Client, Server, held_out_prompts
+from preloaded import PreloadedServer
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Server, held_out_prompts
 
 PER_KIND = 24
 TURNS = 5
@@ -45,14 +44,14 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]])
 def baseline(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
     logs = tmp_path_factory.mktemp("off")
     prompts = [chat_ids(tokenizer, [{"role": "user", "content": p.prompt}]) for p in pick(held_out_prompts(), PER_KIND)]
-    with Server([*PLAIN, *POOL], logs / "off.log", TINY_ENVIRONMENT) as server:
+    with PreloadedServer([*PLAIN, *POOL], logs / "off.log", TINY_ENVIRONMENT) as server:
         client = server.client()
         answers = [ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS) for ids in prompts]
         conversation = _converse(client, tokenizer)
     long_prompts = [tokenizer(text)["input_ids"] for text in OPENINGS]
     # Page size 16 here, so that speculation off is shown at both page sizes; no overlap, so that penalties are exact.
     tiny = [*PLAIN, *TINY_POOL, "--page-size", "16", "--disable-overlap-schedule"]
-    with Server(tiny, logs / "off-tiny.log", TINY_ENVIRONMENT) as server:
+    with PreloadedServer(tiny, logs / "off-tiny.log", TINY_ENVIRONMENT) as server:
         client = server.client()
         long_answers = [ask_off(client, ids, **to_the_limit(ids)) for ids in long_prompts]
         penalised_answers = [ask_off(client, ids, **to_the_limit(ids), **PENALTIES) for ids in long_prompts]
@@ -80,10 +79,9 @@ def server(
     request: pytest.FixtureRequest, baseline: Baseline, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """The on arm that `on_arms` names; arms follow each other, one up at a time."""
-    arguments = [*PLAIN, *SPECULATE, *ON_ARMS[request.param]]
-    environment = TINY_OVERLAPPING | ({"SGLANG_DFLASH_COMPILE": "1"} if request.param in COMPILED else {})
-    environment |= ADMIT_ALL if request.param.startswith("tiny-pool") else {}
-    with Server(arguments, tmp_path_factory.mktemp(request.param) / "server.log", environment) as running:
+    flags, environment = ON_ARMS[request.param]
+    log = tmp_path_factory.mktemp(request.param) / "server.log"
+    with PreloadedServer([*PLAIN, *SPECULATE, *flags], log, environment) as running:
         yield running
 
 

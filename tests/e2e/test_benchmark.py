@@ -26,6 +26,8 @@ def test_a_small_sweep(tmp_path):
     words = [
         "--env",
         "SGLANG_DFLASH_COMPILE=1",
+        "--env",
+        "SGLANG_DFLASH_WIDTH=full",
         "--arms",
         "off,dflash,transformers",
         "--dataset-name",

@@ -15,7 +15,8 @@ import pytest
 from arms import ADMIT_ALL, OPENINGS, PLAIN, POOL, TINY_POOL, to_the_limit
 from transformers import PreTrainedTokenizerBase
 
-from sglang_dflash.serving import TINY_ENVIRONMENT, Client, Server, held_out_prompts
+from preloaded import PreloadedServer
+from sglang_dflash.serving import TINY_ENVIRONMENT, Client, held_out_prompts
 
 pytestmark = pytest.mark.server
 DETERMINISTIC = [*PLAIN, "--enable-deterministic-inference"]
@@ -104,16 +105,16 @@ def off(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFac
         (ids, {**to_the_limit(ids), **samplings[i % len(samplings)]})
         for i, ids in enumerate(tokenizer(text)["input_ids"] for text in OPENINGS[:8])
     ]
-    with Server([*DETERMINISTIC, *POOL], logs / "off.log", TINY_ENVIRONMENT) as server:
+    with PreloadedServer([*DETERMINISTIC, *POOL], logs / "off.log", TINY_ENVIRONMENT) as server:
         client = server.client()
         alone, repeated = ask_all(client, requests, 1), ask_all(client, requests, 1)
         crowded = ask_all(client, requests, CONCURRENCY)
         by_seed = [sampled(client, prompts[0], sampling_seed=seed) for seed in [*range(8), *range(8)]]
         seeds = (sampled(client, prompts[0]), sampled(client, prompts[0], sampling_seed=42))
     arguments = ["--chunked-prefill-size", "48", "--page-size", "16"]
-    with Server([*DETERMINISTIC, *POOL, *arguments], logs / "chunked.log", TINY_ENVIRONMENT) as server:
+    with PreloadedServer([*DETERMINISTIC, *POOL, *arguments], logs / "chunked.log", TINY_ENVIRONMENT) as server:
         chunked = ask_all(server.client(), requests, CONCURRENCY)
-    with Server([*DETERMINISTIC, *TINY_POOL], logs / "tiny.log", TINY_ENVIRONMENT | ADMIT_ALL) as server:
+    with PreloadedServer([*DETERMINISTIC, *TINY_POOL], logs / "tiny.log", TINY_ENVIRONMENT | ADMIT_ALL) as server:
         client = server.client()
         long_alone, long_crowded = ask_all(client, long_requests, 1), ask_all(client, long_requests, CONCURRENCY)
     return Off(requests, alone, repeated, crowded, chunked, long_requests, long_alone, long_crowded, by_seed, *seeds)

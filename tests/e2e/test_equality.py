@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import pytest
-from arms import BLOCK_SIZE, MAX_NEW_TOKENS, Baseline, assert_equal_tokens, on_arms, steps_by_accept_len, tau
+from arms import (
+    BLOCK_SIZE,
+    MAX_NEW_TOKENS,
+    Baseline,
+    assert_equal_tokens,
+    on_arms,
+    steps_by_accept_len,
+    tau,
+    widths_of,
+)
 
-from sglang_dflash.serving import Client
+from sglang_dflash.serving import Client, Server
 
 pytestmark = pytest.mark.server
 MIN_TAU = 2.5
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
-@on_arms("default", "page16", "chunk64", "no-overlap")
+@on_arms("default")
+def test_tokens_equal_at_the_default(client: Client, baseline: Baseline, concurrency: int) -> None:
+    """Fails where one token of any held-out prompt differs under the policy of a user's server, which measures."""
+    answers = client.generate_all(baseline.prompts, concurrency, max_new_tokens=MAX_NEW_TOKENS)
+    assert_equal_tokens(answers, baseline.answers, baseline.prompts)
+
+
+@on_arms("default")
+def test_widths_are_reported(client: Client, server: Server, baseline: Baseline) -> None:
+    """Fails where `meta_info` does not say how many rows the steps had, or the log not that widths adapt."""
+    widths_of(client, baseline.prompts[0])
+    assert f"verify 1 to {BLOCK_SIZE} rows" in server.log.read_text()
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+@on_arms("overlap", "pages")
 def test_tokens_equal_speculation_off(client: Client, baseline: Baseline, concurrency: int) -> None:
     """Fails where one token of any held-out prompt differs, or where the draft is inert."""
     answers = client.generate_all(baseline.prompts, concurrency, max_new_tokens=MAX_NEW_TOKENS)
@@ -23,9 +47,9 @@ def test_tokens_equal_speculation_off(client: Client, baseline: Baseline, concur
     assert sum(by_accept_len[1:-1]) >= 0.3 * sum(by_accept_len), by_accept_len
 
 
-@on_arms("combined")
+@on_arms("short")
 def test_tokens_equal_with_a_shorter_block(client: Client, baseline: Baseline) -> None:
-    """Fails where half of the trained block, small pages, small chunks and no overlap do not go together."""
+    """Fails where half of the trained block, pages of 16 and small chunks do not go together."""
     answers = client.generate_all(baseline.prompts, 8, max_new_tokens=MAX_NEW_TOKENS)
     assert_equal_tokens(answers, baseline.answers, baseline.prompts)
     by_accept_len = steps_by_accept_len(answers)

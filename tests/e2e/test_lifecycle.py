@@ -11,7 +11,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from arms import MAX_NEW_TOKENS, PENALTIES, Baseline, assert_equal_tokens, assert_same_steps, on_arms, to_the_limit
+from arms import (
+    BLOCK_SIZE,
+    MAX_NEW_TOKENS,
+    PENALTIES,
+    Baseline,
+    assert_equal_tokens,
+    assert_same_steps,
+    on_arms,
+    to_the_limit,
+    widths_of,
+)
 from reference_pair import ReferencePair
 
 from sglang_dflash.serving import Answer, Client, Server
@@ -43,7 +53,7 @@ def draft_kv_writes(server: Server, log_start: int) -> list[int]:
         return [int(n) for n in re.findall(r"draft KV of (\d+) prompt tokens written", log.read())]
 
 
-@on_arms("default")
+@on_arms("overlap")
 def test_conversation_hits_in_both_models(client: Client, server: Server, baseline: Baseline) -> None:
     """Fails where a turn's answer differs, its history is not cached, or the draft's KV of it is written again."""
     history: list[int] = []  # ids whose KV the turns before have written, by prefill and by verified blocks
@@ -62,7 +72,7 @@ def test_conversation_hits_in_both_models(client: Client, server: Server, baseli
     assert again.accept_histogram == answer.accept_histogram, "cached draft KV guesses otherwise than fresh"
 
 
-@on_arms("chunk64")
+@on_arms("pages")
 def test_prompt_in_chunks(client: Client, server: Server, baseline: Baseline, oracle: ReferencePair) -> None:
     """Fails where a prompt of several chunks is answered or drafted otherwise, or is not prefilled in chunks."""
     prompt, expected = baseline.conversation[-1]
@@ -76,7 +86,7 @@ def test_prompt_in_chunks(client: Client, server: Server, baseline: Baseline, or
     assert_same_steps(answer, alone.commit_lens)
 
 
-@on_arms("default")
+@on_arms("default", "overlap")
 def test_aborted_requests_free_their_slots(client: Client, baseline: Baseline) -> None:
     """Fails where an abort disturbs another request's tokens, keeps KV slots, or does not end the request."""
     assert_pool_empties(client)
@@ -102,9 +112,10 @@ def test_aborted_requests_free_their_slots(client: Client, baseline: Baseline) -
     assert_pool_empties(client)
 
 
-@on_arms("tiny-pool", "tiny-pool-page16")
+@on_arms("tiny-pool", "tiny-pool-pages")
 def test_context_limit_and_retraction(client: Client, baseline: Baseline) -> None:
-    """Fails where a row overruns at the end of the context, or a retracted request comes back wrong."""
+    """Fails where a row overruns at the end of the context, or a retracted request comes back wrong, in steps of any
+    width."""
     assert_pool_empties(client)
 
     def run_on(prompt: list[int]) -> Answer:
@@ -118,9 +129,11 @@ def test_context_limit_and_retraction(client: Client, baseline: Baseline) -> Non
     assert sum(answer.meta["num_retractions"] for answer in crowd) > 0, "nothing was retracted"
     assert sum(answer.finish_reason == "length" for answer in crowd) >= len(crowd) // 2, "few ran to the limit"
     assert_pool_empties(client)
+    widths = widths_of(client, baseline.prompts[0])
+    assert len(widths) == BLOCK_SIZE + 1 and all(widths[1:]), widths
 
 
-@on_arms("tiny-pool", "tiny-pool-page16")
+@on_arms("tiny-pool", "tiny-pool-pages")
 def test_penalties_after_retraction(client: Client, baseline: Baseline) -> None:
     """Fails where a retracted request comes back without the counts of what it has emitted."""
 

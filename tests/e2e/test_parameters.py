@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from arms import EVERY_WIDTH, PLAIN, POOL, SPECULATE, pick
+from conftest import chat_ids
 from parameters import (
     BODIES,
     COMBINATIONS,
@@ -30,8 +31,8 @@ from parameters import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from conftest import chat_ids
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, Client, Server, held_out_prompts
+from preloaded import PreloadedServer
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, Client, held_out_prompts
 
 pytestmark = pytest.mark.server
 
@@ -60,7 +61,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 
 def asked(arguments: list[str], log: Any, single: list[Request], drawn: list[Request]) -> Asked:
-    with Server(arguments, log, TINY_ENVIRONMENT) as server:
+    with PreloadedServer(arguments, log, TINY_ENVIRONMENT) as server:
         client = server.client()
         openai = {name: openai_answer(client, request) for name, request in OPENAI.items()}
         return Asked(single, ask_oracle(client, single), drawn, ask_oracle(client, drawn), openai)
@@ -77,14 +78,11 @@ def greedy(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -
     return asked([*ORACLE, *FLAGS], log, [*requests_of(GREEDY, prompts), *bodies, processor], mixes)
 
 
-@pytest.fixture(scope="module", params=["full", "every width"])
-def greedy_client(
-    request: pytest.FixtureRequest, greedy: Asked, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Client]:
-    """A server of whole blocks; then one that takes every width in turn, plain decoding included."""
+@pytest.fixture(scope="module")
+def greedy_client(greedy: Asked, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A server that takes every width in turn, from plain decoding to the whole block."""
     log = tmp_path_factory.mktemp("parameters") / "on.log"
-    environment = TINY_OVERLAPPING | (EVERY_WIDTH if request.param == "every width" else {})
-    with Server([*PLAIN, *POOL, *SPECULATE, *FLAGS], log, environment) as server:
+    with PreloadedServer([*PLAIN, *POOL, *SPECULATE, *FLAGS], log, TINY_OVERLAPPING | EVERY_WIDTH) as server:
         yield server.client()
 
 
@@ -157,7 +155,7 @@ def seeded(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -
 def seeded_client(seeded: Asked, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Of every width in turn: a seed's token is that of its position, however the step before it ended."""
     log = tmp_path_factory.mktemp("seeded") / "on.log"
-    with Server([*PLAIN, *POOL, *SPECULATE, *SEEDED], log, TINY_ENVIRONMENT | EVERY_WIDTH) as server:
+    with PreloadedServer([*PLAIN, *POOL, *SPECULATE, *SEEDED], log, TINY_ENVIRONMENT | EVERY_WIDTH) as server:
         yield server.client()
 
 

@@ -31,7 +31,7 @@ def streamed_lengths(client: Client, prompt: list[int]) -> list[int]:
     return lengths
 
 
-@on_arms("default")
+@on_arms("overlap")
 def test_same_ids_in_the_same_steps(client: Client, baseline: Baseline, oracle: ReferencePair) -> None:
     """Fails where taps, context, positions, masks or acceptance differ from the reference in any step of a prompt of
     any kind."""
@@ -42,7 +42,7 @@ def test_same_ids_in_the_same_steps(client: Client, baseline: Baseline, oracle: 
     assert tau(answers) > 2.0
 
 
-@on_arms("default")
+@on_arms("overlap")
 def test_chunks_end_where_steps_end(client: Client, baseline: Baseline, oracle: ReferencePair) -> None:
     """Fails where the server commits as many steps as the reference, but in another order."""
     prompts = baseline.prompts[::6]

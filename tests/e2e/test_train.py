@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from arms import POOL
+from arms import FULL, POOL
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Server, held_out_prompts
+from preloaded import PreloadedServer
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, held_out_prompts
 
 pytestmark = pytest.mark.server
 BLOCK_SIZE, NEW_TOKENS = 6, 24
@@ -71,7 +72,7 @@ def draft(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(llama: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     speculate = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
     log = tmp_path_factory.mktemp("served") / "server.log"
-    with Server(["--model-path", str(llama), *SERVED, *speculate], log, TINY_ENVIRONMENT) as server:
+    with PreloadedServer(["--model-path", str(llama), *SERVED, *speculate], log, TINY_ENVIRONMENT | FULL) as server:
         yield server.client()
 
 

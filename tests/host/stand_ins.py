@@ -1,4 +1,4 @@
-"""Requests, batches and a sampler of the host without a server: its own classes wherever they can be made."""
+"""Requests, batches and a sampler without a server, from SGLang's own classes where possible."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def make_req(
 
 
 def copies(req: Req, count: int) -> list[Req]:
-    """Requests alike, without slots."""
+    """Copies of a request, without slots."""
     made = [copy.copy(req) for _ in range(count)]
     for other in made:
         other.kv = ReqKvInfo()
@@ -97,7 +97,7 @@ def make_plan(ids: torch.Tensor, prefix_lens: torch.Tensor | None = None) -> Ver
 
 
 def output_of(logits: torch.Tensor) -> LogitsProcessorOutput:
-    """What the target's forward hands over; [rows, V], to be overwritten."""
+    """The result of the target's forward. logits: [rows, V]; they will be overwritten."""
     return LogitsProcessorOutput(next_token_logits=logits)
 
 
@@ -110,10 +110,10 @@ def make_row_sampler(sampler: Any, vocab_size: int, width: int) -> RowSampler:
 
 @contextmanager
 def configured(**fields: Any) -> Iterator[None]:
-    """SGLang's configuration of a server with this plugin; torch uncompiled and on one thread, for short tests.
+    """SGLang's configuration on a server with this plugin; torch uncompiled and on one thread, for short tests.
 
-    Of `torch.compile` the host needs a compiler at every start; what it compiles here (the scaling of a repetition
-    penalty) gives the same bits uncompiled.
+    `torch.compile` would need a compiler. What the host compiles here, the scaling of a repetition penalty, gives the
+    same bits uncompiled.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -127,6 +127,6 @@ def configured(**fields: Any) -> Iterator[None]:
 
 
 def make_sampler() -> Sampler:
-    """The host's, of one rank; to be made and called within `configured`."""
+    """The host's sampler of one rank; to be constructed and called within `configured`."""
     with get_parallel().override(tp_group=SimpleNamespace(device_group=None)):
         return Sampler()

@@ -1,4 +1,4 @@
-"""A block's tokens end a request as the same tokens do one by one, by the host's own code on its own `Req`."""
+"""A block's tokens end a request as the same tokens do one by one; both run the host's own code on its own `Req`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _configured():
 
 
 class Grammar:
-    """Ends with a token; `accept_token` raises behind it, as the host's backends do."""
+    """Ends with one token; `accept_token` raises after it, as in the host's backends."""
 
     def __init__(self, end: int) -> None:
         self._end = end
@@ -52,13 +52,13 @@ class Grammar:
 
 
 def processor() -> SimpleNamespace:
-    """What the host's two methods read of the `SchedulerBatchResultProcessor` that they belong to."""
+    """The parts of a `SchedulerBatchResultProcessor` that its two methods read."""
     config = SimpleNamespace(think_end_ids=THINK_END, self_opened_think_start_ids=None)
     return SimpleNamespace(model_config=config)
 
 
 def plain(req: Req, ids: list[int]) -> None:
-    """As `process_batch_result_decode` goes over plain decoding's tokens."""
+    """As `process_batch_result_decode` handles the tokens of plain decoding."""
     for token in ids:
         req.output_ids.append(token)
         ORIGINAL_REASONING(processor(), req, [token])
@@ -70,7 +70,7 @@ def plain(req: Req, ids: list[int]) -> None:
 
 
 def in_blocks(req: Req, ids: list[int], sizes: list[int]) -> None:
-    """As it goes over verified blocks: the grammar, then the ids, the reasoning, the stop; with our hooks."""
+    """As it handles verified blocks, with our hooks: first the grammar, then the ids, the reasoning, the stop."""
     ids = list(ids)
     for size in sizes:
         block, ids = ids[:size], ids[size:]
@@ -80,7 +80,7 @@ def in_blocks(req: Req, ids: list[int], sizes: list[int]) -> None:
         req.output_ids.extend(block)
         defer_reasoning_tokens(ORIGINAL_REASONING, processor(), req, block)
         finish_token_by_token(ORIGINAL_FINISH, req, len(block))
-        assert list(req.output_ids) == expected, "what reads the block afterwards expects all of it"
+        assert list(req.output_ids) == expected, "later readers expect the whole block"
         assert "dflash_reasoning" not in vars(req)
         if req.finished() or not ids:
             break
@@ -97,7 +97,7 @@ def answer(req: Req) -> dict[str, Any]:
 
 
 def both(ids: list[int], sizes: list[int], grammar: int | None = None, reasoning: bool = False, **sampling: Any):
-    """The same tokens to two like requests, one by one and in blocks."""
+    """Gives the same tokens to two equal requests: to one by one, to the other in blocks."""
     reqs = [make_req(**{"max_new_tokens": 99, **sampling}) for _ in range(2)]
     for req in reqs:
         req.grammar = None if grammar is None else Grammar(grammar)
@@ -117,8 +117,8 @@ def text(rng: random.Random, alphabet: str, shortest: int, longest: int) -> str:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_blocks_end_as_tokens_do(seed):
-    """Fails where a request ends elsewhere, or for another reason, than plain decoding; whatever it may end at:
-    stop strings, regexes, stop tokens, the end of sequence, the length."""
+    """Fails where a request ends at another token, or for another reason, than in plain decoding: with stop strings,
+    regexes, stop tokens, the end of sequence and the length limit."""
     rng = random.Random(seed)
     for _ in range(100):
         sampling = {
@@ -136,8 +136,8 @@ def test_blocks_end_as_tokens_do(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_end_a_grammar_as_tokens_do(seed):
-    """Fails where the token past the end of a grammar, which plain decoding emits with `ignore_eos`, is lost or two
-    are emitted, also where the end is the last token of its block, or a stop string comes first."""
+    """Fails where the token past a grammar's end, which plain decoding emits with `ignore_eos`, is lost or followed by
+    another; also if the grammar ends with the last token of a block, or a stop string comes first."""
     rng = random.Random(seed)
     for _ in range(100):
         sampling = {
@@ -167,7 +167,7 @@ def test_blocks_end_a_grammar_as_tokens_do(seed):
     ],
 )
 def test_whatever_comes_first_ends(text, sampling, end, kind):
-    """Fails where a block ends for another reason, or elsewhere, than at the first stop that it reaches."""
+    """Fails where a block does not end at the first stop that it reaches, or ends for another reason."""
     req = make_req(**{"max_new_tokens": 99, **sampling})
     in_blocks(req, ids_of(text), [len(text)])
     assert (len(req.output_ids_through_stop), type(req.finished_reason).__name__) == (end, kind)
@@ -177,7 +177,7 @@ def test_whatever_comes_first_ends(text, sampling, end, kind):
 
 
 def test_these_tests_see_the_hosts_own_precedence():
-    """Fails where the host began to end blocks as plain decoding does, so that the hook is needless."""
+    """Fails where the host itself ends blocks as plain decoding does, so that the hook is not needed."""
     req = make_req(stop=["ab"], max_new_tokens=99)
     req.output_ids.extend(ids_of("xa\0bab"))
     ORIGINAL_FINISH(req, 6)
@@ -186,7 +186,7 @@ def test_these_tests_see_the_hosts_own_precedence():
 
 @pytest.mark.parametrize("stop", [None, ["ab"]])
 def test_an_abort_ends_at_once(stop):
-    """Fails where a request that is to be aborted goes on, gets another reason, or loses tokens."""
+    """Fails where a request that must abort continues, gets another reason, or loses tokens."""
     req = make_req(stop=stop, max_new_tokens=99)
     req.output_ids.append(7)
     req.to_finish = FINISH_ABORT("gone")
@@ -199,7 +199,7 @@ def test_an_abort_ends_at_once(stop):
 
 
 def test_a_finished_request_stays_as_it_is():
-    """Fails where a block that comes after the end moves it."""
+    """Fails where a block after the end moves the end."""
     req = make_req(stop=["ab"], max_new_tokens=99)
     in_blocks(req, ids_of("xab"), [3])
     before = answer(req)
@@ -211,10 +211,10 @@ def test_a_finished_request_stays_as_it_is():
 
 @pytest.mark.parametrize("stop", [None, ["zz"]])
 def test_the_grammar_is_back_afterwards(stop):
-    """Fails where the request loses its grammar, or ends with it before the last token of the block."""
+    """Fails where the request loses its grammar, or ends with the grammar before its last token."""
     req = make_req(stop=stop, max_new_tokens=99, ignore_eos=True)
     req.grammar = grammar = Grammar(0)
-    in_blocks(req, ids_of("ab\0"), [3])  # the end is the block's last: one token is owed
+    in_blocks(req, ids_of("ab\0"), [3])  # the grammar ends with the block: one token is to follow
     assert req.grammar is grammar and not req.finished()
     in_blocks(req, ids_of("xyz"), [3])
     assert req.grammar is grammar
@@ -240,7 +240,7 @@ def test_reasoning_tokens_end_with_the_answer(text, sampling, count):
 
 
 def test_single_tokens_are_counted_at_once():
-    """Fails where a prefill's token waits for a stop that is never looked for."""
+    """Fails where a prefill's token is not counted at once: no search for a stop follows it."""
     req = make_req()
     req.require_reasoning = True
     defer_reasoning_tokens(ORIGINAL_REASONING, processor(), req, 5)
@@ -267,10 +267,10 @@ def test_a_session_continues_what_was_answered(drop):
 
 @pytest.mark.parametrize("algorithm", [None, "DFLASH", "EAGLE"])
 def test_prefill_only_requests_stay_so(monkeypatch, algorithm):
-    """Fails where a request for no new token, as scoring sends it, is sampled; or where another algorithm's server
-    changes."""
+    """Fails where a request with `max_new_tokens` 0, as in scoring, is sampled; or where servers of other algorithms
+    change."""
     host = Req.__dict__["is_prefill_only"]
-    monkeypatch.setattr(Req, "is_prefill_only", host)  # put back afterwards
+    monkeypatch.setattr(Req, "is_prefill_only", host)  # restored after the test
     restore_prefill_only()
     with configured(speculative_algorithm=algorithm):
         assert make_req(max_new_tokens=0).is_prefill_only == (algorithm != "EAGLE")

@@ -35,7 +35,7 @@ def _draft_model() -> SimpleNamespace:
 
 
 def _pool(model: SimpleNamespace, kind: type = MHATokenToKVPool, layout: str = "nhd") -> MHATokenToKVPool:
-    """The host's pool, with buffers and a plain write alone."""
+    """The host's pool with only its buffers and a plain write."""
     pool = kind.__new__(kind)
     pool.kv_cache_layout = layout
     pool.k_buffer, pool.v_buffer = ([torch.zeros(SLOTS, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv")
@@ -50,7 +50,7 @@ def _pool(model: SimpleNamespace, kind: type = MHATokenToKVPool, layout: str = "
 
 
 def test_both_ways_write_the_same():
-    """Fails where one launch for all layers would write other values, or elsewhere, than a write per layer."""
+    """Fails where one write for all layers writes other values or slots than a write per layer."""
     model = _draft_model()
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(7, HIDDEN, generator=generator)
@@ -65,12 +65,12 @@ def test_both_ways_write_the_same():
 
 
 class _Quantised(MHATokenToKVPool):
-    """A pool whose writes are its own."""
+    """A pool with its own kind of write."""
 
 
 @pytest.mark.parametrize(("kind", "layout"), [(MHATokenToKVPool, "hnd"), (_Quantised, "nhd")], ids=str)
 def test_the_host_writes_where_the_pool_is_not_plain(kind, layout):
-    """Fails where a pool of another layout or class is written around the host."""
+    """Fails where a pool of another layout or class is not written by the host."""
     model = _draft_model()
     writer = ContextKVWriter(model)
     writer.bind(_pool(model, kind, layout))

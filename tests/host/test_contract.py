@@ -1,8 +1,8 @@
-"""What we use of SGLang, as it stood at the pin: a port to another release starts by reading what this reports.
+"""Compares all that we use of SGLang with its state at the pinned release; a port starts with this test's report.
 
-SGLang's source is read, not imported: a name that moved is reported like any other change. After a port, or after
-we began to use something else, `SGLANG_DFLASH_UPDATE_CONTRACT=1 pytest tests/host/test_contract.py` rewrites
-`contract.json`; its diff is the list of what to review.
+SGLang's source is read, not imported, so a name that moved is reported like any other change. After a port, or when
+we use a new name, `SGLANG_DFLASH_UPDATE_CONTRACT=1 pytest tests/host/test_contract.py` rewrites `contract.json`. Its
+diff is the list of changes to review.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 STORED = Path(__file__).with_name("contract.json")
 UPDATE = "SGLANG_DFLASH_UPDATE_CONTRACT"
 
-# Relied on without an import: what calls us, what we call on objects that the host hands us, and what must stay true.
+# Relied on without an import: what calls us, what we call on the host's objects, and what must stay true.
 RELIED_ON = [
     # Plugins are loaded in every process, and a hook reaches modules that imported its target before.
     "sglang.srt.plugins.load_plugins",
@@ -36,7 +36,7 @@ RELIED_ON = [
     "sglang.srt.platforms._resolve_platform",
     "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
     "sglang.srt.arg_groups.speculative_hook._handle_dflash",
-    # The scheduler: when a worker is called, what is restored around it, what becomes of its result.
+    # The scheduler: when it calls a worker, what it restores after the call, how it uses the result.
     "sglang.srt.managers.scheduler.Scheduler.run_batch",
     "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
     "sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu",
@@ -64,7 +64,7 @@ RELIED_ON = [
     "sglang.srt.models.dflash.DFlashDraftModel.forward",
     "sglang.srt.models.dflash.DFlashDraftModel.project_target_hidden",
     "sglang.srt.models.dflash.DFlashDraftModel.set_block_size",
-    # A CPU's captured forward: what is traced and put in its place, where attention is cut out, and the copy left out.
+    # A CPU's captured forward: the traced forwards, the attention at which they are cut, the copy that is skipped.
     "sglang.srt.models.qwen3.Qwen3Model.forward",
     "sglang.srt.models.llama.LlamaModel.forward",
     "sglang.srt.layers.radix_attention.RadixAttention.forward",
@@ -76,7 +76,7 @@ RELIED_ON = [
 
 
 def used_names() -> list[str]:
-    """Every sglang name that our host and tests import, hook (a string that is such a name), or rely on."""
+    """Every sglang name that our host folder and tests import, hook (as a string), or rely on."""
     files = [*ROOT.glob("python/sglang_dflash/host/**/*.py"), *ROOT.glob("tests/**/*.py")]
     names = {name for path in files for name in _names_in(path.read_text()) if path != Path(__file__)}
     return sorted(names | set(RELIED_ON))
@@ -113,7 +113,7 @@ class GoneError(LookupError):
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a body, those under `if` and `try` included: a name may be bound differently per device."""
+    """The statements of a body, also those under `if` and `try`, where a name may be bound per device."""
     for statement in body:
         yield statement
         for part in ("body", "orelse", "finalbody"):
@@ -180,7 +180,7 @@ def _member(module: str, path: Path, classes: list[ast.stmt], name: str) -> list
 
 
 def describe(name: str) -> dict[str, Any]:
-    """A name's file, signature and the hash of its source; a class's members too."""
+    """A name's file, signature and the hash of its source; for a class, also its members."""
     path, statements = find(name)
     lines = _parsed(path)[0]
     entry: dict[str, Any] = {"file": path.relative_to(_sglang().parent).as_posix()}
@@ -217,7 +217,7 @@ def _hash(source: str) -> str:
 
 
 def changes(name: str, stored: dict[str, Any] | None, current: dict[str, Any] | None) -> list[str]:
-    """One line per difference between two descriptions of a name; None where it is on one side only."""
+    """One line per difference between two descriptions of a name; None stands for a missing description."""
     if current is None:
         return [f"{name}: gone from {stored['file'] if stored else 'SGLang'}"]
     if stored is None:
@@ -241,7 +241,7 @@ def changes(name: str, stored: dict[str, Any] | None, current: dict[str, Any] | 
 
 
 def current_contract() -> dict[str, dict[str, Any] | None]:
-    """Every used name -> its description, None where it is gone."""
+    """Every used name -> its description; None if it is gone."""
     found: dict[str, dict[str, Any] | None] = {}
     for name in used_names():
         try:
@@ -285,7 +285,7 @@ def test_contract_is_of_the_pin():
     ],
 )
 def test_changes_are_named(changed, expected):
-    """Fails where the report would not say what changed."""
+    """Fails where the report does not say what changed."""
     stored = {"file": "a.py", "signature": "(x)", "hash": "0", "members": {"f": "1", "g": "1"}}
     found = changes("sglang.f", stored, {**stored, **changed})
     assert [line.split(": ", 1)[1] for line in found] == expected
@@ -294,7 +294,7 @@ def test_changes_are_named(changed, expected):
 
 
 def test_a_missing_name_is_gone():
-    """Fails where a name that does not exist would be described as something else."""
+    """Fails where a name that does not exist is described as another one."""
     for name in (
         "sglang.srt.nowhere.f",
         "sglang.srt.managers.utils.nothing",
@@ -306,7 +306,7 @@ def test_a_missing_name_is_gone():
 
 PROBE = """
 import json, pkgutil, types
-import sglang.srt.managers.scheduler as scheduler  # the host, too, imports it before it loads plugins
+import sglang.srt.managers.scheduler as scheduler  # before the plugins, as the host does
 from sglang.srt.plugins import load_plugins
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_dflash.host import hooks
@@ -349,12 +349,12 @@ def test_every_hook_is_applied(probe):
 
 
 def test_every_hook_target_is_in_the_contract(probe):
-    """Fails where a target is put together at run time, so that the contract does not see it."""
+    """Fails where a target is built at run time, so that the contract misses it."""
     assert set(probe["targets"]) <= set(used_names())
 
 
 def test_dflash_gets_our_worker(probe):
-    """Fails where the hook does not decide which worker serves, or decides for other algorithms too."""
+    """Fails where the hook does not choose our worker for DFLASH, or also acts on other algorithms."""
     assert probe["worker"] == "sglang_dflash.host.worker"
     assert "Cannot create worker for NONE" in probe["none"]
 
@@ -367,9 +367,10 @@ def test_hooks_reach_the_scheduler(probe):
 
 def test_builtin_worker_is_left_alone(monkeypatch):
     """Fails where `SGLANG_DFLASH_WORKER=builtin` still gets our worker or our request check."""
-    from sglang_dflash.host import block_results, features, hooks, sampler, sessions, weights
+    from sglang_dflash.host import block_results, features, hooks, requests, sampler, sessions, weights
 
-    seams = (block_results.HOOKS, sampler.HOOKS, sessions.HOOKS, weights.HOOKS, features.HOOKS)
+    modules = (block_results, sampler, sessions, weights, features, requests)
+    seams = [module.HOOKS for module in modules]
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *(target for seam in seams for target in seam)}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")
     with_ours = set(hooks.registered_hooks())
@@ -379,7 +380,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
 
 
 def test_an_unknown_worker_is_refused(monkeypatch):
-    """Fails where a typing error in the switch silently selects one of the workers."""
+    """Fails where a misspelt switch silently selects one of the workers."""
     from sglang_dflash.host.version import builtin_worker_requested
 
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "built-in")

@@ -28,7 +28,7 @@ def _plain_configs(monkeypatch):
 
 
 def test_an_ordinary_server_is_served():
-    """Fails where the check refuses what works."""
+    """Fails where the check refuses a server that works."""
     assert refusal() is None
     assert refusal(tp_size=2) is None
 
@@ -49,13 +49,13 @@ def test_an_ordinary_server_is_served():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_could_mix_rows_is_refused(flags, words):
-    """Fails where a kernel that nobody showed to be batch-invariant serves silently."""
+    """Fails where a kernel that is not shown to be batch-invariant serves silently."""
     sentence = refusal(**flags)
     assert sentence is not None and all(word in sentence for word in words), sentence
 
 
 def test_a_machine_that_mixes_rows_is_refused(monkeypatch):
-    """Fails where a BLAS that rounds by the place of a row would serve."""
+    """Fails where a BLAS that rounds a row by its position serves."""
     flags = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=True))
     monkeypatch.setattr(deterministic, "get_exec", lambda: flags)
     monkeypatch.setattr(deterministic, "_kernels", [None])

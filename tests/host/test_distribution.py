@@ -1,9 +1,9 @@
-"""Sampled blocks have the distribution of plain decoding: SGLang's sampler, our rows, acceptance, by chi-square.
+"""Sampled blocks have plain decoding's distribution: SGLang's sampler, our rows and acceptance, by chi-square.
 
-The target is a Markov chain of 16 tokens: the logits of a row depend on the row's id alone. Thousands of requests
-start from one token; what they commit in several blocks is counted against the exact probabilities of plain decoding,
-in float64. There are 150 p-values, and each may be as low as `THRESHOLD`: fewer than one in 10,000 seeds would fail a
-right implementation.
+The target is a Markov chain of 16 tokens: the logits of a row depend only on the row's id. Thousands of requests start
+from one token. The tokens that they commit in several blocks are compared with the exact probabilities of plain
+decoding, in float64. There are 150 p-values, each tested against `THRESHOLD`: fewer than one in 10,000 seeds would fail
+a correct implementation.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sglang_dflash.host import sampler
 from sglang_dflash.host.penalties import asks_for_penalties
 
 VOCAB, WIDTH, TOKENS = 16, 4, 4
-REQUESTS, PENALISED = 16_000, 8_000  # fewer where requests are counted one by one
+REQUESTS, PENALISED = 16_000, 8_000  # fewer with penalties, whose counts are made request by request
 START = 3  # the token that every request has emitted last
 THRESHOLD = 5e-7
-RANKS = (2, 0, 1)  # of the drafts among the target's likeliest tokens: the first is seldom accepted
+RANKS = (2, 0, 1)  # of the drafts among the target's most likely tokens; the first is seldom accepted
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(11), dtype=torch.float64)  # logits by token
-MARGINALS = ((0,), (0, 1), (1, 2), (2, 3), (0, 1, 2))  # places whose joint counts are compared
+MARGINALS = ((0,), (0, 1), (1, 2), (2, 3), (0, 1, 2))  # token places whose joint counts are compared
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +73,7 @@ CASES = {
 
 
 def next_probabilities(emitted: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """Plain decoding's next token, by definition, after each of N histories ([N, L], `START` and earlier included).
+    """Plain decoding's probabilities of the next token after each of N histories ([N, L], up to the last token).
 
     Returns:
         [N, V] float64.
@@ -90,7 +90,7 @@ def next_probabilities(emitted: torch.Tensor, asked: Asked) -> torch.Tensor:
     probabilities = (logits / asked.temperature).softmax(-1)
     ordered, ids = probabilities.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
-    assert asked.top_p == 1 or (before - asked.top_p).abs().min() > 1e-6, "float32 may see this cut elsewhere"
+    assert asked.top_p == 1 or (before - asked.top_p).abs().min() > 1e-6, "float32 may cut at another token"
     dropped = (torch.arange(VOCAB) >= asked.top_k) | (before > asked.top_p) | (ordered < ordered[:, :1] * asked.min_p)
     kept = torch.zeros_like(ordered).scatter(1, ids, ordered.masked_fill(dropped, 0))
     return kept / kept.sum(-1, keepdim=True)
@@ -108,7 +108,7 @@ def exact_joint(asked: Asked) -> torch.Tensor:
 
 
 def draft_from(anchors: torch.Tensor) -> torch.Tensor:
-    """[B] -> [B, W]: the anchor and, one after the other, likely tokens behind it."""
+    """[B] -> [B, W]: the anchor, and then likely tokens, each following the one before."""
     ranked = TABLE.argsort(-1, descending=True)
     ids = [anchors]
     for place in range(WIDTH - 1):
@@ -120,7 +120,7 @@ def generate(batch: Batch, biased: float = 0.0) -> tuple[torch.Tensor, torch.Ten
     """Blocks until every request has `TOKENS` new tokens.
 
     Args:
-        biased: how likely an acceptance is that is none: a draft passes though the target chose otherwise.
+        biased: probability of a planted error: a draft is accepted although the target chose another token.
 
     Returns:
         [B, TOKENS] int64, and how often each number of tokens was committed, [W + 1].
@@ -148,12 +148,12 @@ def generate(batch: Batch, biased: float = 0.0) -> tuple[torch.Tensor, torch.Ten
         commits += accepted.commit_lens.bincount(minlength=WIDTH + 1)
         anchors, prefix_lens = accepted.bonus_ids, prefix_lens + accepted.commit_lens
         for req, ids in zip(batch.reqs, accepted.out_ids.tolist(), strict=True):
-            req.output_ids.extend(ids)  # the lengths bound what the worker gathers; the ids here mean nothing
+            req.output_ids.extend(ids)  # only their number matters: it bounds what the worker gathers
     return out[:, :TOKENS], commits
 
 
 def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Of Pearson's chi-square; cells expected less than eight times count as one. 0 where an impossible one is hit."""
+    """Of Pearson's chi-square. Cells expected fewer than eight times are merged; 0 if an impossible cell is hit."""
     if counts[probabilities == 0].any():
         return 0.0
     expected = probabilities * counts.sum()
@@ -178,7 +178,7 @@ def p_values(tokens: torch.Tensor, exact: torch.Tensor) -> list[float]:
 
 
 def batch_of(cases: list[Asked], count: int) -> Batch:
-    """`count` requests, the cases by turns."""
+    """`count` requests that alternate between the cases."""
     made = [make_req(vocab_size=VOCAB, output_ids=asked.history, max_new_tokens=999, **asked.params) for asked in cases]
     turns = zip(*(copies(req, count // len(cases)) for req in made), strict=True)
     reqs = [req for turn in turns for req in turn]
@@ -193,8 +193,8 @@ def show(name: str, values: list[float]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "greedy"])
 def test_blocks_are_plain_decoding(name):
-    """Fails where any parameter, in any row, moves the distribution of the committed tokens, or where it lets a token
-    through that plain decoding cuts."""
+    """Fails where the distribution of the committed tokens differs from plain decoding's for a parameter or a row, or
+    where a token is committed that plain decoding excludes."""
     torch.manual_seed(20261121)
     asked = CASES[name]
     tokens, commits = generate(batch_of([asked], PENALISED if asks_for_penalties(asked) else REQUESTS))
@@ -206,8 +206,7 @@ def test_blocks_are_plain_decoding(name):
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["host", "hooked"])
 def test_requests_of_one_batch_keep_their_own(monkeypatch, hooked):
-    """Fails where a row is sampled with the parameters of the request beside it, with our hook on the sampler and
-    without."""
+    """Fails where a row is sampled with another request's parameters, with our hook on the sampler and without."""
     torch.manual_seed(20261122)
     if hooked:
         original = Sampler._sample_from_probs
@@ -223,8 +222,7 @@ def test_requests_of_one_batch_keep_their_own(monkeypatch, hooked):
 
 @pytest.mark.parametrize("name", ["temperature 1", "all at once"])
 def test_a_biased_acceptance_is_seen(name):
-    """Fails where the statistics are too weak to notice that 2% of the drafts pass although the target chose
-    otherwise."""
+    """Fails where the statistics miss that 2% of the drafts are accepted although the target chose another token."""
     torch.manual_seed(20261121)
     tokens, _ = generate(batch_of([CASES[name]], 24_000), biased=0.02)
     values = p_values(tokens, exact_joint(CASES[name]))
@@ -234,13 +232,13 @@ def test_a_biased_acceptance_is_seen(name):
 
 @pytest.mark.parametrize("other", ["temperature 0.6", "top_k", "frequency", "bias"])
 def test_another_distribution_is_seen(other):
-    """Fails where the statistics would pass the tokens of requests that ask for something else."""
+    """Fails where the statistics accept the tokens of requests with other parameters."""
     torch.manual_seed(20261121)
     tokens, _ = generate(batch_of([CASES["temperature 1"]], 4000))
     assert min(p_values(tokens, exact_joint(CASES[other]))) < THRESHOLD
 
 
-# With seeds, block by block and token by token give the same tokens, not merely the same distribution.
+# With seeds, blocks give the same tokens as single tokens, not only the same distribution.
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"top_k": 6, "top_p": 0.8}], ids=str)
@@ -258,4 +256,4 @@ def test_seeded_blocks_are_plain_decoding_token_by_token(monkeypatch, params):
             last = plain(output_of(TABLE[last].float()), info, False, [], [], positions).long()
             one_by_one.append(last)
     assert torch.equal(in_blocks, torch.stack(one_by_one, dim=1))
-    assert len(in_blocks.unique(dim=0)) > count / 2, "seeds hardly matter here"
+    assert len(in_blocks.unique(dim=0)) > count / 2, "seeds hardly change the tokens"

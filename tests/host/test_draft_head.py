@@ -40,11 +40,11 @@ def head_of(weight: torch.Tensor, first: int, padding: int, group: Group) -> Dra
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("batch", "ranks"), [(1, 2), (3, 2), (2, 4)])
 def test_every_rank_drafts_the_same(batch: int, ranks: int, dtype: torch.dtype, monkeypatch) -> None:
-    """Fails where a rank's span is offset wrongly, its padding wins, or equal logits go to a higher id."""
+    """Fails where a rank's span has a wrong offset, its padding wins, or a tie goes to a higher id."""
     group = Group(ranks)
     monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=group))
     generator = torch.Generator().manual_seed(batch + ranks)
-    # Three rows again and again: all logits tie with others, within a rank's span and across them.
+    # The same three rows repeat, so every logit ties with others, within a rank's span and across spans.
     weight = torch.randint(-1, 2, (3, 8), generator=generator).repeat(ranks * 2, 1)[: ranks * 5 - 2].to(dtype)
     hidden = torch.randint(-1, 2, (batch * BLOCK_SIZE, 8), generator=generator).to(dtype)
     heads = [
@@ -65,7 +65,7 @@ def test_every_rank_drafts_the_same(batch: int, ranks: int, dtype: torch.dtype, 
 
 
 def test_new_weights_are_drafted_with(monkeypatch) -> None:
-    """Fails where the head keeps a weight that the host has replaced."""
+    """Fails where the head still uses a weight that the host has replaced."""
     monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
     lm_head = SimpleNamespace(weight=torch.eye(4), shard_indices=None)
     head = DraftHead(lm_head, 2)
@@ -76,7 +76,7 @@ def test_new_weights_are_drafted_with(monkeypatch) -> None:
 
 
 def test_vocabularies_that_it_does_not_know_are_refused(monkeypatch) -> None:
-    """Fails where added or quantised vocabulary would be left out without a word."""
+    """Fails where added or quantised vocabulary is silently ignored."""
     monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
     shard = SimpleNamespace(num_added_elements=2, num_org_elements=4, org_vocab_start_index=0)
     with pytest.raises(ValueError, match="added vocabulary"):

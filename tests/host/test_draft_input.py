@@ -14,10 +14,10 @@ from sglang_dflash.host.draft_input import DraftInput, reserve_lens
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("reserve", [4, 16, 32])
 def test_reserve_is_the_hosts(page_size, reserve):
-    """Fails where one request gets another reservation than the host computes: slots would leak or be missing."""
+    """Fails where a request's reservation differs from the host's: slots would leak or be missing."""
     generator = torch.Generator().manual_seed(page_size + reserve)
     committed = torch.randint(0, 300, (500,), generator=generator)
-    # Also requests that own more already (a shorter block than expected was committed) and ones that own less.
+    # Some requests already own more (fewer tokens than reserved were committed), others own less.
     owned = committed + torch.randint(-40, 120, (500,), generator=generator)
     allocated = (owned.clamp(min=0) + page_size - 1) // page_size * page_size
     reqs = [
@@ -46,7 +46,7 @@ def test_reserve_is_the_hosts(page_size, reserve):
     ],
 )
 def test_reserve_by_hand(committed, allocated, page_size, expected):
-    """Fails where a boundary is off by one: a reserve of 8 behind the committed tokens, in whole pages."""
+    """Fails where a boundary is off by one: a reserve of 8 after the committed tokens, in whole pages."""
     assert reserve_lens([committed], [allocated], 8, page_size) == [expected]
 
 
@@ -57,7 +57,7 @@ def test_reserve_of_no_request():
 
 @pytest.mark.parametrize("batch", [0, 3])
 def test_state_relays_the_bonus_and_the_prefix(batch):
-    """Fails where the next step starts from another token or length, or in a dtype that the host's relay casts."""
+    """Fails where the next step gets another token or length, or a dtype that the host's relay would cast."""
     bonus_ids, prefix_lens = torch.arange(batch) + 7, torch.arange(batch).int() + 40
     state = DraftInput.create(bonus_ids, prefix_lens)
     assert state.bonus_tokens.dtype == state.new_seq_lens.dtype == torch.int64
@@ -68,7 +68,7 @@ def test_state_relays_the_bonus_and_the_prefix(batch):
 
 
 def test_filtering_keeps_the_bonus_with_its_request():
-    """Fails where the host's filter, which runs when a request ends, leaves a request with another one's bonus."""
+    """Fails where a request gets another one's bonus from the host's filter, which runs when a request ends."""
     state = DraftInput.create(torch.tensor([5, 6, 7]), torch.tensor([10, 20, 30]))
     state.filter_batch(torch.tensor([2, 0]))
     assert state.bonus_tokens.tolist() == [7, 5]

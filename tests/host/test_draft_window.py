@@ -1,4 +1,4 @@
-"""A draft that sees only the latest tokens: which slots its table holds, and how many it counts."""
+"""A draft that sees only the latest tokens: the slots in its table, and the number of tokens that it sees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def block_at(prefix_lens: list[int]) -> Block:
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("size", [4, 7, 16, 100])
 def test_latest_tokens_and_the_block_lead_the_row(size: int, page_size: int) -> None:
-    """Fails where a slot is not that of its token, the window is cut inside a page, or another row is touched."""
+    """Fails where a slot is not its token's, the window starts inside a page, or another row changes."""
     columns = 96
     target = torch.arange(8 * columns, dtype=torch.int32).view(8, columns)
     draft = torch.full((8, columns), SENTINEL, dtype=torch.int32)
@@ -37,6 +37,6 @@ def test_latest_tokens_and_the_block_lead_the_row(size: int, page_size: int) -> 
 
 
 def test_no_requests() -> None:
-    """Fails where an idle step has no table to lay out."""
+    """Fails where an empty batch raises."""
     table = torch.zeros((2, 32), dtype=torch.int32)
     assert DraftWindow(8, 1, table, table.clone()).lay_out(block_at([]), torch.empty(0)).shape == (0,)

@@ -1,4 +1,4 @@
-"""Every feature around DFLASH is either refused before the server is up, or served and shown so by a test."""
+"""Every feature combined with DFLASH is either refused before the server is up, or served and tested."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VALUES = {
     "speculative_accept_threshold_acc": "0.9",
 }
 REFUSED = [(feature, flag) for feature in FEATURES if feature.refusal for flag in feature.flags]
-# Flags of other algorithms, and of DFLASH at values that ask for nothing.
+# Flags -> whether they are accepted: flags of other algorithms, and flags of DFLASH at harmless values.
 FOREIGN = {
     "--speculative-eagle-topk 4": False,
     "--speculative-num-steps 3": False,
@@ -92,7 +92,7 @@ def test_refused_in_one_sentence(feature: Feature, flag: str, outcomes: dict[str
 
 @pytest.mark.parametrize("flags", FOREIGN)
 def test_flags_of_other_algorithms(flags: str, outcomes: dict[str, str]) -> None:
-    """Fails where a flag that has no effect with DFLASH is ignored, or one that asks for nothing is refused."""
+    """Fails where a flag without an effect on DFLASH is silently accepted, or a harmless one is refused."""
     if FOREIGN[flags]:
         assert outcomes[flags] == "accepted"
     else:
@@ -100,7 +100,7 @@ def test_flags_of_other_algorithms(flags: str, outcomes: dict[str, str]) -> None
 
 
 def test_served_features_are_tested() -> None:
-    """Fails where a feature is called served and no test of that name exists."""
+    """Fails where a served feature names no test, or a test that does not exist."""
     existing = {
         node.name
         for path in (TESTS / "e2e").glob("test_*.py")

@@ -1,4 +1,4 @@
-"""What follows a load: a server that finds no huge pages serves all the same, and says so."""
+"""Weights move to huge pages after a load; a server without huge pages still serves, and says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_dflash.ops import huge_pages
 
 
 def test_without_memory_weights_stay(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Fails where a server that could serve ends for want of huge pages, or says nothing of it."""
+    """Fails where missing huge pages end the server, or the log does not mention them."""
 
     def fail(size: int, page: int) -> torch.Tensor:
         raise OSError(12, "Cannot allocate memory")
@@ -29,7 +29,7 @@ def test_without_memory_weights_stay(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 def test_weights_move(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Fails where the host's call after a load leaves weights where they are, or the log says nothing of them."""
+    """Fails where the host's call after a load does not move the weights, or the log does not mention them."""
     monkeypatch.setattr(huge_pages, "page_bytes", lambda: 2 << 20)
     model = torch.nn.Linear(4, 3)
     with caplog.at_level(logging.INFO):

@@ -1,4 +1,4 @@
-"""Where the host serves with native ops on the CPU: its norms, its rotary embeddings, the draft's context KV."""
+"""The native ops in SGLang on the CPU: its norms, its rotary embeddings, the draft's context KV."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_norm(size: int, dtype: torch.dtype, **options) -> RMSNorm:
     "options", [{}, {"cast_x_before_out_mul": True}, {"var_hidden_size": 32}, {"fp32_residual": True}]
 )
 def test_norms_are_the_hosts(options, with_residual, dtype):
-    """Fails where an option of the host's norm is passed over."""
+    """Fails where an option of the host's norm is ignored."""
     norm, x = make_norm(64, dtype, **options), torch.randn(5, 64).to(dtype)
     residual = torch.randn(5, 64).to(dtype) if with_residual else None
     got, expected = layers.rms_norm(norm, x, residual), norm.forward_native(x, residual)
@@ -52,7 +52,7 @@ def test_norms_are_the_hosts(options, with_residual, dtype):
 @DTYPES
 @pytest.mark.parametrize(("rotary_dim", "neox"), [(32, True), (16, True), (32, False)])
 def test_rotary_embeddings_are_the_hosts(rotary_dim, neox, dtype):
-    """Fails where queries and keys that are parts of one product are rotated otherwise than the host does."""
+    """Fails where queries and keys that are slices of one product are rotated differently from the host."""
     rotary = RotaryEmbedding(32, rotary_dim, 100, 10000, neox, dtype)
     qkv, positions = torch.randn(6, 8 * 32).to(dtype), torch.tensor([0, 3, 99, 4, 4, 50])
     q, k, v = qkv.split([4 * 32, 2 * 32, 2 * 32], dim=-1)
@@ -64,7 +64,7 @@ def test_rotary_embeddings_are_the_hosts(rotary_dim, neox, dtype):
 
 
 def test_half_precision_keeps_the_hosts_bodies():
-    """Fails where a dtype that the native ops do not take ends the server."""
+    """Fails where a dtype that the native ops do not support ends the server."""
     norm, x = make_norm(64, torch.float16), torch.randn(5, 64).half()
     assert torch.equal(layers.rms_norm(norm, x), norm.forward_native(x))
     rotary = RotaryEmbedding(32, 32, 100, 10000, True, torch.float16)
@@ -83,7 +83,7 @@ def test_installed_for_these_classes(monkeypatch):
 
 
 class Pool(SimpleNamespace):
-    """A pool that only `set_kv_buffer` may write: what the writer does without native ops."""
+    """A pool that only `set_kv_buffer` writes, as it is without native ops."""
 
     def set_kv_buffer(self, layer, location, k, v, k_scale, v_scale) -> None:
         slots = location.loc if hasattr(location, "loc") else location[0]
@@ -133,7 +133,7 @@ def test_context_kv_is_what_the_pool_would_hold(bias, dtype):
 
 
 def test_another_pool_is_written_through(monkeypatch):
-    """Fails where a pool that converts or quantises is written behind its back."""
+    """Fails where a pool that converts or quantises is written without `set_kv_buffer`."""
     writer = ContextKVWriter(make_draft(torch.float32, False))
     shape = (3, 50, 2, 16)
     pool = Pool(k_buffer=torch.zeros(shape), v_buffer=torch.zeros(shape), dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""Our penalties against SGLang's own penalizers, which are fed a request's tokens one by one."""
+"""Our penalties against SGLang's own penalizers, which get a request's tokens one by one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _configured():
 
 
 class One:
-    """A batch of one request, to which the orchestrator holds a weak reference."""
+    """A batch of one request. The orchestrator holds only a weak reference to it."""
 
     def __init__(self, req: Req) -> None:
         self.reqs, self.device = [req], "cpu"
@@ -84,7 +84,7 @@ def ask(rng: random.Random, vocab_size: int) -> dict[str, Any]:
 
 
 def params_of(penalties: RequestPenalties, reqs: Sequence[Req]) -> ops.PenaltyParams:
-    """As a worker makes them, from a batch of these requests alone."""
+    """The parameters that a worker makes from a batch of these requests."""
     for slot, req in enumerate(reqs):
         req.kv.req_pool_idx = slot
     batch = Batch(reqs, reqs[0].vocab_size)
@@ -96,8 +96,8 @@ def params_of(penalties: RequestPenalties, reqs: Sequence[Req]) -> ops.PenaltyPa
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_row_is_the_hosts_bit_for_bit(seed):
-    """Fails where a row of a block differs by a bit from the host's penalizers, fed with the emitted tokens and the
-    drafts before that row; or where a row of another request changes."""
+    """Fails where a row of a block differs by a bit from the host's penalizers, after they get the emitted tokens and
+    the drafts before that row; or where a row of another request changes."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     width, vocab_size, batch = rng.randint(2, 16), rng.randint(17, 500), rng.randint(1, 6)
     reqs = [make_req(vocab_size=vocab_size, eos_token_ids={5}, **ask(rng, vocab_size)) for _ in range(batch)]
@@ -117,7 +117,7 @@ def test_every_row_is_the_hosts_bit_for_bit(seed):
     for index in set(range(batch)) - set(asking):
         logits[index, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     before = logits.clone()
-    most = max(map(len, emitted)) + rng.randrange(5)  # beyond a request's tokens stand padding ids
+    most = max(map(len, emitted)) + rng.randrange(5)  # padding ids follow a request's tokens
     ops.penalize(logits, torch.tensor(asking), block_ids, ours.of(torch.arange(len(asking)), most), params)
 
     for row, index in enumerate(asking):
@@ -131,7 +131,7 @@ def test_every_row_is_the_hosts_bit_for_bit(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_one_row_in_two_parts_is_the_hosts(seed):
-    """Fails where what a prefill is handed for a request that comes back differs from what the host would hand it."""
+    """Fails where the penalties of a prefill for a request that comes back differ from the host's."""
     rng = random.Random(seed)
     vocab_size = rng.randint(17, 300)
     req = make_req(vocab_size=vocab_size, eos_token_ids={5}, **(ask(rng, vocab_size) | {"presence_penalty": 0.7}))
@@ -151,7 +151,7 @@ def test_one_row_in_two_parts_is_the_hosts(seed):
 
 @pytest.mark.parametrize("order", permutations(PENALIZERS))
 def test_penalizers_add_and_then_scale(order):
-    """Fails where the order of the host's set decides a logit."""
+    """Fails where a logit depends on the order of the host's set."""
     req = make_req(frequency_penalty=0.3, presence_penalty=0.7, repetition_penalty=1.7, min_new_tokens=9)
     batch = One(req)
     penalizers = BatchedPenalizerOrchestrator(128, batch, order)  # a sequence: keeps its order
@@ -191,7 +191,7 @@ def test_who_asks(asked, asks):
 @pytest.mark.parametrize("eos", [None, {5}, {5, 6}])
 @pytest.mark.parametrize("additional", [None, {7, 0}])
 def test_masked_ids_are_the_hosts(stops, eos, additional):
-    """Fails where a stop id may end an answer before its time, or another id is masked."""
+    """Fails where a stop id can end an answer before its minimum, or another id is masked."""
     req = make_req(min_new_tokens=4, stop_token_ids=stops, eos_token_ids=eos)
     req.tokenizer.additional_stop_token_ids = additional
     masked = Host(req, 128).penalized(torch.zeros(128)).isneginf().nonzero().flatten()
@@ -199,7 +199,7 @@ def test_masked_ids_are_the_hosts(stops, eos, additional):
 
 
 def test_a_request_that_cannot_stop_masks_nothing():
-    """Fails where a tokenizer without an end-of-sequence id raises, or id 0 is masked in its place."""
+    """Fails where a tokenizer without an end-of-sequence id raises, or id 0 is masked instead."""
     req = make_req(min_new_tokens=4)
     req.tokenizer.eos_token_id = None
     assert stop_ids(req) == set()
@@ -212,7 +212,7 @@ def test_a_request_that_cannot_stop_masks_nothing():
 
 
 def test_a_batch_without_penalties_has_no_group():
-    """Fails where batches that ask for nothing pay for those that do."""
+    """Fails where a batch without penalties has the overhead of penalties."""
     penalties = RequestPenalties(128, 4, "cpu")
     batch = Batch([make_req(slot=0), make_req(slot=1)], 128)
     assert penalties.prefill(batch) is None
@@ -222,8 +222,8 @@ def test_a_batch_without_penalties_has_no_group():
 
 
 def test_a_request_that_comes_back_is_prefilled_with_its_counts():
-    """Fails where the token that a retracted request samples first ignores what it has emitted, or where the request
-    beside it is penalised for that."""
+    """Fails where a retracted request's next token ignores the tokens emitted before, or where those tokens penalise
+    the other request of the batch."""
     back = make_req("back", 3, output_ids=[7, 7, 9], frequency_penalty=0.5, repetition_penalty=1.5, min_new_tokens=4)
     batch = Batch([make_req("new", 1, presence_penalty=0.25), back], 128)
     RequestPenalties(128, 4, "cpu").prefill(batch)
@@ -235,8 +235,8 @@ def test_a_request_that_comes_back_is_prefilled_with_its_counts():
 
 
 def test_running_requests_of_a_mixed_batch_keep_their_counts():
-    """Fails where a prefill that carries running requests along starts them anew, one step behind, or samples them
-    as if the host's counts were right."""
+    """Fails where a prefill resets the counts of the running requests in its batch to one step earlier, or uses the
+    host's counts for them."""
     penalties = RequestPenalties(16, 4, "cpu")
     running = make_req("running", 0, vocab_size=16, frequency_penalty=1.0)
     first = Batch([running], 16)

@@ -1,4 +1,4 @@
-"""A traced forward cut into pieces computes what the whole computed, for any number of rows."""
+"""The pieces of a traced forward compute the same as the whole, for any number of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, LAYERS = 6, 4
 
 
 def layer(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    rows = torch.ops.aten.sin(rows)  # where it is cut
+    rows = torch.ops.aten.sin(rows)  # the op at which the graph is cut
     return rows.view(rows.shape[0], 2, WIDTH // 2).flip(1).reshape(rows.shape[0], WIDTH) @ weight
 
 
@@ -58,7 +58,7 @@ def run(graph: torch.fx.Graph, pieces: list[Piece], inputs: list[torch.Tensor]) 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 33])
 def test_the_pieces_compute_the_whole(graph, weights, rows):
-    """Fails where a piece lacks an input, takes them in another order, or holds on to the traced number of rows."""
+    """Fails where a piece lacks an input, takes inputs in another order, or fixes the traced number of rows."""
     pieces = list(cut(graph, torch.ops.aten.sin.default))
     x = torch.randn(rows, WIDTH)
     for got, expected in zip(run(graph, pieces, [*weights, x]), forward(weights, x), strict=True):
@@ -66,7 +66,7 @@ def test_the_pieces_compute_the_whole(graph, weights, rows):
 
 
 def test_inner_pieces_are_alike(graph):
-    """Fails where each layer would be compiled anew, or a tapped layer would be taken for another."""
+    """Fails where equal layers would be compiled twice, or a tapped layer counts as equal to an untapped one."""
     pieces = list(cut(graph, torch.ops.aten.sin.default))
     assert [piece.graph is None for piece in pieces] == [False, True] * LAYERS + [False]
     signatures = [piece.signature for piece in pieces if piece.graph is not None]

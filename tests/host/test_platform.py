@@ -1,4 +1,4 @@
-"""When our CPU platform serves, and when it stays out of the way."""
+"""When our CPU platform is active; and what counts as a missing hook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_dflash.host.version import builtin_worker_requested
 from sglang_dflash.plugin import activate_platform
 from sglang_dflash.serving import TINY_TARGET
 
-# Resolves server arguments as the launcher does; a case is SGLANG_DFLASH_OVERLAP and flags.
+# Resolves server arguments as the launcher does. A case is a value of SGLANG_DFLASH_OVERLAP and flags.
 RESOLVE = """
 import json, os, sys
 from sglang.srt.plugins import load_plugins
@@ -48,7 +48,7 @@ def test_active_without_an_accelerator(monkeypatch):
 
 
 def test_inactive_beside_an_accelerator(monkeypatch):
-    """Fails where our CPU platform would take a GPU machine over."""
+    """Fails where our CPU platform is active on a GPU machine."""
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     assert activate_platform() is None
@@ -62,7 +62,7 @@ def test_inactive_where_the_hosts_cpu_engine_is_asked_for(monkeypatch):
 
 
 def test_builtin_switch_keeps_our_worker_out(monkeypatch):
-    """Fails where the switch leaves our worker or our refusals hooked in."""
+    """Fails where our worker or our refusals stay hooked with the switch."""
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "builtin")
     assert builtin_worker_requested()
     assert not {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST} & set(hooks.registered_hooks())
@@ -70,7 +70,7 @@ def test_builtin_switch_keeps_our_worker_out(monkeypatch):
 
 @pytest.fixture
 def registered(monkeypatch):
-    """SGLang's hook registry as after a good start."""
+    """SGLang's hook registry as it is after a correct start."""
     ours = hooks.registered_hooks()
     entries = {target: [(kind, function, None)] for target, (function, kind) in ours.items()}
     monkeypatch.setattr(HookRegistry, "_hooks", entries)
@@ -79,7 +79,7 @@ def registered(monkeypatch):
 
 
 def test_a_hook_that_did_not_take_is_missing(registered, monkeypatch):
-    """Fails where a target that SGLang could not patch passes for hooked."""
+    """Fails where a target that SGLang could not patch counts as hooked."""
     assert hooks.missing_hooks() == []
     monkeypatch.setattr(HookRegistry, "_patched", set(registered) - {hooks.CREATE_WORKER})
     assert hooks.missing_hooks() == [hooks.CREATE_WORKER]
@@ -94,7 +94,7 @@ def test_a_hook_replaced_by_another_plugin_is_missing(registered):
 
 
 def test_no_overlap_unless_asked_for():
-    """Fails where a token on a CPU waits unasked for the step after its own, or where a wish is not heard."""
+    """Fails where overlap is on by default on a CPU, or a setting that switches it on or off is ignored."""
     outcomes = {
         ("0", ""): False,
         ("1", ""): True,

@@ -15,9 +15,10 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dflash.host import requests
 from sglang_dflash.host.requests import refuse_unsupported
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "request-fields.md"
 
 # Fields that the host makes for itself; no client sends them.
 INTERNAL = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
@@ -57,9 +58,9 @@ def _fields(request: type) -> set[str]:
 
 
 @pytest.mark.parametrize("request_type", [SamplingParams, GenerateReqInput, CompletionRequest, ChatCompletionRequest])
-def test_readme_names_every_field(request_type: type) -> None:
-    """Fails where SGLang has a field of which the README's table does not say what becomes of it."""
-    section = README.read_text().split("## Every field of a request")[1].split("\n## ")[0]
+def test_the_page_names_every_field(request_type: type) -> None:
+    """Fails where SGLang has a field of which the table does not say what becomes of it."""
+    section = PAGE.read_text().split("## Every field of a request")[1].split("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", section))
     missing = {name for name in _fields(request_type) - INTERNAL if not name.startswith("_")} - named
     assert not missing
@@ -140,3 +141,106 @@ def test_ids_outside_the_vocabulary_are_refused(outside: int) -> None:
     assert f"input_ids has {outside}" in sentence
     assert "0 to 99" in sentence
     assert refuse_unsupported(_request(origin_input_ids=array("q", [outside]), multimodal_inputs=object())) is None
+
+
+@pytest.fixture(params=["DFLASH", None])
+def serving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether DFLASH serves in this process."""
+    monkeypatch.setattr(requests, "get_spec", lambda: SimpleNamespace(speculative_algorithm=request.param))
+    return request.param == "DFLASH"
+
+
+def _hook(target: str) -> Any:
+    """Our hook around a method of the host that finds nothing wrong."""
+    hook, _ = requests.HOOKS[target]
+    return lambda *arguments: hook(lambda *_: None, *arguments)
+
+
+def _refused_while_serving(serving: bool, named: str, check: Any, *arguments: Any) -> None:
+    if serving:
+        with pytest.raises(ValueError, match=re.escape(named)):
+            check(*arguments)
+    else:
+        check(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"return_logprob": True, "logprob_start_len": -7}, "logprob_start_len is -7; allowed: -1, or 0 and more."),
+        ({"return_logprob": True, "logprob_start_len": "a"}, "logprob_start_len is 'a'"),
+        ({"return_logprob": True, "top_logprobs_num": 1000000}, "top_logprobs_num is 1000000; allowed: 0 to 100."),
+        ({"top_logprobs_num": -1}, "top_logprobs_num is -1"),
+        ({"top_logprobs_num": [5]}, "top_logprobs_num is [5]"),
+        ({"positional_embed_overrides": {"1": 2}}, "positional_embed_overrides is not served"),
+    ],
+)
+def test_what_would_end_the_scheduler_stops_at_the_tokenizer(serving: bool, fields: Any, named: str) -> None:
+    """Fails where a value passes that ends the scheduler, or where it is refused although DFLASH does not serve."""
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
+    check = _hook(requests.VALIDATE_IN_TOKENIZER)
+    _refused_while_serving(serving, named, check, manager, GenerateReqInput(text="Hi", **fields), [5])
+
+
+def test_ordinary_logprobs_pass_the_tokenizer(serving: bool) -> None:
+    """Fails where a value is refused that the host serves."""
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
+    check = _hook(requests.VALIDATE_IN_TOKENIZER)
+    for fields in ({}, {"logprob_start_len": -1}, {"logprob_start_len": 0}, {"top_logprobs_num": 100}):
+        check(manager, GenerateReqInput(text="Hi", return_logprob=True, **fields), [5])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"temperature": 1e308}, "temperature is 1e+308; allowed: 0 to 1e+30."),
+        ({"logit_bias": {"5": 1e308}}, "logit_bias of token 5 is 1e+308; allowed: -1e+30 to 1e+30."),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias of token 5 is nan"),
+        ({"logit_bias": {"5": "a"}}, "logit_bias of token 5 is 'a'"),
+    ],
+)
+def test_numbers_that_make_nan_are_refused(serving: bool, sampling: dict[str, Any], named: str) -> None:
+    """Fails where probabilities become NaN, which ends the scheduler as soon as a token is drawn."""
+    _refused_while_serving(serving, named, _hook(requests.VERIFY_SAMPLING), SamplingParams(**sampling), 100)
+
+
+def test_ordinary_biases_pass(serving: bool) -> None:
+    """Fails where a bias is refused that users send to ban or to force a token."""
+    _hook(requests.VERIFY_SAMPLING)(SamplingParams(temperature=5.0, logit_bias={"5": -1e9, "6": 100}), 100)
+
+
+@pytest.mark.parametrize("sampling", [{"n": 10**6}, [{"n": 2}, {"n": 5000}]])
+def test_too_many_answers_are_refused(serving: bool, sampling: Any) -> None:
+    """Fails where the host would make a million tasks before it checks anything."""
+    request = GenerateReqInput(text="Hi", sampling_params=sampling)
+    _refused_while_serving(serving, "; allowed: 1 to 4096.", _hook(requests.NORMALIZE), request)
+    _hook(requests.NORMALIZE)(GenerateReqInput(text="Hi", sampling_params={"n": 4096}))
+
+
+class _Scheduler:
+    """A scheduler that fails to take a request in, and notes what it sends back."""
+
+    def __init__(self, dflash: bool) -> None:
+        self.sent: list[Any] = []
+        self.spec_algorithm = SimpleNamespace(is_dflash=lambda: dflash)
+        sender = SimpleNamespace(send_output=lambda output, request: self.sent.append(output))
+        self.ipc_channels = SimpleNamespace(send_to_tokenizer=sender)
+
+
+@pytest.mark.parametrize("dflash", [True, False])
+def test_a_request_that_cannot_be_taken_in_ends_alone(dflash: bool) -> None:
+    """Fails where the exception leaves the handler, which ends the scheduler, or the client gets no sentence."""
+
+    def fail(*_: Any) -> None:
+        raise TypeError("'dict' is no 'str'")
+
+    hook, _ = requests.HOOKS[requests.HANDLE_IN_SCHEDULER]
+    scheduler, request = _Scheduler(dflash), SimpleNamespace(rid="r", http_worker_ipc=None)
+    if not dflash:
+        with pytest.raises(TypeError):
+            hook(fail, scheduler, request)
+        return
+    hook(fail, scheduler, request)
+    (answer,) = scheduler.sent
+    assert answer.rid == "r" and answer.finished_reason["status_code"] == 400
+    assert "TypeError: 'dict' is no 'str'" in answer.finished_reason["message"]

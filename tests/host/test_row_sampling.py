@@ -1,4 +1,4 @@
-"""What the host's sampler is given for every row of a block: fields, parameters, processors, and hidden states."""
+"""The input of the host's sampler for every row of a block: fields, parameters, processors; and hidden states."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sglang_dflash.host.sampling import expand
 VOCAB = 16
 PROCESSOR = DisallowedTokensLogitsProcessor.to_str()
 
-# What becomes of every field of the host's `SamplingBatchInfo` when its requests become rows.
+# How `expand` treats every field of the host's `SamplingBatchInfo` when requests become rows.
 ONCE_PER_ROW = {"temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"}
 IN_THE_LOGITS = {"grammar_mask", "acc_additive_penalties", "acc_scaling_penalties", "logit_bias"}
 OF_ROWS = {"custom_params", "custom_logit_processor"}
 OF_THE_BATCH = {
     *("is_all_greedy", "is_any_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling"),
     *("vocab_size", "device", "has_custom_logit_processor", "max_top_k", "npu_top_k_top_p_eligible"),
-    "grammars",  # read for whether there are any
+    "grammars",  # read only to see whether there are any
     "penalizer_orchestrator",  # None in a forward's copy
 }
 REFUSED = {
@@ -38,7 +38,7 @@ REFUSED = {
     *("watermark_keys", "watermark_context_windows", "watermark_enabled"),
     *("watermark_candidates_host", "has_watermark_candidates"),
 }
-OTHER_DEVICES = {"rids_int", "bootstrap_room_ids_int"}  # of Ascend's sampler
+OTHER_DEVICES = {"rids_int", "bootstrap_room_ids_int"}  # read by Ascend's sampler
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,7 +52,7 @@ def info_of(*asked: dict[str, Any]) -> SamplingBatchInfo:
 
 
 def test_every_field_of_the_host_is_accounted_for():
-    """Fails where a release of SGLang adds a field that `expand` would hand to rows as it is to requests."""
+    """Fails where a release of SGLang adds a field that `expand` would pass to rows unchanged."""
     groups = (ONCE_PER_ROW, IN_THE_LOGITS, OF_ROWS, OF_THE_BATCH, REFUSED, OTHER_DEVICES)
     names = [name for group in groups for name in group]
     assert len(names) == len(set(names))
@@ -60,7 +60,7 @@ def test_every_field_of_the_host_is_accounted_for():
 
 
 def test_each_row_has_its_requests_filters():
-    """Fails where a row is sampled with another request's parameters: rows are request-major."""
+    """Fails where a row is sampled with another request's parameters; rows are ordered by request."""
     info = info_of(
         {"temperature": 0.5, "top_k": 3},
         {"temperature": 1.5, "top_p": 0.75, "frequency_penalty": 1.0, "repetition_penalty": 2.0},
@@ -83,7 +83,7 @@ def test_each_row_has_its_requests_filters():
 
 
 def test_requests_keep_their_fields():
-    """Fails where the rows of one step change what the next step starts from."""
+    """Fails where the rows of one step change the info from which the next step starts."""
     info = info_of({"presence_penalty": 1.0, "logit_bias": {"3": 5.0}}, {"top_k": 4})
     before = {field.name: getattr(info, field.name) for field in fields(info)}
     rows = expand(info, 4, None)
@@ -99,7 +99,7 @@ def test_without_seeds_there_are_none():
 
 
 class Recorder:
-    """A processor that keeps what it is called with, and marks the rows that it has seen."""
+    """A processor that stores its arguments, and marks the rows that it has seen."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, list]] = []
@@ -110,8 +110,8 @@ class Recorder:
 
 
 def test_processors_see_the_rows_of_their_requests():
-    """Fails where a processor gets another request's rows or parameters, or rows in another order than it was given
-    for requests."""
+    """Fails where a processor gets another request's rows or parameters, or rows in another order than that of its
+    requests."""
     first, second = Recorder(), Recorder()
     entries = {
         1: ProcessorEntry(first, [0, 3], torch.tensor([0, 3])),
@@ -146,16 +146,16 @@ def test_processors_see_the_rows_of_their_requests():
         ({"temperature": 0.0}, {"return_logprob": True}, False),
     ],
 )
-@pytest.mark.parametrize("beside", [False, True])
-def test_rows_are_plain_argmaxes_only_where_nothing_is_asked(sampling, batch_fields, plain, beside):
-    """Fails where a request's wish is skipped by the short cut, or the short cut is taken by no one."""
-    others = [make_req(slot=1, vocab_size=VOCAB, temperature=0.0)] if beside else []
+@pytest.mark.parametrize("second", [False, True])
+def test_rows_are_plain_argmaxes_only_where_nothing_is_asked(sampling, batch_fields, plain, second):
+    """Fails where the argmax shortcut skips a request's parameter, or is never taken."""
+    others = [make_req(slot=1, vocab_size=VOCAB, temperature=0.0)] if second else []
     batch = Batch([make_req(vocab_size=VOCAB, **sampling), *others], VOCAB, **batch_fields)
     assert make_row_sampler(None, VOCAB, 4).plain(batch) == plain
 
 
 def test_plain_rows_take_the_lowest_of_equals():
-    """Fails where a tie falls otherwise than in plain greedy decoding, or rows change their places."""
+    """Fails where a tie goes to another id than in plain greedy decoding, or rows change their order."""
     batch = Batch([make_req(slot=i, vocab_size=VOCAB, temperature=0.0) for i in range(2)], VOCAB)
     logits = torch.zeros(4, VOCAB)
     logits[torch.arange(4), [5, 9, 3, 2]] = 1.0
@@ -166,7 +166,7 @@ def test_plain_rows_take_the_lowest_of_equals():
 
 
 def test_penalties_then_grammar_then_bias(monkeypatch):
-    """Fails where the host's order is lost: a bias must not bring back what a grammar forbids, and a grammar's mask
+    """Fails where the order differs from the host's: a bias must not allow what a grammar forbids, and a grammar's mask
     must not be scaled."""
     seen = {}
 
@@ -224,7 +224,7 @@ def test_logprobs_stand_where_the_host_looks_for_them(temperature):
 
 
 def test_logits_may_be_a_slice_of_a_padded_vocabulary():
-    """Fails where float32 logits, which the host cuts to the vocabulary without a copy, raise."""
+    """Fails where float32 logits raise: the host cuts them to the vocabulary without a copy."""
     batch = Batch([make_req(vocab_size=VOCAB, temperature=1.0, top_k=3, frequency_penalty=1.0)], VOCAB)
     sampler = make_row_sampler(make_sampler(), VOCAB, 2)
     sampler.prefill(batch)
@@ -239,7 +239,7 @@ def test_logits_may_be_a_slice_of_a_padded_vocabulary():
 
 
 class Norm(LogitsProcessor):
-    """The host's class without its constructor, which asks for a model."""
+    """The host's class without its constructor, which needs a model."""
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
@@ -272,7 +272,7 @@ def test_last_states_are_kept_where_they_may_be_asked_for(monkeypatch, mode):
     ],
 )
 def test_states_are_those_that_the_host_will_cut(monkeypatch, server, request_mode, rows, expected):
-    """Fails where the host finds the tapped layers, or the rows of other tokens, where it looks for last states."""
+    """Fails where the host gets the tapped layers, or the rows of other tokens, instead of the last states."""
     states = torch.arange(10.0).view(5, 2)
     output = output_of(torch.zeros(5, VOCAB))
     output.hidden_states, output.last_hidden_states = torch.full((5, 8), torch.nan), states
@@ -289,7 +289,7 @@ def test_states_are_those_that_the_host_will_cut(monkeypatch, server, request_mo
 
 
 def test_a_server_that_returns_none_hands_on_none(monkeypatch):
-    """Fails where the tapped layers leave the worker in the place of states that were never kept."""
+    """Fails where the worker returns the tapped layers instead of last states, which were not kept."""
     output = output_of(torch.zeros(1, VOCAB))
     output.hidden_states = torch.ones(1, 8)
     batch = SimpleNamespace(return_hidden_states=False, return_hidden_states_mode=CaptureHiddenMode.NULL)

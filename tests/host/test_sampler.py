@@ -1,4 +1,4 @@
-"""A request's token depends on no other request of its batch: SGLang's sampler under our hooks, on mixed batches."""
+"""SGLang's sampler with our hooks on mixed batches: a request's token does not depend on the other requests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sample(probs: torch.Tensor, info: SimpleNamespace, positions: torch.Tensor) 
     simple = not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling)
     before = probs.clone()
     result = sample_as_if_alone(host.Sampler._sample_from_probs, None, probs, info, positions, simple)
-    assert torch.equal(probs, before), "the returned logprobs are made of them"
+    assert torch.equal(probs, before), "the returned logprobs are computed from them"
     return result
 
 
@@ -67,7 +67,7 @@ def rows_with_ties(count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("seeds", [None, list(range(len(KINDS)))])
 def test_a_row_without_any_token_harms_nothing(seeds):
-    """Fails where the host's draw from such a row raises, which would end the scheduler, or other rows change."""
+    """Fails where the draw from such a row raises, which would end the scheduler, or where other rows change."""
     probs = rows_with_ties(len(KINDS))
     dead = len(KINDS) - 2
     expected = probs.argmax(-1)
@@ -75,11 +75,11 @@ def test_a_row_without_any_token_harms_nothing(seeds):
     info = info_of(KINDS, seeds, grammars=[object()])
     tokens, _ = sample_as_if_alone(host.Sampler._sample_from_probs, None, probs, info, torch.arange(len(KINDS)), False)
     assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
-    assert tokens[1] == expected[1], "a greedy row beside it"
+    assert tokens[1] == expected[1], "a greedy row of the same batch"
 
 
 def test_a_seeded_row_is_as_alone():
-    """Fails where a row takes its neighbours' path: without the hook, rows without filters beside others."""
+    """Fails where a row takes another row's path. Without the hook, rows without filters do so if others have some."""
     for _ in range(20):
         order = torch.randperm(len(KINDS) * 3).tolist()
         kinds = [KINDS[i % len(KINDS)] for i in order]
@@ -97,7 +97,7 @@ def test_a_seeded_row_is_as_alone():
 
 @pytest.mark.parametrize("seeds", [None, [5] * len(KINDS)], ids=["plain", "seeded"])
 def test_a_greedy_row_takes_the_lowest_best_id(seeds):
-    """Fails where a tie in a mixed batch falls to another id than in a greedy one, or other filters touch it."""
+    """Fails where a tie in a mixed batch goes to another id than in a greedy batch, or the row's filters change it."""
     probs = torch.full((len(KINDS), VOCABULARY), 1 / VOCABULARY)
     best = torch.randint(VOCABULARY, (len(KINDS), 5))
     probs.scatter_(1, best, 0.05)
@@ -108,7 +108,7 @@ def test_a_greedy_row_takes_the_lowest_best_id(seeds):
 
 
 def test_an_unseeded_sampled_batch_is_the_hosts():
-    """Fails where we change what needs no change."""
+    """Fails where our hook changes a batch that needs no change."""
     kinds = [kind for kind in KINDS if kind[0] != 1]
     probs, positions = rows_with_ties(len(kinds)), torch.arange(len(kinds))
     for batch in (kinds, [KINDS[0]] * len(kinds)):
@@ -122,7 +122,7 @@ def test_an_unseeded_sampled_batch_is_the_hosts():
 
 @pytest.mark.parametrize("kind", [(TOP_K_ALL, 1.0, 0.1), (30, 0.9, 0.05), (3, 1.0, 0.001), (TOP_K_ALL, 1.0, 1.0)])
 def test_seeded_min_p_samples_what_it_leaves(kind):
-    """Fails where a token below the threshold is drawn, or the shares of the others are not theirs (chi-square)."""
+    """Fails where a token below the threshold is drawn, or the other tokens have wrong shares (chi-square)."""
     top_k, top_p, min_p = kind
     probs = torch.randn(VOCABULARY).mul(2).softmax(-1)
     ranked, ids = probs.sort(descending=True)
@@ -142,7 +142,7 @@ def test_seeded_min_p_samples_what_it_leaves(kind):
 
 
 def test_a_captured_mask_holds_the_token():
-    """Fails where the weight that the host kept of its own token would be taken for that of ours."""
+    """Fails where the weight of the host's own token is returned for our token."""
     seeds = list(range(len(KINDS)))
     info = info_of(KINDS, seeds, sampling_mask_batch_indices=torch.arange(len(KINDS)))
     probs = torch.randn(len(KINDS), VOCABULARY).softmax(-1)

@@ -1,4 +1,4 @@
-"""Simulated acceptance: what is committed, and when it may start."""
+"""Simulated acceptance: what it commits, and which settings it refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_whole_mean_commits_it_in_every_row(mean):
     assert accepted.commit_lens.dtype == torch.int32 and accepted.out_ids.dtype == torch.int64
 
 
-def test_a_broken_mean_is_the_mean_of_what_is_drawn():
+def test_a_fractional_mean_is_the_mean_of_what_is_drawn():
     """Fails where the mean is rounded."""
     with envs.SGLANG_SIMULATE_ACC_LEN.override(2.5):
         drawn = [int(simulated.accept(TARGET_IDS, IDS).commit_lens[0]) for _ in range(600)]
@@ -37,25 +37,25 @@ def test_a_broken_mean_is_the_mean_of_what_is_drawn():
 
 
 def test_ranks_would_draw_each_their_own():
-    """Fails where two ranks may commit different lengths, and so wait for each other for ever."""
+    """Fails where two ranks may commit different lengths, and then wait for each other forever."""
     with envs.SGLANG_SIMULATE_ACC_LEN.override(2.0), pytest.raises(ValueError, match="--tp-size is 2"):
         simulated.check(4, tp_size=2)
 
 
 def test_off_by_default():
-    """Fails where a server simulates unasked."""
+    """Fails where a server simulates by default."""
     assert not simulated.simulates()
 
 
 @pytest.mark.parametrize("mean", [0.5, 4.5])
 def test_a_mean_outside_the_block_is_refused(mean):
-    """Fails where the host's silent clamp would give another mean than asked for."""
+    """Fails where the host silently clamps the mean to another one."""
     with envs.SGLANG_SIMULATE_ACC_LEN.override(mean), pytest.raises(ValueError, match="mean commit_len"):
         simulated.check(4)
 
 
 def test_an_unknown_mode_is_refused():
-    """Fails where a misspelt mode would be taken for another."""
+    """Fails where a misspelt mode is taken for another one."""
     with (
         envs.SGLANG_SIMULATE_ACC_LEN.override(2.0),
         envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.override("real"),
@@ -65,6 +65,6 @@ def test_an_unknown_mode_is_refused():
 
 
 def test_the_warning_says_that_answers_are_not_the_targets():
-    """Fails where the start-up line plays it down."""
+    """Fails where the start-up line does not say so."""
     with envs.SGLANG_SIMULATE_ACC_LEN.override(4.0):
         assert "NOT THE TARGET'S" in simulated.warning()

@@ -1,9 +1,9 @@
-"""How many torch ops our worker dispatches in a decode step beside the two models' forwards, listed box by box.
+"""Counts the torch ops that our worker dispatches in a decode step outside the two models' forwards, box by box.
 
-The worker, its draft runner, context-KV writer, head and row sampler are ours as they serve; the host's batch, KV plan
-and verify input are its own classes. Left out: the two forwards (stand-ins hand over ready tensors), the attention
-backends' metadata, the copies into a graph's buffers, and what the scheduler does around a step (relay of bonus ids
-and lengths, allocation of slots, copies of results).
+The worker, draft runner, context KV writer, head and row sampler are the real ones. Batch, KV plan and verify input are
+SGLang's own classes. Not counted: the two forwards (stand-ins return ready tensors), the attention backends' metadata,
+the copies into a graph's buffers, and the scheduler's work around a step (relay of bonus ids and lengths, allocation
+of slots, copies of results).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ BOXES = {
     "context KV": (DraftRunner, "write_context"),
     "next input": (DraftInput, "create"),
 }
-"""Method -> its box; what runs in none of them is the step's own."""
+"""Box -> its method; an op outside all boxes counts as the step's own."""
 ALIASES = {"aten._unsafe_view", "aten.detach", "aten.lift_fresh", "aten.alias", "aten._reshape_alias"}
 ALLOCATIONS = {"aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided"}
 
 WAITS = {"aten._local_scalar_dense", "aten.item", "aten.equal", "aten.is_nonzero", "aten.nonzero", "aten.masked_select"}
-"""Ops that read a tensor's values on the host: on a device tensor each waits until all before it is done."""
+"""Ops that read a tensor's values on the CPU: on a device tensor, each waits for all earlier work."""
 
 
 class Counting(TorchDispatchMode):
-    """Sorts every dispatched op: a launch, a view, an allocation, or arithmetic on a host tensor of lengths."""
+    """Classifies every dispatched op: a launch, a view, an allocation, or arithmetic on a CPU tensor of lengths."""
 
     def __init__(self, host: list[torch.Tensor]) -> None:
         super().__init__()
@@ -62,13 +62,13 @@ class Counting(TorchDispatchMode):
         self.found: dict[str, Counter[tuple[str, str]]] = {
             kind: Counter() for kind in ("launch", "view", "allocation", "host")
         }
-        self._host = list(host)  # kept alive: they are told apart by identity
+        self._host = list(host)  # kept alive, because they are compared by identity
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = f"{func.namespace}.{func._schema.name.split('::')[-1]}"
         tensors = [one for one in [*args, *(kwargs or {}).values()] if isinstance(one, torch.Tensor)]
-        if name == "aten.lift_fresh":  # made of Python's numbers
+        if name == "aten.lift_fresh":  # made from Python numbers
             self._host += tensors
         if tensors and all(any(one is held for held in self._host) for one in tensors):
             kind = "host"
@@ -90,13 +90,13 @@ class Counting(TorchDispatchMode):
 
 
 def _shares(out: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether an op that may alias did: a cast or a reshape can also copy."""
+    """Whether an op that may alias did alias; a cast or a reshape may also copy."""
     first = out[0] if isinstance(out, tuple | list) else out
     return any(first.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in tensors)
 
 
 def _target(table: torch.Tensor, generator: torch.Generator) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """A target whose verify forward hands over ready logits and hidden states: its runner and its worker."""
+    """The runner and worker of a target whose verify forward returns ready logits and hidden states."""
     runner = SimpleNamespace(
         device="cpu",
         dtype=torch.float32,
@@ -146,7 +146,7 @@ def _draft_model(rows: ops.RowOps, generator: torch.Generator) -> SimpleNamespac
 
 
 def _pool(model: SimpleNamespace) -> MHATokenToKVPool:
-    """The host's pool, with buffers and a plain write alone."""
+    """The host's pool with only its buffers and a plain write."""
     pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
     pool.kv_cache_layout = "nhd"
     pool.k_buffer, pool.v_buffer = ([torch.zeros(BATCH * COLUMNS, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv")
@@ -192,7 +192,7 @@ def _worker(table: torch.Tensor, rows: ops.RowOps) -> DFlashWorker:
 
 
 class DecodeBatch(Batch):
-    """Fields of a `ScheduleBatch` that a plain step leaves empty are None."""
+    """Missing fields are None, as those of a `ScheduleBatch` that a plain step leaves empty."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -210,7 +210,7 @@ def _batch() -> DecodeBatch:
 
 @contextmanager
 def _in_boxes(monkeypatch: pytest.MonkeyPatch, counting: Counting):
-    """Names the box that an op is dispatched in."""
+    """Tells `counting` in which box an op is dispatched."""
     with monkeypatch.context() as patch:
         for box, (owner, name) in BOXES.items():
             method = getattr(owner, name)
@@ -223,15 +223,15 @@ def _in_boxes(monkeypatch: pytest.MonkeyPatch, counting: Counting):
                     counting.box = outer
 
             patch.setattr(owner, name, staticmethod(within) if owner is DraftInput else within)
-        patch.setattr(torch, "inference_mode", torch.no_grad)  # in which composite ops would hide what they are made of
+        patch.setattr(torch, "inference_mode", torch.no_grad)  # would hide the parts of composite ops
         with counting:
             yield
 
 
 @pytest.mark.parametrize(("bodies", "launches"), [("native", 12), ("torch", 56)])
 def test_launches_of_a_step(bodies, launches, monkeypatch):
-    """Fails where a step dispatches one op more than it did: a copy, a cast or an arithmetic op beside the forwards,
-    each of which is a launch on a device. Fewer are welcome: lower the number."""
+    """Fails where a step dispatches more ops outside the forwards than before (a copy, a cast, arithmetic): each is a
+    launch on a device. If there are fewer, lower the number."""
     if bodies == "torch":
         monkeypatch.setattr(ops, "serves", lambda *_: False)
     elif not ops.serves("cpu", torch.float32):
@@ -250,12 +250,12 @@ def test_launches_of_a_step(bodies, launches, monkeypatch):
     for kind in counting.found:
         print(counting.listed(kind))
     assert counting.found["launch"].total() <= launches, counting.listed("launch")
-    assert not {name for _, name in counting.found["launch"]} & WAITS, "the host waits for the device in a step"
+    assert not {name for _, name in counting.found["launch"]} & WAITS, "the CPU waits for the device in a step"
 
 
 def test_the_reservation_before_a_step_launches_nothing(monkeypatch):
-    """Fails where reserving slots touches the device with more than two copies of lengths to it, or waits for it. The
-    allocation itself is the host's and is left out."""
+    """Fails where reserving slots does more on the device than two copies of lengths to it, or waits for it. The
+    host's allocation itself is left out."""
     uploaded: list[torch.Tensor] = []
     monkeypatch.setattr(draft_input, "upload", lambda tensor, device: uploaded.append(tensor))
     monkeypatch.setattr(draft_input, "alloc_for_spec_decode", lambda *_, **__: None)

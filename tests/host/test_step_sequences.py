@@ -1,8 +1,8 @@
-"""Sequences of steps as an overlapping scheduler orders them: each row sees exactly what was emitted before it.
+"""Sequences of steps in the order of an overlapping scheduler: each row sees exactly what was emitted before it.
 
-A small scheduler by chance: requests come, are prefilled in chunks, alone or beside others that go on, decode, are
-retracted with their last step lost, come back in another slot, end, and leave their slots to others. What the device
-has emitted is kept in lists; under overlap the host's `Req.output_ids` lag one step behind.
+A small random scheduler: requests arrive, are prefilled in chunks, alone or together with running requests, decode, are
+retracted and lose their last step, come back in another slot, and end, after which others get their slots. Lists hold
+what the device has emitted; under overlap, the host's `Req.output_ids` lag by one step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _configured():
 
 
 def expected_row(row: torch.Tensor, emitted: list[int], asked: dict[str, Any]) -> torch.Tensor:
-    """The penalised row by definition, in float64 over quarters: exact."""
+    """The penalised row by definition: in float64, with multiples of 1/4, so exact."""
     row = row.double()
     for token in set(emitted):
         row[token] -= asked.get("frequency_penalty", 0.0) * emitted.count(token) + asked.get("presence_penalty", 0.0)
@@ -44,7 +44,7 @@ def expected_row(row: torch.Tensor, emitted: list[int], asked: dict[str, Any]) -
 
 @dataclass
 class Running:
-    """One request: what it asks for, what the device has emitted for it, and of that what the host knows not yet."""
+    """One request: its parameters, the tokens emitted for it, and those of them that the host does not know yet."""
 
     rid: str
     asked: dict[str, Any]
@@ -58,7 +58,7 @@ class Running:
         known = [] if self.req is None else list(self.req.output_ids)
         if self.req is None:
             self.req = make_req(self.rid, 0, VOCAB, (), self.processor, custom_params=self.custom, **self.asked)
-        self.emitted, self.pending = known, []  # what the host had not heard of when it retracted is lost
+        self.emitted, self.pending = known, []  # a retraction loses what the host did not know
         self.req.kv.req_pool_idx = slot
 
 
@@ -102,7 +102,7 @@ class Scheduler:
         self.made += 1
 
     def launched(self, participants: list[Running], new_tokens: list[list[int]]) -> None:
-        """A step is on its way; under overlap the host learns only now of the one before it."""
+        """A step is launched; under overlap, the host learns only now of the previous step."""
         self._host_learns()
         for running, new in zip(participants, new_tokens, strict=True):
             running.emitted += new
@@ -134,8 +134,7 @@ class Scheduler:
         self.running += chosen
 
     def _extend(self, chosen: list[Running], last: bool) -> None:
-        """A chunk of a prefill, with which running requests may go on. The tokens of one that is not the last chunk
-        are nobody's."""
+        """One chunk of a prefill, perhaps with running requests. Tokens of `chosen` count only in the last chunk."""
         tails = self.running if self.rng.random() < 0.3 else []
         batch = Batch([running.req for running in chosen + tails], VOCAB, decoding_reqs=[r.req for r in tails] or None)
         self.sampler.prefill(batch)
@@ -208,7 +207,7 @@ class Scheduler:
         self.waiting.append(running)
 
     def end(self) -> None:
-        """The slot is free at once, though the device may still have a step of the request under way."""
+        """The slot is free at once, although a step of the request may still be running on the device."""
         running = self.running.pop(self.rng.randrange(len(self.running)))
         self.free.insert(0, running.req.kv.req_pool_idx)
 
@@ -228,8 +227,8 @@ class Scheduler:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_see_what_was_emitted(seed):
-    """Fails where a row's penalties or a processor's view miss a token, count one that was not accepted or was lost
-    in a retraction, keep those of a request that had the slot before, or lag a step behind."""
+    """Fails where a row's penalties or a processor's view miss a token, count one that was rejected or lost in a
+    retraction, keep tokens of the slot's earlier request, or lag by a step."""
     scheduler = Scheduler(seed, width=random.Random(seed).choice([2, 4, 7]))
     for _ in range(80):
         scheduler.step()
@@ -237,8 +236,7 @@ def test_rows_see_what_was_emitted(seed):
 
 
 def test_a_slot_is_given_away_with_a_step_unread():
-    """Fails where tokens of a request that has ended, which nobody has read yet when its slot is given away, reach the
-    request that has the slot now."""
+    """Fails where unread tokens of an ended request are counted for the request that gets its slot."""
     sampler = make_row_sampler(lambda *_: torch.tensor([4, 5]), VOCAB, 2)
     asked = {"processor": PROCESSOR, "custom_params": {"token_ids": [1]}, "frequency_penalty": 1.0}
     old, new = (make_req(rid, 0, VOCAB, **asked) for rid in ("old", "new"))
@@ -259,7 +257,7 @@ def test_a_slot_is_given_away_with_a_step_unread():
 
 
 def test_rows_of_a_step_share_nothing():
-    """Fails where a processor that keeps something in its parameters gives it to another row or step."""
+    """Fails where a value that a processor stores in its parameters appears in another row or step."""
     sampler = make_row_sampler(None, VOCAB, 3)
     req = make_req("r", 0, VOCAB, processor=PROCESSOR, custom_params={"token_ids": [1]})
     batch = Batch([req], VOCAB)
@@ -277,7 +275,7 @@ def test_rows_of_a_step_share_nothing():
 
 
 def test_parameters_that_are_no_dictionary_pass_as_they_are():
-    """Fails where a request with a processor and without parameters raises, or gets another request's."""
+    """Fails where a request with a processor but without parameters raises, or gets another request's parameters."""
     sampler = make_row_sampler(None, VOCAB, 2)
     reqs = [
         make_req("bare", 0, VOCAB, processor=PROCESSOR),

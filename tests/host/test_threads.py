@@ -1,4 +1,4 @@
-"""Compute threads: what the process may use, and no more."""
+"""Compute threads: no more than the process may use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGE = SMALL_MATRIX + 1
     ("limit", "expected"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)]
 )
 def test_a_cgroups_quota_counts(monkeypatch, tmp_path, limit, expected):
-    """Fails where a container's limit is overlooked, or leaves nothing."""
+    """Fails where a container's limit is ignored, or leaves no core."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     (tmp_path / "cpu.max").write_text(limit + "\n")
     assert usable_cores(tmp_path / "cpu.max") == expected
@@ -38,5 +38,5 @@ def test_ranks_share_what_is_left(cores, ranks, expected):
     [(64, SHARE - 1, 1), (64, 4 * SHARE, 4), (4, 4 * SHARE, 3), (2, SMALL_MATRIX, 1), (2, SMALL_MATRIX + 1, 2)],
 )
 def test_a_small_model_takes_what_it_keeps_busy(cores, largest_matrix, expected):
-    """Fails where threads wait for each other longer than they compute, or for one that has no core."""
+    """Fails where a small model gets more threads than it keeps busy, or than there are free cores."""
     assert default_threads(cores, 1, largest_matrix) == expected

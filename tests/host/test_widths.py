@@ -19,7 +19,7 @@ from sglang_dflash.host import widths
     ],
 )
 def test_the_policy_of_a_server(monkeypatch, value, device, tp_size, policy):
-    """Fails where widths adapt on graphs of one size or on ranks that would disagree, or not where they could."""
+    """Fails where widths adapt with graphs of one size or on several ranks, or do not adapt where they can."""
     monkeypatch.delenv(widths.VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(widths.VARIABLE, value)
@@ -35,15 +35,15 @@ def test_simulated_acceptance_has_whole_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "device", "tp_size", "said"),
+    ("value", "device", "tp_size", "words"),
     [
         ("4", "cpu", 1, "'4'; allowed: adaptive, full"),
-        ("adaptive", "cpu", 2, "--tp-size 2"),
-        ("adaptive", "cuda", 1, "accelerator"),
+        ("adaptive", "cpu", 2, "needs --tp-size 1, not 2, because ranks could choose different widths. Use full"),
+        ("adaptive", "cuda", 1, "needs --device cpu, not cuda, because an accelerator"),
     ],
 )
-def test_what_cannot_be_had_is_refused(monkeypatch, value, device, tp_size, said):
-    """Fails where an unknown or impossible policy is taken for another one in silence."""
+def test_what_cannot_be_had_is_refused(monkeypatch, value, device, tp_size, words):
+    """Fails where an unknown or impossible policy is silently replaced by another."""
     monkeypatch.setenv(widths.VARIABLE, value)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=words):
         widths.check(device, tp_size)

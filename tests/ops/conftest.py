@@ -1,4 +1,4 @@
-"""What all tests of ops share."""
+"""Shared by all tests of the ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    """These tensors are tiny, and torch's threads spin between them: on a busy machine twenty times slower."""
+    """Torch's threads spin between these tiny tensors, which makes the tests twenty times slower on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

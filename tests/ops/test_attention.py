@@ -1,6 +1,7 @@
-"""`paged_attention` against the reference per request and against exact attention, over a hostile KV pool.
+"""`paged_attention` against exact attention of each request, over a KV pool with NaN in unowned slots.
 
-A float is right where its error against float64 is at most twice that of torch's own SDPA in the same dtype.
+A result is right if its error against float64 is at most twice the error of torch's SDPA in the same dtype, plus one
+rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from sglang_dflash.ops import PagedRows, attention, paged_attention
 from sglang_dflash.ops.reference import attention_rows
 
-CHUNK = 32  # rows per call of an extend in these tests, so that short ones cross it
+CHUNK = 32  # rows per call of an extend in these tests, so that short extends have several chunks
 EXTEND_ROWS = attention.EXTEND_ROWS
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -27,7 +28,7 @@ VIEWS = pytest.mark.parametrize(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Requests by prefix and rows, and whether one SDPA call is to serve them all."""
+    """Prefixes and rows of the requests, and whether one SDPA call must serve them all."""
 
     prefix_lens: list[int]
     row_lens: list[int]
@@ -58,7 +59,7 @@ GROUPED_LAYOUTS = ["decode-ragged", "decode-far-apart", "verify-ragged", "verify
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A KV pool in which every slot that no request owns is NaN, and the requests' slots lie anywhere."""
+    """A KV pool in which every slot that no request owns is NaN. The requests' slots are in random order."""
 
     k: torch.Tensor  # [slots, Hkv, D]
     v: torch.Tensor  # [slots, Hkv, Dv]
@@ -67,7 +68,7 @@ class Pool:
 
 
 def _pool(layout: Layout, heads: int, dim: int, v_dim: int, dtype: torch.dtype, shared: int = 0) -> Pool:
-    """Slots at random, the first `shared` positions of all requests in the same slots; slot 0 zero, as the host's."""
+    """Random slots; all requests share the slots of their first `shared` positions. Slot 0 is zero, as in the host."""
     kv_lens = [p + n for p, n in zip(layout.prefix_lens, layout.row_lens, strict=True)]
     batch, slots = len(kv_lens), 2 * sum(kv_lens) + 20
     free = (torch.randperm(slots - 1) + 1).tolist()
@@ -95,7 +96,7 @@ def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Ten
 
 
 def _visible(prefix: int, rows: int, causal: bool, window_left: int | None) -> torch.Tensor:
-    """[rows, prefix + rows] bool, from the definition: key j for the row at position i."""
+    """[rows, prefix + rows] bool from the definition: whether the row at position i sees key j."""
     i, j = torch.arange(prefix, prefix + rows)[:, None], torch.arange(prefix + rows)[None]
     visible = torch.ones(rows, prefix + rows, dtype=torch.bool)
     if causal:
@@ -121,7 +122,7 @@ def _check(
     q = torch.randn(sum(layout.row_lens), query_heads, dim).to(dtype)
     scaling = 0.7 * dim**-0.5
     rows = PagedRows.gather(pool.req_to_token, pool.rows_of_batch, layout.prefix_lens, layout.row_lens)
-    assert rows.batched == layout.batched, "this layout is meant for the other path"
+    assert rows.batched == layout.batched, "this layout is meant to test the other path"
     out = paged_attention(q, pool.k, pool.v, rows, scaling, causal, window_left)
     assert out.shape == (len(q), query_heads, v_dim)
     assert out.dtype == dtype
@@ -141,7 +142,7 @@ def _check(
         same_dtype.append(sdpa[0].transpose(0, 1))
 
     for index, truth in enumerate(exact):
-        # A result that is the exact one, rounded once, is never wrong.
+        # The exact result, rounded once, is always right.
         rounding = torch.finfo(dtype).eps * truth.abs().max()
         allowed = 2 * (same_dtype[index].double() - truth).abs().max() + rounding
         for name, got in (("paged_attention", ours[index]), ("attention_rows", reference[index])):
@@ -159,7 +160,7 @@ def test_every_layout_and_view(name, causal, window_left, dtype):
 
 @pytest.mark.parametrize(("causal", "window_left"), [(True, None), (False, 700)])
 def test_a_long_extend_in_chunks_of_the_real_size(monkeypatch, causal, window_left):
-    """Fails where the chunk that is used outside these tests is handled otherwise."""
+    """Fails where chunks of the size used outside these tests give another result."""
     monkeypatch.setattr(attention, "EXTEND_ROWS", EXTEND_ROWS)
     layout = Layout([13], [EXTEND_ROWS + 100], False)
     _check(layout, 2, 1, (16, 16), causal, window_left, torch.float32)
@@ -170,7 +171,7 @@ def test_a_long_extend_in_chunks_of_the_real_size(monkeypatch, causal, window_le
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(1, 1), (3, 3), (2, 1), (6, 3), (4, 1), (12, 3)])
 @pytest.mark.parametrize("name", GROUPED_LAYOUTS)
 def test_every_grouping(name, query_heads, kv_heads, causal, window_left, dtype):
-    """Fails where a query head reads another KV head than its group's; odd head size, values of another size."""
+    """Fails where a query head reads another KV head than its group's. Head sizes are odd; values have another size."""
     _check(LAYOUTS[name], query_heads, kv_heads, (17, 9), causal, window_left, dtype)
 
 
@@ -181,12 +182,12 @@ def test_every_grouping(name, query_heads, kv_heads, causal, window_left, dtype)
     ids=["verify", "extend", "far-apart"],
 )
 def test_requests_may_share_the_slots_of_a_prefix(layout, causal, window_left):
-    """Fails where a prefix hit, two requests over the same slots, changes what either gets."""
+    """Fails where a prefix hit, so two requests over the same slots, changes either result."""
     _check(layout, 4, 2, (16, 16), causal, window_left, torch.float32, shared=32)
 
 
 def test_empty_batch():
-    """Fails where an idle step raises or gives rows."""
+    """Fails where an idle step raises or returns rows."""
     pool = _pool(LAYOUTS["decode-one"], 2, 16, 8, torch.float32)
     rows = PagedRows.gather(pool.req_to_token, torch.empty(0, dtype=torch.int64), [], [])
     assert paged_attention(torch.empty(0, 4, 16), pool.k, pool.v, rows, 1.0, True).shape == (0, 4, 8)
@@ -194,7 +195,7 @@ def test_empty_batch():
 
 @pytest.mark.parametrize("name", ["verify-ragged", "verify-far-apart"])
 def test_a_narrower_cache_is_read_in_the_querys_dtype(name):
-    """Fails where a KV cache of another dtype than the queries is refused, or the products are made in its dtype."""
+    """Fails where a KV cache of another dtype than the queries' is refused, or products are computed in its dtype."""
     torch.manual_seed(0)
     layout = LAYOUTS[name]
     pool = _pool(layout, 2, 16, 16, torch.bfloat16)
@@ -207,7 +208,7 @@ def test_a_narrower_cache_is_read_in_the_querys_dtype(name):
 
 @pytest.mark.parametrize("name", ["verify-ragged", "verify-far-apart", "extend-ragged"])
 def test_one_value_serves_every_layer_of_a_forward(name):
-    """Fails where what is kept between layers (masks) serves a layer of another kind than it was made for."""
+    """Fails where a mask that is kept between layers is used for another kind of layer."""
     torch.manual_seed(0)
     layout = LAYOUTS[name]
     views = [(True, None), (False, None), (False, 2), (True, 2), (True, None)]
@@ -227,7 +228,7 @@ def test_one_value_serves_every_layer_of_a_forward(name):
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_gather_reads_the_requests_slots(index_dtype):
-    """Fails where a request's slots come from another row, or end before its own rows."""
+    """Fails where a request's slots come from another row, or do not include its own rows."""
     req_to_token = torch.arange(1, 41, dtype=torch.int32).view(4, 10)
     rows = PagedRows.gather(req_to_token, torch.tensor([2, 0], dtype=index_dtype), [5, 1], [2, 3])
     assert rows.kv_lens == [7, 4]
@@ -239,15 +240,15 @@ def test_gather_reads_the_requests_slots(index_dtype):
 
 def _run(layout: Layout, pool: Pool, req_to_token: torch.Tensor) -> torch.Tensor:
     rows = PagedRows.gather(req_to_token, pool.rows_of_batch, layout.prefix_lens, layout.row_lens)
-    assert rows.batched and len(set(rows.kv_lens)) > 1, "without padding these tests prove nothing"
+    assert rows.batched and len(set(rows.kv_lens)) > 1, "without padding this tests nothing"
     q = torch.randn(sum(layout.row_lens), 4, 16, generator=torch.Generator().manual_seed(1))
     return paged_attention(q, pool.k, pool.v, rows, 0.25, True)
 
 
 @pytest.mark.parametrize("name", ["decode-ragged", "verify-ragged"])
 def test_stale_entries_of_a_row_are_not_read(name):
-    """Fails where another request's KV (here NaN: one that broke) reaches an answer through what a finished request
-    left in `req_to_token`, of which the host clears no row."""
+    """Fails where another request's KV, here NaN, reaches a result through stale slots in `req_to_token`: the host does
+    not clear the row of a finished request."""
     torch.manual_seed(0)
     pool = _pool(LAYOUTS[name], 2, 16, 16, torch.float32)
     broken = int(pool.k.isnan().flatten(1).any(1).nonzero()[0])
@@ -259,7 +260,7 @@ def test_stale_entries_of_a_row_are_not_read(name):
 @pytest.mark.parametrize("name", ["decode-ragged", "verify-ragged"])
 @pytest.mark.parametrize("garbage", [1.0, -1e4, 1e30])
 def test_the_padding_slot_may_hold_any_finite_value(name, garbage):
-    """Fails where slot 0, into which the host writes the outputs of its padding rows, changes a single bit."""
+    """Fails where the content of slot 0, into which the host writes the outputs of padding rows, changes any bit."""
     torch.manual_seed(0)
     pool = _pool(LAYOUTS[name], 2, 16, 16, torch.float32)
     clean = _run(LAYOUTS[name], pool, pool.req_to_token)

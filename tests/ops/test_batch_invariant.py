@@ -1,4 +1,4 @@
-"""Products and activations for a plain CPU: right, and the same bits for a row whatever stands beside it."""
+"""Products and activations for a plain CPU: they are right, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _body(request, monkeypatch):
 
 
 def same_alone_and_together(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
-    """Whether every row of `x` gives the same bits in slices of many lengths and places."""
+    """Whether every row of `x` gives the same bits in slices of many lengths and positions."""
     together = function(x)
     slices = [(first, first + count) for count in COUNTS for first in (0, 1, 6, len(x) - count)]
     return all(torch.equal(function(x[begin:end]), together[begin:end]) for begin, end in slices)
@@ -50,9 +50,9 @@ def same_alone_and_together(function: Callable[[torch.Tensor], torch.Tensor], x:
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_product_goes_row_by_row(shape, dtype, _threads, _body):
-    """Fails where a row's product depends on how many rows there are, or where they lie: with torch's own kernel
-    here, in float32, where a batch of one to three meets a larger one. Without native ops it may where the check at
-    the start says so."""
+    """Fails where a row's product depends on the number of rows or on their position. Torch's own float32 kernel fails
+    here: batches of one to three rows differ from larger ones. Without native ops a difference is allowed if
+    `place_matters` reports it."""
     x, weight = torch.randn(ROWS, shape[0]).to(dtype), torch.randn(shape[1], shape[0]).to(dtype)
     bias = torch.randn(shape[1]).to(dtype)
     if place_matters(weight):
@@ -63,23 +63,23 @@ def test_a_product_goes_row_by_row(shape, dtype, _threads, _body):
     assert same_alone_and_together(lambda rows: torch.matmul(rows, weight.T), x)
     odd_place = torch.empty(x.numel() + 1, dtype=dtype)[1:].view_as(x).copy_(x)
     assert torch.equal(F.linear(odd_place, weight), F.linear(x, weight))
-    rows_of_weight = weight.T.contiguous()  # whose transpose is no dense weight
+    rows_of_weight = weight.T.contiguous()  # its transpose is no dense weight
     assert same_alone_and_together(lambda rows: torch.matmul(rows, rows_of_weight), x)
 
 
 @DTYPES
 @pytest.mark.parametrize("width", [1, 7, 256, 576, 1001])
 def test_an_activation_goes_row_by_row(width, dtype, _threads):
-    """Fails where an element behind the last full vector is computed by another function: with torch's own SiLU, at
-    1001 wide, in every slice that ends elsewhere."""
-    x = (torch.randn(ROWS, 2 * width) * 4).to(dtype)[:, :width]  # a gate lies beside its up projection
+    """Fails where elements after the last full vector are computed by another function. Torch's own SiLU fails at width
+    1001, in every slice that ends at another element."""
+    x = (torch.randn(ROWS, 2 * width) * 4).to(dtype)[:, :width]  # like a gate, next to its up projection
     for function in (F.silu, F.gelu, lambda rows: F.gelu(rows, approximate="tanh"), torch.sigmoid):
         assert same_alone_and_together(function, x)
 
 
 @pytest.mark.parametrize("width", [64, 256, 1001, 1792])
-def test_what_is_left_to_torch_goes_row_by_row(width, _threads):
-    """Fails where a function that we leave alone, of norms or of the sampler, mixes rows on this machine."""
+def test_torch_functions_that_we_keep_go_row_by_row(width, _threads):
+    """Fails where a torch function that norms or the sampler use unchanged mixes rows on this machine."""
     x = torch.randn(ROWS, width) * 3
     probs = (torch.softmax(x, -1) * 50).round()  # with ties
     functions: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -95,7 +95,7 @@ def test_what_is_left_to_torch_goes_row_by_row(width, _threads):
 
 @DTYPES
 def test_values_are_right(dtype, _body):
-    """Fails where an error against float64 is above twice torch's own: a wrong formula, or a tile put elsewhere."""
+    """Fails where the error against float64 is above twice torch's own: a wrong formula, or a misplaced tile."""
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((21, 40), (30, 40), (30,)))
     library = batch_invariant
     pairs = [
@@ -117,13 +117,13 @@ def test_values_are_right(dtype, _body):
         assert (ours.double() - exact).abs().max() <= allowed
 
 
-def test_nothing_is_no_error(_body):
-    """Fails where an empty batch is."""
+def test_empty_batch(_body):
+    """Fails where an empty batch raises."""
     assert F.linear(torch.empty(0, 4), torch.randn(3, 4)).shape == (0, 3)
 
 
 def test_a_place_that_matters_is_seen(monkeypatch):
-    """Fails where the check at the start would pass a BLAS that rounds the last row of a tile otherwise."""
+    """Fails where the check at start-up accepts a BLAS whose rounding depends on the row's place in a tile."""
     weight = torch.randn(64, 16)
     assert not place_matters(weight)
     monkeypatch.setattr(batch_invariant, "mm", lambda a, b: a @ b + torch.arange(len(a))[:, None] * 1e-3)

@@ -1,4 +1,4 @@
-"""Every Triton body compiles for Hopper and Blackwell, without a GPU: down to machine code where ptxas can."""
+"""Every Triton body compiles for Hopper and Blackwell, without a GPU: to machine code if ptxas supports the target."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ assert "st.global.v4" in ptx and "st.global.b16" not in ptx, "keys and values ar
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile(capability, tmp_path):
-    """Fails where a kernel does not compile for the capability, or moves its bulk element by element."""
+    """Fails where a kernel does not compile for the capability, or loads or stores element by element."""
     pytest.importorskip("triton.backends.nvidia")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run(

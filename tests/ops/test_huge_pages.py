@@ -1,4 +1,4 @@
-"""Weights that move to huge pages are the same weights, and still shared where they were."""
+"""Weights keep their values, identity and sharing when they move to huge pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ given = pytest.mark.skipif(huge_pages.page_bytes() != PAGE, reason="this kernel 
 
 
 class Model(torch.nn.Module):
-    """Weights of two dtypes, one with other strides, one shared whole, and two that are parts of one storage."""
+    """Weights of several dtypes: one is transposed, one is tied, and two are parts of one storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
 
 
 def test_values_strides_and_identity_stay() -> None:
-    """Fails where a weight has other values, another shape, or is another object after the move."""
+    """Fails where a weight has other values or strides, or is another object, after the move."""
     model = Model()
     before = {name: (weight, weight.detach().clone(), weight.stride()) for name, weight in model.named_parameters()}
     moved, _ = huge_pages.move(model.parameters(), PAGE)
@@ -49,7 +49,7 @@ def test_values_strides_and_identity_stay() -> None:
 
 
 def test_weights_lie_side_by_side_on_huge_pages() -> None:
-    """Fails where weights stay where they were, the region does not begin at a page, or two overlap."""
+    """Fails where weights do not move, the region does not begin at a page, or two weights overlap."""
     model = Model()
     huge_pages.move(model.parameters(), PAGE)
     addresses = [weight.untyped_storage().data_ptr() for weight in model.parameters() if weight.numel()]
@@ -61,7 +61,7 @@ def test_weights_lie_side_by_side_on_huge_pages() -> None:
 
 
 def test_what_was_shared_is_shared() -> None:
-    """Fails where a tied weight becomes two, so that an update of the one leaves the other."""
+    """Fails where a tied weight becomes two, and an update of one does not change the other."""
     model = Model()
     huge_pages.move(model.parameters(), PAGE)
     assert model.tied.data_ptr() == model.embed.data_ptr()
@@ -71,7 +71,7 @@ def test_what_was_shared_is_shared() -> None:
 
 
 def test_storages_of_one_address_keep_apart() -> None:
-    """Fails where the shorter of two views of one address decides how much room both get."""
+    """Fails where two storages at one address get only the space of the shorter one."""
     memory = bytearray(range(64))
     short, long = (torch.frombuffer(memory, dtype=torch.uint8, count=count) for count in (8, 64))
     other = torch.full((16,), 7, dtype=torch.uint8)
@@ -81,7 +81,7 @@ def test_storages_of_one_address_keep_apart() -> None:
 
 
 def test_a_weight_outlives_its_model() -> None:
-    """Fails where the region goes while a tensor in it is alive."""
+    """Fails where the region is freed while a tensor in it is alive."""
     model = Model()
     expected = model.turned.detach().clone()
     huge_pages.move(model.parameters(), PAGE)
@@ -94,15 +94,15 @@ def test_a_weight_outlives_its_model() -> None:
 
 @given
 def test_the_kernel_gives_huge_pages() -> None:
-    """Fails where the region is never advised, or what the kernel gave is not read."""
+    """Fails where the kernel is not asked for huge pages, or their number is not read."""
     model = torch.nn.Linear(1024, 2048)  # four pages of weights
     moved, huge = huge_pages.move(model.parameters(), PAGE)
     assert moved >= 4 * PAGE
     assert PAGE <= huge <= moved
 
 
-def test_what_the_kernel_says_of_a_mapping(tmp_path: Path) -> None:
-    """Fails where another mapping's pages are counted."""
+def test_huge_pages_of_a_mapping(tmp_path: Path) -> None:
+    """Fails where the huge pages of another mapping are counted."""
     smaps = tmp_path / "smaps"
     smaps.write_text(
         "1000-2000 rw-p 00000000 00:00 0\nRss: 4 kB\nAnonHugePages:      2048 kB\nVmFlags: rd\n"
@@ -115,7 +115,7 @@ def test_what_the_kernel_says_of_a_mapping(tmp_path: Path) -> None:
 
 
 def test_a_model_without_weights() -> None:
-    """Fails where nothing to move is an error."""
+    """Fails where a model without weights raises."""
     assert huge_pages.move([], PAGE) == (0, 0)
     assert huge_pages.move([torch.empty(0)], PAGE) == (0, 0)
 
@@ -140,7 +140,7 @@ def test_whether_there_are_pages(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fails where pages are asked of a kernel that gives none, or whose pages are as large as a model."""
+    """Fails where huge pages are requested from a kernel that gives none, or whose pages are too large."""
     monkeypatch.delenv(huge_pages.VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(huge_pages.VARIABLE, variable)

@@ -1,6 +1,6 @@
-"""Runs the tests of the Triton bodies under Triton's interpreter: `test_triton_*.py`, in a process of their own.
+"""Runs the tests of the Triton bodies (`test_triton_*.py`) under Triton's interpreter, in a separate process.
 
-Triton reads TRITON_INTERPRET when it is imported, and an interpreted Triton must not reach the other tests.
+Triton reads TRITON_INTERPRET when it is imported, and the other tests must not run with an interpreted Triton.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 
 def test_triton_bodies_under_the_interpreter():
-    """Fails where a test of a Triton body fails, or none ran."""
+    """Fails where a test of a Triton body fails, or none runs."""
     files = [str(path) for path in sorted(FOLDER.glob("test_triton_*.py"))]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     run = subprocess.run(

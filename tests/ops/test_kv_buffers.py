@@ -1,4 +1,4 @@
-"""Which buffers one launch can write, and that what was split stays what it was."""
+"""Which buffers one launch can write, and that `project_context` plus `write_context_kv` equal `context_kv`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _layers(*shape: int, dtype: torch.dtype = torch.bfloat16, count: int = 2) ->
     ids=["plain", "none", "counts", "value dim", "dtypes", "fp8", "packed", "pages", "heads first"],
 )
 def test_only_plain_buffers_fit(k, v, expected):
-    """Fails where buffers that need the host's writer are taken, or plain ones are not."""
+    """Fails where buffers that need the host's writer are accepted, or plain ones are refused."""
     assert fits(k, v) is expected
     if not expected:
         with pytest.raises(ValueError, match="KV buffers"):
@@ -37,7 +37,7 @@ def test_only_plain_buffers_fit(k, v, expected):
 
 
 def test_projected_then_written_is_context_kv():
-    """Fails where the product and the write together differ from `context_kv`, or another slot is written."""
+    """Fails where the two steps together differ from `context_kv`, or write another slot."""
     generator = torch.Generator().manual_seed(3)
     features = torch.randn(5, 12, generator=generator)
     weight = torch.randn(2, 2, 3, 8, 12, generator=generator)

@@ -1,4 +1,4 @@
-"""The hash of SGLang's seeded sampling, bit for bit: by published vectors, by integers in Python, by its own kernel."""
+"""The hash of SGLang's seeded sampling, bit for bit against published values, Python integers and SGLang's kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = [0, 1, 2, 255, 1791, 151_935, 2**31 - 1]
 
 
 def murmur3(key: bytes) -> int:
-    """MurmurHash3_x86_32 with hash seed 0, of whole 4-byte blocks, as Austin Appleby's C source has it."""
+    """MurmurHash3_x86_32 with hash seed 0 for whole 4-byte blocks, after Austin Appleby's C source."""
     h = 0
     for (k,) in struct.iter_unpack("<I", key):
         k = k * 0xCC9E2D51 & LOW
@@ -40,13 +40,13 @@ def murmur3(key: bytes) -> int:
     [(b"", 0), (b"\0\0\0\0", 0x2362F9DE), (b"\xff\xff\xff\xff", 0x76293B50), (b"\x21\x43\x65\x87", 0xF55B516B)],
 )
 def test_the_reference_is_murmur3(key, value):
-    """Fails where the integers below would be another hash than the published one."""
+    """Fails where `murmur3` here differs from published values."""
     assert murmur3(key) == value
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64], ids=str)
 def test_hash_equals_the_integers(dtype):
-    """Fails where a bit differs, negative and 64-bit seeds and positions beyond 31 bits included."""
+    """Fails where any bit differs, also for negative and 64-bit seeds and for positions above 31 bits."""
     seeds = torch.tensor(SEEDS).to(dtype)
     hashed = murmur_hash32(seeds, torch.tensor(POSITIONS), torch.tensor(COLUMNS))
     assert hashed.dtype == torch.uint32
@@ -79,7 +79,7 @@ print(out.tolist())
 
 
 def test_hash_equals_the_hosts_kernel():
-    """Fails where SGLang's Triton kernel, run by Triton's interpreter, hashes otherwise."""
+    """Fails where the hash differs from SGLang's Triton kernel, run by Triton's interpreter."""
     root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
     run = subprocess.run(
         [

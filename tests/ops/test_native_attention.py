@@ -1,8 +1,8 @@
-"""The native attention against its torch reference, over a hostile KV pool, with fuzzed shapes.
+"""The native attention against its torch reference, with fuzzed shapes and NaN in unowned KV slots.
 
-A float is right where its error against float64 is at most twice that of the reference's formula in torch, in the same
-dtype, plus one rounding of the result and one, in float32, of the values that were summed: of few results the reference
-may hit all by luck.
+A result is right if its error against float64 is at most twice the error of the reference in the same dtype, plus one
+rounding of the result and one float32 rounding of the summed values. The roundings are allowed because, with few
+results, the reference may be exact by luck.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VIEWS = [(causal, window) for causal in (True, False) for window in (None, 0, 1,
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Arguments of one call. A slot that no request owns is NaN, and the tables behind a request name such slots."""
+    """Arguments of one call. Slots that no request owns are NaN; beyond a request's length its table names them."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -51,7 +51,7 @@ def make(
     kv_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Case:
-    """heads: of queries and of keys; dims: of keys and of values."""
+    """heads: numbers of query and KV heads; dims: sizes of a key and of a value."""
     random = torch.Generator().manual_seed(seed)
     kv_lens = [p + n for p, n in zip(prefix_lens, row_lens, strict=True)]
     batch, slots = len(kv_lens), sum(kv_lens) + 9
@@ -83,7 +83,7 @@ def refer(case: Case, *view, row_mask: torch.Tensor | None = None) -> torch.Tens
 
 
 def exact(case: Case, causal: bool, window_left: int | None, row_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, Hq, Dv] float64, key by key from the definition."""
+    """[T, Hq, Dv] float64, from the definition."""
     r, out = case.rows, []
     groups = case.q.shape[1] // case.k_cache.shape[1]
     starts = r.row_starts.tolist()
@@ -144,7 +144,7 @@ def test_every_layout_and_view(prefix_lens, row_lens, causal, window_left, dtype
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 8, 40])
 @pytest.mark.parametrize("dims", [(16, 16), (24, 40), (17, 9), (80, 80), (128, 128), (256, 256), (1, 3)])
 def test_every_grouping_and_head_size(dims, groups, dtype):
-    """Fails where a query head reads another KV head than its group's, or the end of a head is not whole vectors."""
+    """Fails where a query head reads another KV head than its group's, or the end of a head is no whole vector."""
     check(make([270, 3], [8, 8], (2 * groups, 2), dims, dtype), True, None)
     check(make([30], [1], (groups, 1), dims, dtype), False, 5)
 
@@ -152,7 +152,7 @@ def test_every_grouping_and_head_size(dims, groups, dtype):
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_fuzzed_shapes(data):
-    """Fails where any mix of lengths, heads, sizes and views goes wrong."""
+    """Fails where any combination of lengths, heads, sizes and views gives a wrong result."""
     requests = data.draw(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 40)), min_size=0, max_size=5))
     kv_heads, groups = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 3, 4, 8]))
     dims = data.draw(st.tuples(st.integers(1, 70), st.integers(1, 70)))
@@ -184,7 +184,7 @@ def tree_mask(batch: int, width: int, seed: int) -> torch.Tensor:
 @DTYPES
 @pytest.mark.parametrize("window_left", [None, 0, 2, 20])
 def test_a_chain_as_a_row_mask_is_causal(window_left, dtype):
-    """Fails where a mask's rows stand elsewhere than the same rows without one: every bit must agree."""
+    """Fails where rows with a mask have other positions than the same rows without one. All bits must agree."""
     case = make([300, 0, 17], [8, 8, 8], (4, 2), (32, 32), dtype)
     chain = torch.ones(3, 8, 8).tril().bool()
     assert torch.equal(run(case, True, window_left), run(case, False, window_left, row_mask=chain))
@@ -193,13 +193,13 @@ def test_a_chain_as_a_row_mask_is_causal(window_left, dtype):
 @DTYPES
 @pytest.mark.parametrize("window_left", [None, 1, 30])
 def test_trees(window_left, dtype):
-    """Fails where a row sees a branch that is not its own, or a window counts rows and not depths."""
+    """Fails where a row sees another branch than its own, or a window counts rows instead of depths."""
     case = make([300, 0, 17], [16, 16, 16], (4, 2), (32, 32), dtype)
     check(case, True, window_left, tree_mask(3, 16, 0))
 
 
 def test_what_a_row_does_not_see_changes_no_bit():
-    """Fails where a hidden branch weighs anything at all."""
+    """Fails where a hidden branch has any weight at all."""
     case, mask = make([40], [8], (4, 2), (32, 32), torch.float32), tree_mask(1, 8, 3)
     before = run(case, True, None, row_mask=mask)
     for row in range(8):
@@ -213,7 +213,7 @@ def test_what_a_row_does_not_see_changes_no_bit():
 @DTYPES
 @pytest.mark.parametrize("row_lens", [[1, 1, 1], [8, 8, 8], [70, 3, 1]], ids=["decode", "verify", "extend"])
 def test_threads_change_no_bit(row_lens, dtype):
-    """Fails where the split of the work shows in the sums."""
+    """Fails where the split of the work changes the sums."""
     case = make([1500, 3, 257], row_lens, (4, 2), (80, 80), dtype)
     results = []
     for count in (1, 2, 4):
@@ -226,7 +226,7 @@ def test_threads_change_no_bit(row_lens, dtype):
 @DTYPES
 @pytest.mark.parametrize("window_left", [None, 70])
 def test_a_row_gets_the_same_bits_in_an_extend_a_block_and_alone(window_left, dtype):
-    """Fails where a row's result depends on the rows beside it: verified blocks would differ from plain steps."""
+    """Fails where a row's result depends on other rows: verified blocks would then differ from plain steps."""
     whole = make([500], [60], (4, 2), (80, 80), dtype)
     r = whole.rows
     together = run(whole, True, window_left)
@@ -237,7 +237,7 @@ def test_a_row_gets_the_same_bits_in_an_extend_a_block_and_alone(window_left, dt
             assert torch.equal(run(own, True, window_left), together[first : first + width])
 
 
-def test_requests_change_no_bit_of_each_other():
+def test_other_requests_change_no_bit():
     """Fails where a request's result depends on the batch."""
     case = make([700, 3, 257], [8, 8, 8], (4, 2), (32, 32), torch.float32)
     r, together = case.rows, run(case, True, None)
@@ -249,7 +249,7 @@ def test_requests_change_no_bit_of_each_other():
 
 @pytest.mark.parametrize("place", ["q", "k", "v"])
 def test_a_nan_stays_in_its_request(place):
-    """Fails where a broken request spoils another, or looks whole itself."""
+    """Fails where a NaN reaches another request, or does not reach its own request's result."""
     case = make([40, 40], [8, 8], (4, 2), (32, 32), torch.float32)
     slot = int(case.rows.req_to_token[case.rows.req_pool_indices[0], 11])
     {"q": case.q[0], "k": case.k_cache[slot], "v": case.v_cache[slot]}[place].fill_(torch.nan)
@@ -259,19 +259,19 @@ def test_a_nan_stays_in_its_request(place):
 
 
 def test_large_and_small_scores():
-    """Fails where the exponential overflows, or scores far below the largest count."""
+    """Fails where the exponential overflows, or scores far below the largest have a weight."""
     case = make([300], [4], (2, 1), (32, 32), torch.float32)
     for scaling in (1e-6, 30.0, 1e4):
         check(replace(case, scaling=scaling), True, None)
 
 
 def test_empty_batch():
-    """Fails where an idle step raises or gives rows."""
+    """Fails where an idle step raises or returns rows."""
     assert run(make([], [], (4, 2), (16, 8), torch.float32), True, None).shape == (0, 4, 8)
 
 
 def test_strided_queries_and_caches():
-    """Fails where rows that are parts of wider ones are read as if they were dense."""
+    """Fails where rows of a wider tensor are read as if they were dense."""
     case = make([40, 3], [8, 8], (4, 2), (16, 16), torch.float32)
     wide_q = torch.cat((case.q.flatten(1), torch.full((16, 50), torch.nan)), 1)[:, :64].unflatten(1, (4, 16))
     both = torch.stack((case.k_cache, case.v_cache), 1)
@@ -295,13 +295,13 @@ def test_strided_queries_and_caches():
     ],
 )
 def test_wrong_arguments_are_named(change, message):
-    """Fails where a wrong call reads memory that is not its own instead of raising."""
+    """Fails where a wrong call reads foreign memory instead of raising."""
     with pytest.raises(RuntimeError, match=message):
         run(change(make([40, 3], [8, 8], (4, 2), (16, 16), torch.float32)), True, None)
 
 
 def test_torch_can_trace_through_it():
-    """Fails where shapes without data, or the schema, are not what the op does."""
+    """Fails where the op's fake tensors or its schema do not match what it does."""
     case = make([40, 3], [8, 8], (4, 2), (16, 16), torch.float32)
     r = case.rows
     arguments = (case.q, case.k_cache, case.v_cache, r.req_to_token, r.req_pool_indices, r.prefix_lens, r.row_starts)
@@ -324,12 +324,12 @@ def test_torch_can_trace_through_it():
     seed=st.integers(0, 99),
 )
 def test_write_and_attend(lens, heads, dims, dtype, causal, window, apart, seed):
-    """Fails where a row lands elsewhere than in its slot, another slot changes, or attention comes before the write."""
+    """Fails where a row is not written to its slot, another slot changes, or attention runs before the write."""
     case = make([p for p, _ in lens], [n for _, n in lens], heads, dims, dtype, seed=seed)
     r, rows = case.rows, len(case.q)
     spans = [(row, p + i) for row, (p, n) in zip(r.req_pool_indices.tolist(), lens, strict=True) for i in range(n)]
     slots = torch.tensor([int(r.req_to_token[row, position]) for row, position in spans], dtype=torch.int64)
-    # As parts of one product's result, the queries, keys and values of a row lie side by side.
+    # A row's queries, keys and values are adjacent, as in the result of one fused product.
     sizes = [heads[0] * dims[0], heads[1] * dims[0], heads[1] * dims[1]]
     q, k, v = torch.randn(rows, sum(sizes)).to(dtype).split(sizes, 1)
     if not apart:
@@ -339,14 +339,14 @@ def test_write_and_attend(lens, heads, dims, dtype, causal, window, apart, seed)
     expected = reference.write_and_attend(q, k, v, slots, *caches[0], *tables, case.scaling, causal, window)
     got = native_write_and_attend(q, k, v, slots, *caches[1], r, case.scaling, causal, window)
     for ours, theirs in zip(caches[1], caches[0], strict=True):
-        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))  # NaN of the slots beside them included
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))  # including the NaN of other slots
     assert got.shape == expected.shape == (rows, heads[0] * dims[1])
     written = replace(case, q=q.reshape(rows, heads[0], dims[0]), k_cache=caches[1][0], v_cache=caches[1][1])
     assert torch.equal(got, run(written, causal, window).flatten(1))
 
 
 def test_write_and_attend_refuses():
-    """Fails where a write would leave the cache, or rows and caches of two dtypes are mixed."""
+    """Fails where a write outside the cache, or rows of another dtype than the cache, are accepted."""
     case = make([3], [2], (4, 2), (8, 8), torch.float32)
     k = torch.randn(2, 16)
     arguments = (case.k_cache, case.v_cache, case.rows, case.scaling, True)
@@ -358,7 +358,7 @@ def test_write_and_attend_refuses():
 
 
 def test_uniform_rows_are_laid_out_as_lists_are():
-    """Fails where the shortcut for requests of equally many rows names other rows."""
+    """Fails where `uniform`, for requests with equally many rows, differs from `gather`."""
     table, requests = torch.arange(40, dtype=torch.int32).view(4, 10), torch.tensor([3, 1])
     for width in (1, 4):
         short = PagedTable.uniform(table, requests, torch.tensor([2, 5]), width)

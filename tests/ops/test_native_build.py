@@ -1,4 +1,4 @@
-"""The native ops are there where they can be, each instruction set gives the same, torch serves where they are not."""
+"""The native ops are built wherever they can be, are right for each instruction set, and torch serves without them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess
 
 
 def test_the_ops_are_built_where_they_can_be(monkeypatch):
-    """Fails where a compiler and torch are there and the ops are not: `scripts/test.sh` and `.ci/run` build them."""
+    """Fails where the ops are missing although they can be built: `scripts/test.sh` and `.ci/run` build them."""
     if not native.enabled():
         pytest.skip(f"native ops: {native.described()}")
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
@@ -36,9 +36,9 @@ def test_the_ops_are_built_where_they_can_be(monkeypatch):
 @pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
 @pytest.mark.parametrize("isa", NAMES)
 def test_every_instruction_set(isa):
-    """Fails where other kernels than those the tests run with here are wrong."""
+    """Fails where the kernels of another instruction set, which the other tests do not use, are wrong."""
     if isa == native.isa():
-        pytest.skip("the other tests of this folder run with it")
+        pytest.skip("the other tests of this folder use it")
     names = [f"tests/ops/test_native_{part}.py" for part in ("attention", "linear", "rows")]
     if NAMES.index(isa) < NAMES.index(str(native.isa())):
         refused = run_python("-c", "from sglang_dflash.ops import native; native.isa()", SGLANG_DFLASH_ISA=isa)
@@ -49,7 +49,7 @@ def test_every_instruction_set(isa):
 
 
 def test_an_unknown_instruction_set_is_refused():
-    """Fails where a typing error in the variable is taken for the default."""
+    """Fails where a misspelt instruction set means the default."""
     if native.isa() is None:
         pytest.skip(f"native ops: {native.described()}")
     script = "from sglang_dflash.ops import native; native.isa()"
@@ -57,16 +57,16 @@ def test_an_unknown_instruction_set_is_refused():
 
 
 def test_a_library_of_older_sources_is_refused(monkeypatch):
-    """Fails where new Python beside a library that was not built anew ends in an op that is not there."""
+    """Fails where a library that was not rebuilt is loaded, and an op is missing only when it is called."""
     if native.isa() is None:
         pytest.skip(f"native ops: {native.described()}")
     monkeypatch.setattr(native, "LATEST", ("linear", "an_op_of_tomorrow"))
-    with pytest.raises(ImportError, match="older sources, it has no an_op_of_tomorrow: build it anew"):
+    with pytest.raises(ImportError, match="from older sources and lacks an_op_of_tomorrow: rebuild it"):
         native.isa.__wrapped__()
 
 
 def test_the_switch_leaves_torch():
-    """Fails where SGLANG_DFLASH_NATIVE=0 leaves a native body in use, or the start-up line does not say so."""
+    """Fails where SGLANG_DFLASH_NATIVE=0 keeps a native body in use, or the start-up line does not report it."""
     script = (
         "import torch\nfrom sglang_dflash import ops\nprint(ops.bodies())\n"
         "assert ops.choose_rows('cpu', torch.float32) is ops.TORCH_ROWS\n"
@@ -78,7 +78,7 @@ def test_the_switch_leaves_torch():
 
 
 def test_other_tensors_get_torch():
-    """Fails where a native body is chosen for what it does not take."""
+    """Fails where a native body is chosen for tensors that it does not take."""
     assert ops.choose_rows("cpu", torch.float16) is ops.TORCH_ROWS
     assert ops.choose_rows("meta", torch.float32) is ops.TORCH_ROWS
     assert ops.choose_attention("cpu", torch.float32, torch.float8_e5m2).attend is ops.paged_attention
@@ -86,8 +86,8 @@ def test_other_tensors_get_torch():
 
 @pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
 def test_a_library_that_does_not_fit_is_named(tmp_path):
-    """Fails where ops that were built for another torch are passed over in silence."""
+    """Fails where ops that were built for another torch are ignored without an error."""
     wrong = tmp_path / "wrong.so"
     wrong.write_bytes(b"not a library")
     script = "from sglang_dflash.ops import native; native.isa()"
-    assert "build it anew" in run_python("-c", script, SGLANG_DFLASH_NATIVE_LIBRARY=str(wrong)).stderr
+    assert "rebuild it" in run_python("-c", script, SGLANG_DFLASH_NATIVE_LIBRARY=str(wrong)).stderr

@@ -1,4 +1,4 @@
-"""The native product against torch in float64, and what it promises besides: a row's bits are its own."""
+"""The native product against torch in float64; a row's bits must not depend on other rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def drawn(rows: int, inner: int, columns: int, dtype: torch.dtype) -> tuple[torc
 
 
 def near(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None) -> None:
-    """Asserts the error of a sum in float32, rounded once."""
+    """Asserts that the error is at most that of a float32 sum which is rounded once."""
     wide = torch.zeros(len(weight), dtype=torch.float64) if addend is None else addend.double()
     truth = F.linear(x.double(), weight.double()) + wide
     size = F.linear(x.double().abs(), weight.double().abs()) + wide.abs()
@@ -48,7 +48,7 @@ def near(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, addend: torch
     adds=st.sampled_from(["nothing", "bias", "residual"]),
 )
 def test_it_is_the_product(rows, inner, columns, dtype, adds):
-    """Fails where a row, a column or the end of a sum is left out or written twice."""
+    """Fails where a row, a column or the end of a sum is missing or counted twice."""
     x, weight, bias = drawn(rows, inner, columns, dtype)
     addend = {"nothing": None, "bias": bias, "residual": torch.randn(rows, columns + 3)[:, 3:].to(dtype)}[adds]
     near(linear(x, weight, addend), x, weight, addend)
@@ -57,7 +57,7 @@ def test_it_is_the_product(rows, inner, columns, dtype, adds):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "columns"), [(256, 1152), (37, 53), (1024, 100)])
 def test_a_rows_bits_depend_on_it_alone(inner, columns, dtype):
-    """Fails where the shape of a tile, the threads or the rows beside it change how a sum is rounded."""
+    """Fails where the shape of a tile, the threads or other rows change the rounding of a sum."""
     x, weight, bias = drawn(128, inner, columns, dtype)
     alone = torch.cat([linear(x[i : i + 1], weight, bias) for i in range(128)])
     threads = torch.get_num_threads()
@@ -71,7 +71,7 @@ def test_a_rows_bits_depend_on_it_alone(inner, columns, dtype):
 
 
 def test_slices_are_read_in_place():
-    """Fails where a stride is taken for a width: the target's head without its padding, a row of a larger tensor."""
+    """Fails where strides are ignored: the target's head without its padding, rows of a larger tensor."""
     wide_x, wide_weight, bias = drawn(9, 80, 40, torch.float32)
     x, weight = wide_x[::2, 8:72], wide_weight[:33, 8:72]
     near(linear(x, weight, bias[:33]), x, weight, bias[:33])
@@ -104,7 +104,7 @@ INSTALLED = """
     emulated = native.isa() != "scalar" and not torch.cpu._is_avx512_bf16_supported()
     assert not emulated or torch.equal(F.linear(brief, brief_weight), wanted)
     plain, biased = (torch.ops.sglang_dflash.linear(few, weight, one) for one in (None, bias))
-    assert native.isa() == "scalar" or not torch.equal(plain, before[0][:128]), "nothing was replaced, or nothing shown"
+    assert native.isa() == "scalar" or not torch.equal(plain, before[0][:128]), "torch computes the same bits"
     close = lambda a, b: torch.allclose(a, b, atol=1e-4)
     same = torch.equal if native.isa() != "scalar" else close
     assert same(F.linear(few, weight), plain) and same(F.linear(few, weight, bias), biased)
@@ -141,8 +141,8 @@ THREADS = """
 
 @pytest.mark.parametrize("program", [INSTALLED, THREADS], ids=["installed", "threads"])
 def test_in_a_process_of_its_own(program):
-    """`installed`: torch's products are ours where they should be, and torch's where they should not. `threads`: the
-    ops compute on torch's threads; at::parallel_for is silently a plain loop in a unit compiled without OpenMP."""
+    """`installed`: fails where torch's products are not replaced, or replaced where they must not be. `threads`: fails
+    where the ops do not use torch's threads; at::parallel_for is a plain loop in a unit compiled without OpenMP."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr

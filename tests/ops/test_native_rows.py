@@ -1,4 +1,4 @@
-"""The native ops that go row by row against their torch references: integers bitwise, floats by their error."""
+"""The native row-wise ops against their torch references: integers bitwise, floats by their error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def native_rows():
 
 
 def near(got: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor) -> None:
-    """Asserts at most twice the error of torch in the same dtype, and a rounding; `truth` is float64."""
+    """Asserts at most twice the error of torch in the same dtype, plus one rounding; `truth` is float64."""
     assert got.shape == expected.shape == truth.shape
     assert got.dtype == expected.dtype
     if not got.numel():
@@ -58,7 +58,7 @@ def test_rms_norm(shape, dtype):
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 64), (0, 64), (3, 17), (2, 3, 128), (40, 1000)])
 def test_add_rms_norm(shape, dtype):
-    """Fails where the norm is taken of the rounded sum, or an argument is changed."""
+    """Fails where the norm is that of the rounded sum, or an argument changes."""
     x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     before = x.clone(), residual.clone()
     got, expected = (rows.add_rms_norm(x, residual, weight, EPS) for rows in (native_rows(), TORCH_ROWS))
@@ -79,7 +79,7 @@ def test_add_rms_norm(shape, dtype):
     dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16])] * 3),
 )
 def test_norm_rope(rows, heads, dim, half, normed, dtypes):
-    """Fails where a head's norm or rotation is wrong for any size, or memory between strided heads is written."""
+    """Fails where a head's norm or rotation is wrong for any size, or memory between strided rows is written."""
     dtype, weight_dtype, table_dtype = dtypes
     rotary_dim = 2 * min(half, dim // 2)
     wide = torch.full((rows, heads * dim + 13), SENTINEL).to(dtype)
@@ -102,7 +102,7 @@ def test_norm_rope(rows, heads, dim, half, normed, dtypes):
     ("rows", "layers", "heads", "dim"), [(1, 2, 2, 32), (40, 3, 1, 24), (7, 1, 8, 128), (0, 2, 1, 16)]
 )
 def test_write_context_kv(rows, layers, heads, dim, dtype):
-    """Fails where a row lands in another slot or layer, or a slot beside the rows' is written."""
+    """Fails where a row is written to another slot or layer, or another slot changes."""
     kv = torch.randn(rows, layers, 2, heads, dim).to(dtype)
     weight = torch.randn(layers, dim).to(dtype)
     angles = torch.rand(50, dim // 2) * 6
@@ -120,7 +120,7 @@ def test_write_context_kv(rows, layers, heads, dim, dtype):
 
 @pytest.mark.parametrize(("position", "slot"), [(50, 0), (-1, 0), (0, 60), (0, -1)])
 def test_write_context_kv_stays_inside(position, slot):
-    """Fails where a position or a slot outside the tables is used."""
+    """Fails where a position or a slot outside its table is used."""
     cache = torch.zeros(60, 1, 8)
     arguments = (torch.ones(1, 8), EPS, torch.tensor([position]), torch.zeros(50, 8), torch.tensor([slot]))
     with pytest.raises(RuntimeError, match="allowed: 0"):
@@ -133,7 +133,7 @@ def assert_accepts_alike(logits: torch.Tensor, ids: torch.Tensor) -> None:
     ):
         assert got.dtype == expected.dtype
         assert torch.equal(got, expected)
-    for rows in logits.unbind(1):  # those of one position are spaced by a whole block
+    for rows in logits.unbind(1):  # rows of one position are a whole block apart
         assert torch.equal(torch.ops.sglang_dflash.row_argmax(rows), rows.argmax(-1))
 
 
@@ -150,7 +150,7 @@ def test_accept_greedy(data):
     if values == "ties":
         logits = logits.round()
     elif values == "zeros":
-        logits = logits.sign() * 0.0  # of both signs, equal
+        logits = logits.sign() * 0.0  # zeros of both signs are equal
     elif values in ("nan", "infinite"):
         logits[torch.rand(logits.shape, generator=random) < 2 / vocabulary] = (
             torch.nan if values == "nan" else torch.inf
@@ -168,14 +168,14 @@ def test_accept_greedy(data):
 
 
 def test_accept_greedy_of_a_part_of_the_vocabulary():
-    """Fails where logits whose rows are padded behind the vocabulary are read as if they were dense."""
+    """Fails where logits with padding after the vocabulary are read as if they were dense."""
     logits = torch.randn(3, 4, 64)
     logits[..., 50:] = 9.0
     assert_accepts_alike(logits[..., :50], torch.randint(50, (3, 4)))
 
 
 def test_torch_can_trace_through_them():
-    """Fails where shapes without data, or the schemas, are not what the ops do."""
+    """Fails where the fake tensors or the schemas of the ops do not match what they do."""
     compiled, x = torch.ops.sglang_dflash, torch.randn(4, 16)
     table, positions = torch.zeros(9, 8), torch.tensor([1, 2, 3, 4])
     kv, caches = torch.randn(4, 2, 2, 1, 8), [torch.zeros(9, 1, 8) for _ in range(4)]

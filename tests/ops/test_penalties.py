@@ -1,4 +1,4 @@
-"""Penalties of a block's rows against plain Python, one token after the other; SGLang's own are in `tests/host`."""
+"""Penalties of a block's rows against plain Python, token by token. `tests/host` compares with SGLang's penalizers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_params(
 
 
 def make_emitted(emitted: list[list[int]], frequency: list[float], vocab_size: int, padding: int = 0) -> Emitted:
-    """From the definition of the fields; lists are padded with an id."""
+    """`Emitted` from the definition of its fields; shorter lists are padded with `padding`."""
     most = max(map(len, emitted))
     seen = torch.zeros(len(emitted), vocab_size, dtype=torch.bool)
     sums = torch.zeros(len(emitted), vocab_size)
@@ -44,7 +44,7 @@ def make_emitted(emitted: list[list[int]], frequency: list[float], vocab_size: i
 
 
 def row_by_hand(logits: torch.Tensor, emitted: list[int], params: PenaltyParams, request: int) -> np.ndarray:
-    """One row in float32, one token after the other."""
+    """Penalizes one row in float32, token by token."""
     row = logits.numpy().copy()
     frequency, presence, repetition = (np.float32(x[request]) for x in params[:3])
     for token in set(emitted):
@@ -60,20 +60,20 @@ def row_by_hand(logits: torch.Tensor, emitted: list[int], params: PenaltyParams,
 
 @EXAMPLES
 @given(data=st.data())
-def test_rows_are_those_of_a_token_by_token_count(data):
-    """Fails where a row counts a draft that stands behind it, counts one twice, forgets the emitted tokens, or where
-    another request's row changes by a bit."""
+def test_rows_equal_a_token_by_token_count(data):
+    """Fails where a row counts a draft that comes after it, counts one twice, ignores an emitted token, or changes any
+    bit of another request."""
     width, vocab_size = data.draw(st.integers(2, 16)), data.draw(st.integers(17, 500))
     batch = data.draw(st.integers(1, 5))
     requests = data.draw(st.permutations(range(batch)).map(lambda order: order[: 1 + order[0]]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    few = data.draw(st.integers(1, vocab_size))  # of few ids, many come twice in a block
+    few = data.draw(st.integers(1, vocab_size))  # with few ids, many occur twice in a block
     logits = torch.randn(batch, width, vocab_size, generator=generator) * 5
     block_ids = torch.randint(few, (len(requests), width), generator=generator)
     emitted = [
         torch.randint(few, (data.draw(st.integers(0, 9)),), generator=generator).tolist()
         + data.draw(
-            st.sampled_from([[anchor], [anchor], []])  # without any token: the anchor is the prompt's last
+            st.sampled_from([[anchor], [anchor], []])  # []: nothing emitted, the anchor is the prompt's last token
         )
         for anchor in block_ids[:, 0].tolist()
     ]
@@ -98,7 +98,8 @@ def test_rows_are_those_of_a_token_by_token_count(data):
 
 
 def test_a_block_by_hand():
-    """Fails where a number is another than on paper: token 3 emitted once and drafted twice, token 1 drafted once."""
+    """Fails where a value differs from the one worked out by hand: token 3 emitted once and drafted twice, token 1
+    drafted once."""
     logits = torch.full((1, 4, 5), 6.0)
     params = make_params([1.0], [0.5], [2.0])
     penalize(logits, torch.tensor([0]), torch.tensor([[3, 3, 1, 3]]), make_emitted([[3]], [1.0], 5), params)
@@ -108,7 +109,7 @@ def test_a_block_by_hand():
 
 
 def test_a_negative_logit_is_multiplied():
-    """Fails where a repetition penalty makes an unlikely token likelier."""
+    """Fails where a repetition penalty raises a negative logit."""
     logits = torch.tensor([[[-2.0, 2.0, 0.0]] * 2])
     penalize(
         logits, torch.tensor([0]), torch.tensor([[0, 1]]), make_emitted([[0]], [0.0], 3), make_params([0.0], [0.0], [2])
@@ -117,8 +118,8 @@ def test_a_negative_logit_is_multiplied():
 
 
 def test_the_minimum_ends_inside_a_block():
-    """Fails where stop ids are masked one row too short or too long: 2 tokens are out and 4 are wanted, so the row
-    behind the second draft may stop."""
+    """Fails where stop ids are masked one row too few or too many: of the minimum of 4 tokens 2 are emitted, so the row
+    after the second draft may stop."""
     logits = torch.zeros(2, 4, 6)
     params = make_params([0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [4, 2], [[5, 2], [5, 5]])
     penalize(
@@ -134,8 +135,8 @@ def test_the_minimum_ends_inside_a_block():
 
 
 def test_neutral_parameters_change_no_bit():
-    """Fails where a request that asks for little beside one that asks for much pays for it, or where a value that is
-    no number does not survive."""
+    """Fails where another request's penalties change a request with neutral ones, or where an infinity or a NaN
+    changes."""
     logits = torch.randn(3, 3, 40)
     logits[0, :, 3], logits[1, :, :9], logits[1, :, 9:12] = torch.inf, torch.nan, -torch.inf
     logits[2, 1] = 1e38
@@ -149,7 +150,7 @@ def test_neutral_parameters_change_no_bit():
 
 @pytest.mark.parametrize("layout", ["a slice of a padded vocabulary", "columns first"])
 def test_logits_need_not_be_contiguous(layout):
-    """Fails where float32 logits, which the host hands on as it cut or gathered them, raise or are copied."""
+    """Fails where strided float32 logits raise or are copied: the host passes slices and gathered columns."""
     width, vocab_size = 3, 10
     own = torch.randn(2 * width, 64) if layout.startswith("a slice") else torch.randn(vocab_size, 2 * width).T
     logits = own[:, :vocab_size].view(2, width, vocab_size)
@@ -165,12 +166,12 @@ def test_logits_need_not_be_contiguous(layout):
 @EXAMPLES
 @given(data=st.data())
 def test_penalties_of_one_row(data):
-    """Fails where the two parts, added and then scaled, give other logits than the first row of a block does."""
+    """Fails where the two parts, added and then scaled, give other logits than the first row of a block."""
     count, vocab_size = data.draw(st.integers(1, 4)), data.draw(st.integers(17, 200))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     tokens = st.lists(st.integers(0, vocab_size - 1), max_size=12)
     emitted = data.draw(st.lists(tokens, min_size=count, max_size=count))
-    # Quarters: sums and differences are exact, so that the order of adding says nothing.
+    # With quarters, sums and differences are exact, so the order of additions does not matter.
     values = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=count, max_size=count)
     frequency, presence = data.draw(values), data.draw(values)
     params = make_params(
@@ -191,7 +192,7 @@ def test_penalties_of_one_row(data):
 
 
 class Model:
-    """`EmittedTokens` as lists."""
+    """A model of `EmittedTokens` with Python lists."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
@@ -212,7 +213,7 @@ class Model:
 @EXAMPLES
 @given(data=st.data())
 def test_emitted_tokens_are_lists(data):
-    """Fails where rows or columns that grow lose a token, a row that starts anew keeps one, or an id beyond the
+    """Fails where a token is lost when rows or columns are added, a restarted row keeps a token, or an id beyond the
     accepted ones counts."""
     vocab_size = data.draw(st.integers(3, 30))
     ours, model = EmittedTokens(vocab_size, "cpu"), Model()
@@ -240,7 +241,7 @@ def test_emitted_tokens_are_lists(data):
 
 
 def test_no_requests():
-    """Fails where a batch of which no request is left raises."""
+    """Fails where an empty batch raises."""
     nothing = torch.empty(0, dtype=torch.int64)
     params = PenaltyParams(*(torch.empty(0),) * 3, nothing, torch.empty(0, 1, dtype=torch.int64))
     ours = EmittedTokens(5, "cpu")

@@ -1,4 +1,4 @@
-"""The specification itself: each reference op against a slow, independent computation."""
+"""The reference ops, each against a slow, independent computation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _frequencies(rotary_dim: int) -> torch.Tensor:
 
 
 def _complex_rope(x: torch.Tensor, positions: torch.Tensor, rotary_dim: int) -> torch.Tensor:
-    """Element i of the first half and i of the second are one complex number, turned by its angle; in float64."""
+    """In float64: element i of the first half and element i of the second are one complex number, which is rotated."""
     x = x.double()
     half = rotary_dim // 2
     numbers = torch.complex(x[..., :half], x[..., half:rotary_dim])
@@ -62,8 +62,8 @@ def test_gather_slots_reads_each_requests_own_row(index_dtype):
 
 @pytest.mark.parametrize("prefix_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("block_size", [2, 7])
-def test_block_layout_is_the_bonus_and_masks_behind_the_prefix(block_size, prefix_dtype):
-    """Fails where the bonus does not stand at position prefix_len, or a mask elsewhere than behind it."""
+def test_block_layout_is_the_bonus_and_masks_after_the_prefix(block_size, prefix_dtype):
+    """Fails where the bonus is not at position prefix_len, or a mask is not right after it."""
     table = _table(4, 20)
     bonus_ids = torch.tensor([70, 71, 72])
     prefix_lens = torch.tensor([0, 13, 5], dtype=prefix_dtype)
@@ -78,7 +78,7 @@ def test_block_layout_is_the_bonus_and_masks_behind_the_prefix(block_size, prefi
 
 
 def test_block_layout_of_an_empty_batch():
-    """Fails where an empty batch raises or gives rows."""
+    """Fails where an empty batch raises or returns rows."""
     nothing = torch.empty(0, dtype=torch.int64)
     for part in block_layout(nothing, nothing, nothing, _table(2, 20), 4, mask_token_id=99):
         assert part.shape == (0, 4)
@@ -102,16 +102,16 @@ def test_extend_positions(prefix_lens, row_lens, expected):
 
 
 def test_extend_positions_needs_a_length_per_request():
-    """Fails where a missing length silently drops a request's rows."""
+    """Fails where a missing length drops a request's rows without an error."""
     with pytest.raises(ValueError):
         extend_positions([0, 1], [2])
 
 
 def _accept_by_hand(logits: list[list[float]], ids: list[int]) -> tuple[list[int], int, int]:
-    """Commits token by token, as a target that sees one row at a time."""
+    """Commits token by token, like a target that sees one row at a time."""
     committed = []
     for row, following in zip(logits, [*ids[1:], None], strict=True):
-        committed.append(row.index(max(row)))  # `index` gives the lowest id among equals
+        committed.append(row.index(max(row)))  # `index` gives the lowest id of a tie
         if committed[-1] != following:
             break
     return committed + [0] * (len(ids) - len(committed)), len(committed), committed[-1]
@@ -119,7 +119,7 @@ def _accept_by_hand(logits: list[list[float]], ids: list[int]) -> tuple[list[int
 
 @pytest.mark.parametrize(("vocab", "width"), [(2, 2), (2, 3), (3, 2)])
 def test_acceptance_on_every_small_vocabulary(vocab, width):
-    """Fails where any draft and any logits, ties included, commit other ids than a token-by-token target."""
+    """Fails where any drafts and logits, ties included, commit other ids than a token-by-token target does."""
     levels = (-1.0, 2.0)
     all_logits = list(itertools.product(itertools.product(levels, repeat=vocab), repeat=width))
     all_ids = list(itertools.product(range(vocab), repeat=width))
@@ -139,7 +139,7 @@ def test_acceptance_on_every_small_vocabulary(vocab, width):
 @DTYPES
 @pytest.mark.parametrize("width", [2, 5, 8])
 def test_acceptance_of_every_length(width, dtype):
-    """Fails where a block whose first wrong draft is at a known place commits another number of ids."""
+    """Fails where a block with its first wrong draft at a known place commits other ids."""
     generator = torch.Generator().manual_seed(width)
     vocab = 50
     target_ids = torch.stack([torch.randperm(vocab, generator=generator)[:width] for _ in range(width)])
@@ -162,11 +162,11 @@ def test_acceptance_of_an_empty_batch():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_speculation_commits_what_the_target_says_alone(seed):
-    """Fails where a loop of random drafts and acceptance gives another text than greedy decoding of the target."""
+def test_speculation_commits_the_targets_own_text(seed):
+    """Fails where decoding with random drafts gives another text than greedy decoding of the target."""
     generator = torch.Generator().manual_seed(seed)
     vocab, width, length = 4, 4, 60
-    table = torch.randint(0, 3, (vocab, vocab, vocab), generator=generator).float()  # logits by the last two; ties
+    table = torch.randint(0, 3, (vocab, vocab, vocab), generator=generator).float()  # by the last two tokens; ties
     alone = [1, 2]
     while len(alone) < length:
         alone.append(table[alone[-2], alone[-1]].tolist().index(table[alone[-2], alone[-1]].max()))
@@ -183,39 +183,39 @@ def test_speculation_commits_what_the_target_says_alone(seed):
         text += accepted.out_ids[0, :commit_len].tolist()
         assert text[-1] == int(accepted.bonus_ids[0])
     assert text[:length] == alone
-    assert len(seen) >= 3, "the drafts were too good or too bad to test anything"
+    assert len(seen) >= 3, "the drafts are too good or too bad to test anything"
 
 
 @DTYPES
 def test_rms_norm_is_computed_in_float32(dtype):
-    """Fails where the mean or the product is rounded to the input's dtype on the way."""
+    """Fails where the mean or the product is rounded to the input's dtype in between."""
     torch.manual_seed(0)
     x, weight = (10 * torch.randn(7, 3, 33)).to(dtype), torch.randn(33).to(dtype)
     wide = F.rms_norm(x.double(), (33,), weight.double(), eps=1e-5)
     normed = rms_norm(x, weight, 1e-5)
     assert normed.dtype == dtype
-    # One rounding of the result, and float32 noise.
+    # One rounding of the result, plus float32 rounding errors.
     tolerance = (torch.finfo(dtype).eps / 2 + 1e-6) * wide.abs() + 1e-7
     assert bool(((normed.double() - wide).abs() <= tolerance).all())
 
 
 def test_rms_norm_of_zeros():
-    """Fails where eps does not keep a zero row finite."""
+    """Fails where a zero row gives NaN or infinity."""
     assert torch.equal(rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-6), torch.zeros(2, 4))
 
 
 @DTYPES
 @pytest.mark.parametrize("rotary_dim", [32, 24, 2])
 @pytest.mark.parametrize("shape", [(9, 32), (9, 3, 32), (9, 2, 3, 32), (0, 3, 32)])
-def test_rope_turns_complex_numbers(shape, rotary_dim, dtype):
-    """Fails where halves are paired otherwise, an angle is wrong, or a dimension beyond the rotary ones changes."""
+def test_rope_rotates_complex_numbers(shape, rotary_dim, dtype):
+    """Fails where elements are paired wrongly, an angle is wrong, or a dimension beyond the rotary ones changes."""
     torch.manual_seed(1)
     x = torch.randn(shape).to(dtype)
     positions = torch.randperm(40)[: shape[0]]
     turned = rope_neox(x, positions, _cos_sin(40, rotary_dim))
     assert turned.dtype == dtype and turned.shape == x.shape
     exact = _complex_rope(x, positions, rotary_dim)
-    # Cosine, product and sum are each rounded to the dtype; the pair's length bounds them all.
+    # Cosine, product and sum are each rounded to the dtype; the pair's length bounds all three roundings.
     tolerance = 4 * torch.finfo(dtype).eps * x.double().abs().amax() if x.numel() else 0.0
     assert bool(((turned.double() - exact).abs() <= tolerance).all())
     assert torch.equal(turned[..., rotary_dim:], x[..., rotary_dim:])
@@ -236,7 +236,7 @@ def _context_kv_by_layer(
     positions: torch.Tensor,
     rotary_dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer after the other, as a transformer computes its own keys and values."""
+    """Layer by layer, as a transformer computes its own keys and values."""
     heads, dim = k_norm_weight.shape[1:]
     keys, values = [], []
     for layer, (k_weight, v_weight) in enumerate(weights):
@@ -252,7 +252,7 @@ def _context_kv_by_layer(
 @pytest.mark.parametrize("rows", [0, 1, 13])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_context_kv_is_each_layers_own_projection(with_bias, rows, dtype):
-    """Fails where layers, heads, keys and values are mixed up in the stacked product, or norm or rope is off."""
+    """Fails where the stacked product mixes up layers, heads, keys or values, or norm or rope is wrong."""
     torch.manual_seed(2)
     layers, heads, dim, hidden, eps, rotary_dim = 3, 2, 16, 24, 1e-6, 16
     features = torch.randn(rows, hidden).to(dtype)

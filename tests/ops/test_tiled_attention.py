@@ -1,4 +1,4 @@
-"""`invariant_attention`: right, and the same bits for a token in a decode, a verified block and any prefill."""
+"""`invariant_attention` is right and gives a token the same bits in a decode step, a verified block and any prefill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIM, SCALING = 32, 0.17
 
 
 class Token:
-    """Requests whose token at position p has the same query, key and value in every request and forward."""
+    """Requests in which the token at position p has the same query, key and value everywhere."""
 
     def __init__(self, heads: tuple[int, int], dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -24,7 +24,7 @@ class Token:
         self.k, self.v = (torch.randn(LENGTH, heads[1], DIM).to(dtype) for _ in range(2))
 
     def attend(self, layout: list[tuple[int, int]], causal: bool = True, window_left: int | None = None):
-        """One forward over requests of (prefix, rows): their rows' results, one request after the other."""
+        """One forward over requests of (prefix, rows). Returns the results of each request's rows."""
         req_to_token = torch.zeros(len(layout), LENGTH, dtype=torch.int32)
         k, v = (
             torch.full((1 + sum(p + n for p, n in layout), *x.shape[1:]), torch.nan).to(x) for x in (self.k, self.v)
@@ -49,8 +49,8 @@ class Token:
 @HEADS
 @WINDOWS
 def test_a_token_is_the_same_in_every_forward(heads, dtype, window_left):
-    """Fails where a result depends on rows or keys that the token does not see: with SDPA over keys of another
-    length, or with a tile of another size."""
+    """Fails where a result depends on rows or keys that the token does not see, as with SDPA over keys of another
+    length, or with tiles of another size."""
     token = Token(heads, dtype)
     whole = token.attend([(0, LENGTH)], window_left=window_left)[0]
     for position in (0, 7, 511, 512, 1023, LENGTH - 10):
@@ -69,7 +69,7 @@ def test_a_token_is_the_same_in_every_forward(heads, dtype, window_left):
 
 
 def test_a_long_extend_in_parts_is_the_same(monkeypatch):
-    """Fails where the rows behind the first part of an extend see other keys, or come back elsewhere."""
+    """Fails where rows after the first part of an extend see other keys, or are returned at another place."""
     token = Token((4, 2), torch.float32)
     whole = token.attend([(5, 600)])[0]
     monkeypatch.setattr("sglang_dflash.ops.tiled_attention.MASK_ELEMENTS", 40_000)
@@ -81,7 +81,7 @@ def test_a_long_extend_in_parts_is_the_same(monkeypatch):
 @WINDOWS
 @pytest.mark.parametrize("causal", [True, False])
 def test_values_are_right(heads, dtype, window_left, causal):
-    """Fails where a row sees a key that it must not, or misses one; NaN in the pool makes that loud."""
+    """Fails where a row sees a key that it must not see, or misses one."""
     token = Token(heads, dtype)
     layout = [(0, 5), (509, 8), (700, 1), (3, 530)]
     for (prefix, count), ours in zip(layout, token.attend(layout, causal, window_left), strict=True):
@@ -93,7 +93,7 @@ def test_values_are_right(heads, dtype, window_left, causal):
 
 
 def test_no_requests():
-    """Fails where an idle batch is an error."""
+    """Fails where an idle batch raises."""
     empty = torch.empty(0, 4, DIM)
     rows = PagedRows.gather(torch.zeros(1, 4, dtype=torch.int32), torch.empty(0, dtype=torch.int64), [], [])
     assert invariant_attention(empty, torch.zeros(1, 2, DIM), torch.zeros(1, 2, DIM), rows, SCALING, True).shape == (

@@ -1,4 +1,4 @@
-"""Greedy acceptance in Triton, interpreted, against the specification: integers bitwise."""
+"""Greedy acceptance in Triton, interpreted, bitwise against the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _same(got: reference.GreedyAcceptance, expected: reference.GreedyAcceptance)
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.parametrize("vocab", [1, 2, 1023, 1024, 1025, 7001])
 def test_row_argmax(rows, vocab, dtype):
-    """Fails where a split, a lane behind the vocabulary or a tie (frequent in 16 bits) gives another id."""
+    """Fails where a split, a lane beyond the vocabulary or a tie (frequent in 16 bits) gives another id."""
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).to(dtype)
     got = triton_acceptance.row_argmax(logits)
     assert got.dtype == torch.int64
@@ -38,7 +38,7 @@ def test_the_lowest_of_equal_ids_wins_across_splits():
 
 
 def test_special_values():
-    """Fails where -inf rows, both zeros, or NaN are ordered otherwise than by torch's argmax."""
+    """Fails where infinities, both zeros or NaN are ordered differently than by torch's argmax."""
     inf, nan = float("inf"), float("nan")
     cases = torch.tensor(list(itertools.product([-inf, -0.0, 0.0, 1.0, inf, nan], repeat=3)))
     rows = torch.full((len(cases), 1500), -inf)
@@ -47,14 +47,14 @@ def test_special_values():
 
 
 def test_rows_of_a_wider_tensor():
-    """Fails where the row stride is taken for the vocabulary."""
+    """Fails where the row stride is assumed to be the vocabulary size."""
     wide = torch.randn(5, 3000, generator=torch.Generator().manual_seed(0))
     assert torch.equal(triton_acceptance.row_argmax(wide[:, :1999]), wide[:, :1999].argmax(-1))
 
 
 @pytest.mark.parametrize("width", [2, 3, 7, 16])
 def test_accept_chain_of_every_length(width):
-    """Fails where a block whose first wrong draft is at a known place commits other ids."""
+    """Fails where a block with its first wrong draft at a known place commits other ids."""
     generator = torch.Generator().manual_seed(width)
     target_ids = torch.randint(0, 2**31, (width + 2, width), generator=generator)
     ids = torch.cat((torch.full((width + 2, 1), 7), target_ids[:, :-1]), dim=1)
@@ -66,7 +66,7 @@ def test_accept_chain_of_every_length(width):
 
 
 def test_accept_chain_of_views():
-    """Fails where the first columns of wider rows are read as dense ones."""
+    """Fails where the first columns of wider rows are read as if they were dense."""
     target_ids, ids = torch.randint(0, 2, (2, 9, 8), generator=torch.Generator().manual_seed(1))
     _same(
         triton_acceptance.accept_chain(target_ids[:, :5], ids[:, :5]),
@@ -77,7 +77,7 @@ def test_accept_chain_of_views():
 @DTYPES
 @pytest.mark.parametrize(("batch", "width", "vocab"), [(0, 4, 50), (1, 2, 3), (5, 4, 3), (3, 16, 2500)])
 def test_accept_greedy(batch, width, vocab, dtype):
-    """Fails where the fused reduction of splits and acceptance differs from argmax, then acceptance."""
+    """Fails where the fused reduction and acceptance differ from argmax followed by acceptance."""
     generator = torch.Generator().manual_seed(batch)
     logits = torch.randn(batch, width, vocab, generator=generator).to(dtype)
     ids = torch.randint(0, vocab, (batch, width), generator=generator)
@@ -86,7 +86,7 @@ def test_accept_greedy(batch, width, vocab, dtype):
 
 
 def test_splits_cover_the_rows():
-    """Fails where the number of splits is no power of two, or more than the columns fill."""
+    """Fails where the number of splits is no power of two, or a split would have no columns."""
     for rows, vocab in itertools.product([1, 16, 100, 512, 1024, 5000], [1, 1024, 32000, 151936]):
         splits = triton_acceptance._splits_of(rows, vocab)
         assert splits & (splits - 1) == 0 and 1 <= splits <= max(1, -(-vocab // triton_acceptance.BLOCK))

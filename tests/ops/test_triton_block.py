@@ -1,4 +1,4 @@
-"""The block's layout in Triton, interpreted, against the specification: bitwise."""
+"""The block's layout in Triton, interpreted, bitwise against the reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_block_layout(batch, block_size, index_dtype):
 
 
 def test_the_last_positions_of_a_table():
-    """Fails where lanes behind the block read behind the table."""
+    """Fails where lanes beyond the block read beyond the table."""
     table = torch.arange(2 * 12).view(2, 12).int()
     _, positions, slots = triton_block.block_layout(
         torch.tensor([1]), torch.tensor([5]), torch.tensor([1]), table, 7, 0

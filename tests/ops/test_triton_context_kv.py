@@ -1,4 +1,4 @@
-"""Context KV in Triton, interpreted, against the specification: within twice the error of same-dtype torch."""
+"""Context KV in Triton, interpreted, against the reference: at most twice the error of torch in the same dtype."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _inputs(rows: int, layers: int, heads: int, dim: int, rotary: int, dtype: to
     [(0, 2, 2, 8, 8), (1, 1, 1, 4, 4), (9, 3, 2, 16, 16), (7, 2, 3, 24, 24), (5, 2, 5, 20, 8), (16, 5, 8, 128, 128)],
 )
 def test_write_context_kv(rows, layers, heads, dim, rotary, slot_dtype, dtype):
-    """Fails where a key is further from float32 than twice torch's error, a value is not copied bit by bit, or a slot
-    that no row names is touched."""
+    """Fails where a key's error against float32 is above twice torch's, a value is not copied bit by bit, or a slot
+    without a row changes."""
     inputs = _inputs(rows, layers, heads, dim, rotary, dtype, torch.Generator().manual_seed(rows + dim))
     *numbers, slots = inputs
     got, torch_body, exact = (
@@ -58,8 +58,8 @@ def test_write_context_kv(rows, layers, heads, dim, rotary, slot_dtype, dtype):
         assert (got.k[layer].float() - exact.k[layer]).abs().max() <= allowed
 
 
-def test_slots_spaced_wider_than_their_rows():
-    """Fails where the spacing of slots is taken for heads * dim."""
+def test_slots_with_a_larger_stride():
+    """Fails where the stride of the slots is assumed to be heads * dim."""
     generator = torch.Generator().manual_seed(0)
     inputs = _inputs(6, 2, 2, 16, 16, torch.float32, generator)
     backing = torch.full((2, 2, SLOTS, 5, 16), SENTINEL)

@@ -16,7 +16,7 @@ PER_KIND = 4
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    """These tensors are tiny, and torch's threads spin between them: on a busy machine twenty times slower."""
+    """With tiny tensors, torch's threads mostly spin: on a busy machine that is twenty times slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,6 +1,6 @@
-"""A DFlash loop in plain torch, written from the paper's reference and from nothing in the package.
+"""A DFlash loop in plain torch, written from the paper's reference; it shares no code with the package.
 
-Batch size 1, greedy, float32, the draft's context recomputed at every step: slow and easy to check.
+Batch size 1, greedy, float32. It recomputes the draft's context at every step: slow, but easy to check.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 @dataclass(frozen=True, slots=True)
 class OracleAnswer:
-    """ids: committed token ids, the end token included; commit_lens: of every verify step."""
+    """ids: the answer's token ids, the end token included; commit_lens: the commit_len of every verify step."""
 
     ids: list[int]
     commit_lens: list[int]
@@ -51,7 +51,7 @@ class Oracle:
         commit_lens: list[int] = []
         end_ids = self.end_ids
         while not self._ended(committed[len(prompt) :], max_new_tokens, end_ids):
-            start = len(committed) - 1  # position of the bonus: its own features do not exist yet
+            start = len(committed) - 1  # position of the bonus, which has no features yet
             drafts = self._draft(committed[-1], features[:start])
             logits, features = self._run_target([*committed, *drafts])
             choices = logits[start:].argmax(-1).tolist()
@@ -74,7 +74,7 @@ class Oracle:
         return out.logits[0], torch.cat([out.hidden_states[layer + 1][0] for layer in self.taps], dim=-1)
 
     def _draft(self, bonus: int, features: Tensor) -> list[int]:
-        """K-1 drafts after `bonus`, whose context is `features` of all tokens before it."""
+        """K-1 drafts after `bonus`. Their context: `features` of all tokens before the bonus."""
         weights = self.weights
         context = self._norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"])
         block = torch.tensor([bonus] + [self.mask_id] * (self.block_size - 1))

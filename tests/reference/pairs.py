@@ -1,4 +1,4 @@
-"""Small pairs of random weights: vocabularies of a few tokens, so that a draft that knows nothing is often right."""
+"""Small pairs with random weights. Their vocabulary is so small that an untrained draft is often right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
-    # Wide: logits lie far apart, and one rounding never decides between two tokens.
+    # A wide range: logits differ so much that rounding never decides between two tokens.
     "initializer_range": 0.3,
 }
 TARGET_LAYERS = 4

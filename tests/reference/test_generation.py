@@ -1,4 +1,4 @@
-"""`spec_generate` commits what the target alone would, in the steps of an independent loop."""
+"""`spec_generate` commits what the target alone would, in the same steps as an independent loop."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ def test_same_steps_as_the_plain_loop(target, draft, prompts, expected):
         assert generation.output_ids.tolist() == [[*prompt, *answer.ids]]
     steps = [commit_len for answer in expected for commit_len in answer.commit_lens]
     assert sum(steps) / len(steps) > 2.0
-    assert {1, draft.block_size} <= set(steps), "no block was refused, or none accepted, as a whole"
+    assert {1, draft.block_size} <= set(steps), "no block was rejected as a whole, or none was accepted as a whole"
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
 def test_batch_with_padding(target, draft, prompts, expected, left):
-    """Fails where a request's answer or steps depend on its neighbours, on padding, or on requests that end before
-    it."""
+    """Fails where a request's answer or steps depend on other requests, on padding, or on requests that end earlier."""
     assert len(set(map(len, prompts))) > 3
     assert len({len(answer.ids) for answer in expected}) > 3
     ids, mask = pad(prompts, left, value=7)
@@ -65,7 +64,7 @@ def test_batch_with_padding(target, draft, prompts, expected, left):
 
 
 def test_no_place_is_written_twice_at_once(target, draft, prompts, monkeypatch):
-    """Fails where one call writes context and block, or a token and padding, to one place: a GPU may keep either."""
+    """Fails where one call writes twice to one place, such as context and block: a GPU may keep either value."""
     at, calls = PositionCache.at, []
 
     def record(cache: PositionCache, positions: torch.Tensor, visible: int) -> PositionCache:
@@ -83,7 +82,7 @@ def test_no_place_is_written_twice_at_once(target, draft, prompts, monkeypatch):
 
 
 def test_prompt_in_chunks(target, draft, prompts, expected, monkeypatch):
-    """Fails where a prompt longer than one prefill, or a shorter one beside it, is answered or drafted otherwise."""
+    """Fails where prefill in chunks changes answers or drafts, of long prompts or of short ones in the same batch."""
     monkeypatch.setattr("sglang_dflash.reference.generation.PREFILL_ROWS", 16)
     ids, mask = pad(prompts)
     assert min(map(len, prompts)) < max(map(len, prompts)) - 16
@@ -93,7 +92,7 @@ def test_prompt_in_chunks(target, draft, prompts, expected, monkeypatch):
 
 
 def test_trained_target_answers_as_alone(target, draft, prompts):
-    """Fails where speculation changes a token or the end of the answer of a target that was trained."""
+    """Fails where speculation changes a token or the end of a trained target's answer."""
     for prompt in prompts[::4]:
         ids = torch.tensor([prompt])
         assert _generate(draft, target, ids, 60).new_ids(0) == _greedy(target, ids, 60)
@@ -116,8 +115,8 @@ SLIDING_TARGET = {"use_sliding_window": True, "sliding_window": 8, "max_window_l
     ids=["llama", "qwen3", "tied", "sliding", "all-sliding", "eager", "biased"],
 )
 def test_random_target_answers_as_alone(kind, options):
-    """Fails where a target's masks, windows, positions or caches are wrong in a verified block, or where drafts are
-    never accepted, so that nothing was tested."""
+    """Fails where a target's masks, windows, positions or caches are wrong in a verified block; also where no draft is
+    accepted, because then nothing is tested."""
     target, draft = make_target(kind, **options), make_draft()
     expected = [_greedy(target, random_ids(length, seed=length), 40) for length in (3, 9, 17)]
     ids, mask = pad([random_ids(length, seed=length)[0].tolist() for length in (3, 9, 17)], left=True)
@@ -129,7 +128,7 @@ def test_random_target_answers_as_alone(kind, options):
 
 
 def test_sliding_layers_of_a_target_matter():
-    """Fails where the window of the sliding case above hides nothing: then that case would test nothing."""
+    """Fails where the window of the sliding case above hides nothing, because then that case tests nothing."""
     full, sliding = make_target("qwen3"), make_target("qwen3", **SLIDING_TARGET)
     assert _greedy(full, random_ids(17), 40) != _greedy(sliding, random_ids(17), 40)
 
@@ -146,7 +145,7 @@ def test_sliding_layers_of_a_target_matter():
     ids=["sliding", "short-window", "causal", "biased", "other-heads"],
 )
 def test_kind_of_draft_changes_no_token(options):
-    """Fails where a draft of another layout stops the loop or reaches the committed ids, alone or in a batch."""
+    """Fails where a draft of another layout raises or changes the committed ids, alone or in a batch."""
     target, draft = make_target("qwen3"), make_draft(**options)
     rows = [random_ids(length, seed=length)[0].tolist() for length in (3, 17)]
     ids, mask = pad(rows)
@@ -159,7 +158,7 @@ def test_kind_of_draft_changes_no_token(options):
 
 @pytest.mark.parametrize("block_size", [2, 3, 7])
 def test_block_of_another_size(block_size):
-    """Fails where another block than the trained one changes a token, or is not the one that is drafted."""
+    """Fails where a block size other than the trained one changes a token, or is not used."""
     target, draft = make_target("llama"), make_draft()
     ids = random_ids(9)
     generation = _generate(draft, target, ids, 60, block_size=block_size)
@@ -168,7 +167,7 @@ def test_block_of_another_size(block_size):
 
 
 def test_block_of_trained_size_is_the_default():
-    """Fails where the block that is drafted without being named is not the config's."""
+    """Fails where the default block size is not the config's."""
     target, draft = make_target("llama"), make_draft()
     named, default = (_generate(draft, target, random_ids(9), 60, **o) for o in ({"block_size": 4}, {}))
     assert named.commit_lens == default.commit_lens != _generate(draft, target, random_ids(9), 60, block_size=3)
@@ -176,7 +175,7 @@ def test_block_of_trained_size_is_the_default():
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 4, 5, 6])
 def test_length_limit(max_new_tokens):
-    """Fails where an answer is longer or shorter than asked for, wherever in a block the limit falls."""
+    """Fails where an answer is longer or shorter than its limit, at any place of the limit in a block."""
     target, draft = make_target("llama"), make_draft()
     ids = random_ids(9)
     generation = _generate(draft, target, ids, max_new_tokens)
@@ -191,8 +190,8 @@ def test_length_limit(max_new_tokens):
 
 @pytest.mark.parametrize("end_ids", [3, [1, 3]], ids=["one", "several"])
 def test_end_tokens(end_ids):
-    """Fails where None is not the target's own end tokens, [] is not none, a list is not followed instead of them,
-    or the answer does not end with the first of them, wherever in a block it stands."""
+    """Fails where None does not mean the target's own end tokens, [] does not mean none, or a list does not replace
+    them; or where the answer does not end with the first of them, at any place in a block."""
     target, draft = make_target("llama"), make_draft()
     for seed in range(6):
         ids = random_ids(5, seed)
@@ -211,7 +210,7 @@ def test_end_tokens(end_ids):
 
 
 def test_ids_alone_are_the_default(target, draft, prompts):
-    """Fails where a caller who asks for no statistics gets another answer, or none that transformers' users expect."""
+    """Fails where a call without statistics returns other ids, or not the tensor that users of transformers expect."""
     ids = torch.tensor([prompts[0]])
     output = draft.spec_generate(target, ids, 20)
     assert isinstance(output, torch.Tensor)

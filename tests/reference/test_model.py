@@ -1,4 +1,4 @@
-"""The draft's forward: what its rows see, what its keys are made of, and its checkpoint."""
+"""The draft's forward: what its rows see and how its keys are computed; and its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pairs import SMALL, TARGET_LAYERS, draft_config, make_draft, make_target, r
 from sglang_dflash.core.draft_config import LayerAttention
 from sglang_dflash.reference import DFlashConfig, DFlashDraftModel, FeatureTaps, block_mask, decoder_layers
 
-# Rows of a block of four after a prefix of five see these of the nine keys.
+# The keys, of nine, that the rows of a block of four see after a prefix of five.
 FULL_BIDIRECTIONAL = ["xxxxxxxxx", "xxxxxxxxx", "xxxxxxxxx", "xxxxxxxxx"]
 FULL_CAUSAL = ["xxxxxx...", "xxxxxxx..", "xxxxxxxx.", "xxxxxxxxx"]
 WINDOW_3_CAUSAL = ["...xxx...", "....xxx..", ".....xxx.", "......xxx"]
@@ -35,13 +35,13 @@ def _rows(mask: torch.Tensor) -> list[str]:
     ],
 )
 def test_rows_see(causal, window, expected):
-    """Fails where a window is one key too wide or too narrow, or hides or shows the block's later rows wrongly."""
+    """Fails where a window is one key too wide or too narrow, or the block's later rows are wrongly hidden or shown."""
     positions = torch.arange(PREFIX, PREFIX + BLOCK)[None]
     assert _rows(block_mask(positions, PREFIX + BLOCK, LayerAttention(causal, window))[0]) == expected
 
 
 def test_rows_do_not_see_behind_their_request():
-    """Fails where a request that is shorter than its neighbour sees what lies behind its own block."""
+    """Fails where a request that is shorter than another one sees keys after its own block."""
     positions = torch.tensor([[5, 6, 7, 8], [2, 3, 4, 5]])
     mask = block_mask(positions, 9, LayerAttention(causal=False, window=None))
     assert _rows(mask[0]) == FULL_BIDIRECTIONAL
@@ -52,7 +52,7 @@ def test_rows_do_not_see_behind_their_request():
 
 
 def test_no_mask_where_all_is_seen():
-    """Fails where the plain case pays for a mask, or another case goes without one."""
+    """Fails where the plain case builds a mask, or another case does not."""
     positions = torch.arange(PREFIX, PREFIX + BLOCK)[None]
     full = LayerAttention(causal=False, window=None)
     assert block_mask(positions, 9, full, ragged=False) is None
@@ -98,7 +98,7 @@ SLIDES: dict[str, Any] = {"num_hidden_layers": 1, "use_sliding_window": True, "s
         ({**SLIDES, "use_sliding_window": False}, FULL_BIDIRECTIONAL),
         ({**SLIDES, "max_window_layers": 1, "is_causal": False}, FULL_BIDIRECTIONAL),
         ({**SLIDES, "max_window_layers": 1, "is_causal": True}, FULL_CAUSAL),
-        # The first layer takes what it sees on: two windows of three reach five back.
+        # Each layer passes on what it sees: two windows of three reach five positions.
         (
             {**SLIDES, "num_hidden_layers": 2, "max_window_layers": 0},
             ["...xxx...", "...xxxx..", "...xxxxx.", "....xxxxx"],
@@ -106,15 +106,15 @@ SLIDES: dict[str, Any] = {"num_hidden_layers": 1, "use_sliding_window": True, "s
     ],
 )
 def test_output_depends_on_what_its_rows_see(options, expected):
-    """Fails where a layer attends otherwise than its config says: a key outside the window changes the output, or
-    one inside does not."""
+    """Fails where a layer does not attend as its config says: a key outside the window changes the output, or one
+    inside does not."""
     seen = _seen(make_draft(**options))
     for row, (columns, allowed) in enumerate(zip(seen, expected, strict=True)):
         assert columns == allowed, (row, seen)
 
 
 class _Recorder:
-    """A cache that keeps nothing and shows what each layer would have written."""
+    """A cache that returns its input and records the values that each layer writes."""
 
     def __init__(self) -> None:
         self.values: list[torch.Tensor] = []
@@ -127,8 +127,8 @@ class _Recorder:
 
 @torch.inference_mode()
 def test_context_is_not_input_normed():
-    """Fails where a layer's input norm reaches the context features, passes by the block rows, or the fused features
-    are not the same for all layers."""
+    """Fails where a layer's input norm is applied to the context features or not to the block rows, or the fused
+    features differ between layers."""
     draft, inputs, recorder = make_draft(), _inputs(), _Recorder()
     draft(**inputs, past_key_values=recorder)
     context = draft.hidden_norm(draft.fc(inputs["target_hidden"]))
@@ -144,17 +144,17 @@ def test_context_is_not_input_normed():
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @torch.inference_mode()
 def test_taps_are_residual_outputs(kind):
-    """Fails where a tap is one layer off, is normed, or comes in another order than asked for."""
+    """Fails where a tap is one layer off, is normed, or is not in the given order."""
     target, ids = make_target(kind), random_ids(7, requests=2)
     layers = [2, 0, 1]
     taps = FeatureTaps(target, layers)
-    target(ids, output_hidden_states=True)  # transformers hangs hooks of its own in, and leaves them
+    target(ids, output_hidden_states=True)  # transformers adds its own hooks, and leaves them
     hooks = [len(layer._forward_hooks) for layer in decoder_layers(target)]
     with taps:
         output = target(ids, output_hidden_states=True)
         features = taps.take()
     assert torch.equal(features, torch.cat([output.hidden_states[layer + 1] for layer in layers], dim=-1))
-    assert [len(layer._forward_hooks) for layer in decoder_layers(target)] == hooks, "a hook outlived the taps"
+    assert [len(layer._forward_hooks) for layer in decoder_layers(target)] == hooks, "the taps left a hook behind"
     assert len(hooks) == TARGET_LAYERS
 
 
@@ -173,7 +173,7 @@ def test_attention_bias():
 
 @torch.inference_mode()
 def test_rope_base_at_either_place(tmp_path):
-    """Fails where the base of older checkpoints, or of newer ones, is overlooked for the default."""
+    """Fails where the RoPE base of older or newer checkpoints is ignored, and the default is used."""
     make_draft(rope_parameters={"rope_theta": 50.0, "rope_type": "default"}).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
@@ -185,7 +185,7 @@ def test_rope_base_at_either_place(tmp_path):
 
 
 def test_block_size_in_its_section():
-    """Fails where a block size that stands only in `dflash_config` is not found."""
+    """Fails where a block size that is only in `dflash_config` is not found."""
     config = draft_config().to_dict()
     del config["block_size"]
     config["dflash_config"]["block_size"] = 6
@@ -193,7 +193,7 @@ def test_block_size_in_its_section():
 
 
 def test_taps_by_the_published_formula():
-    """Fails where a draft that names no taps gets another `fc` than it was trained with."""
+    """Fails where a draft that names no taps does not get the `fc` of its training."""
     draft = make_draft({"target_layer_ids": None}, num_target_layers=8)
     assert draft.target_layer_ids == (1, 5)
     assert draft.fc.in_features == 2 * SMALL["hidden_size"]

@@ -24,7 +24,7 @@ def _refusal(call: Callable[[], object]) -> str:
 
 
 def test_unknown_target():
-    """Fails where a target whose masks and positions nobody checked is run all the same."""
+    """Fails where a target runs whose masks and positions are not checked."""
     target = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=TARGET_LAYERS, n_head=4))
     sentence = _refusal(lambda: make_draft().spec_generate(target, random_ids(5), 4))
     assert "'gpt2'" in sentence and "llama, qwen3" in sentence
@@ -32,7 +32,7 @@ def test_unknown_target():
 
 
 def test_target_with_another_attention():
-    """Fails where an attention that takes no mask tensor, and would see rejected rows, is run all the same."""
+    """Fails where a target runs whose attention takes no mask tensor: it would see rejected rows."""
     target = make_target("qwen3")
     target.config._attn_implementation = "flash_attention_2"
     sentence = _refusal(lambda: make_draft().spec_generate(target, random_ids(5), 4))
@@ -42,28 +42,28 @@ def test_target_with_another_attention():
 @pytest.mark.parametrize(
     ("dflash", "options", "expected"),
     [
-        ({}, {"hidden_size": 32}, ["hidden_size is 32", "target's 64"]),
+        ({}, {"hidden_size": 32}, ["hidden_size is 32", "target's is 64"]),
         ({"target_layer_ids": [0, TARGET_LAYERS - 1]}, {}, ["target_layer_ids has [3]", "0 to 2"]),
         ({"mask_token_id": VOCABULARY}, {}, ["mask_token_id is 5", "5 token ids"]),
     ],
     ids=["hidden-size", "taps", "mask"],
 )
 def test_draft_of_another_target(dflash, options, expected):
-    """Fails where a draft runs on embeddings of another width, or reads a layer or an embedding that does not exist."""
+    """Fails where a draft runs with embeddings of another width, or with a layer or a mask id that does not exist."""
     draft, target = make_draft(dflash, **options), make_target("qwen3")
     sentence = _refusal(lambda: draft.spec_generate(target, random_ids(5), 4))
     assert all(part in sentence for part in expected), sentence
 
 
 def test_mask_known_by_text_only():
-    """Fails where such a draft runs with a made-up mask."""
+    """Fails where a draft whose config gives only the mask's text runs with an invented mask id."""
     draft = make_draft({"mask_token_id": None, "mask_token": "<|MASK|>"})
     sentence = _refusal(lambda: draft.spec_generate(make_target("qwen3"), random_ids(5), 4))
     assert "'<|MASK|>'" in sentence and "mask_token_id" in sentence
 
 
 def test_mask_known_by_text_and_given():
-    """Fails where a caller who names the mask's id is refused, or drafts with another one."""
+    """Fails where a given mask id is refused, or another one is used."""
     target = make_target("qwen3")
     named = make_draft({"mask_token_id": None, "mask_token": "<|MASK|>"})
     given = named.spec_generate(target, random_ids(5), 20, mask_token_id=2, return_stats=True)
@@ -72,7 +72,7 @@ def test_mask_known_by_text_and_given():
 
 
 def test_mask_outside_the_vocabulary_given():
-    """Fails where the caller's own id is looked up in no table row, which ends in an IndexError."""
+    """Fails where a given mask id outside the vocabulary ends in an IndexError."""
     draft, target = make_draft(), make_target("qwen3")
     sentence = _refusal(lambda: draft.spec_generate(target, random_ids(5), 4, mask_token_id=VOCABULARY))
     assert "mask_token_id is 5" in sentence
@@ -88,14 +88,14 @@ def test_prompt_without_a_token():
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3, 1), (0, 3)])
 def test_prompts_of_another_shape(shape):
-    """Fails where ids of another shape end in an error from within the model."""
+    """Fails where ids of another shape raise an error inside the model."""
     draft, target = make_draft(), make_target("qwen3")
     ids = torch.zeros(shape, dtype=torch.long)
     assert f"shape {shape}" in _refusal(lambda: draft.spec_generate(target, ids, 4))
 
 
 def test_negative_temperature():
-    """Fails where it counts as greedy."""
+    """Fails where a negative temperature counts as greedy."""
     draft, target = make_draft(), make_target("qwen3")
     assert "temperature is -1.0" in _refusal(lambda: draft.spec_generate(target, random_ids(5), 4, temperature=-1.0))
 
@@ -110,7 +110,7 @@ def test_negative_temperature():
     ],
 )
 def test_numbers_out_of_range(max_new_tokens, block_size, expected):
-    """Fails where such a call answers something, or never ends."""
+    """Fails where such a call returns an answer, or never ends."""
     draft, target = make_draft(), make_target("qwen3")
     sentence = _refusal(lambda: draft.spec_generate(target, random_ids(5), max_new_tokens, block_size=block_size))
     assert expected in sentence and "at least" in sentence
@@ -123,7 +123,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_missing_weight(checkpoint):
-    """Fails where transformers' warning is all that is said and the weight is drawn at random."""
+    """Fails where a missing weight only causes transformers' warning and is random."""
     weights = load_file(checkpoint / "model.safetensors")
     del weights["fc.weight"]
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
@@ -132,7 +132,7 @@ def test_missing_weight(checkpoint):
 
 
 def test_unexpected_weight(checkpoint):
-    """Fails where a checkpoint that has more than the plain draft, hence needs more, is loaded as one."""
+    """Fails where a checkpoint with more weights than a plain draft is loaded as a plain draft."""
     weights = load_file(checkpoint / "model.safetensors")
     weights["markov.weight"] = torch.zeros(2, 2)
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
@@ -141,7 +141,7 @@ def test_unexpected_weight(checkpoint):
 
 
 def test_weight_of_another_shape(checkpoint):
-    """Fails where such a weight is drawn at random, or the error does not name it."""
+    """Fails where a weight of another shape is replaced by a random one, or the error does not name it."""
     weights = load_file(checkpoint / "model.safetensors")
     weights["fc.weight"] = weights["fc.weight"][:, 1:].contiguous()
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
@@ -150,7 +150,7 @@ def test_weight_of_another_shape(checkpoint):
 
 
 def test_mask_embedding(checkpoint):
-    """Fails where a draft that was trained with a mask embedding of its own runs with the target's."""
+    """Fails where a draft with its own trained mask embedding runs with the target's."""
     torch.save(torch.zeros(SMALL["hidden_size"]), checkpoint / "mask_embedding.pt")
     assert "mask_embedding.pt" in _refusal(lambda: DFlashDraftModel.from_pretrained(checkpoint))
 
@@ -168,7 +168,7 @@ def test_another_head(checkpoint, change):
 
 
 def test_config_without_a_draft():
-    """Fails where a config that is no draft's, such as a target's, becomes a model."""
+    """Fails where a config that is not a draft's, such as a target's, becomes a model."""
     config = draft_config()
     config.dflash_config = {}
     assert "no mask" in _refusal(lambda: DFlashDraftModel(config))

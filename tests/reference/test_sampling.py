@@ -1,4 +1,4 @@
-"""Above temperature 0, `spec_generate` samples the target's own distribution, whatever the draft says."""
+"""Above temperature 0, `spec_generate` samples the target's own distribution, whatever the draft proposes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_dflash.reference import Generation
 TEMPERATURE = 0.7
 TOKENS = 3
 SAMPLES, BATCH = 6000, 2000
-WIDE = 0.15  # of the weights: every token has a chance
+WIDE = 0.15  # initializer range at which every token has a chance
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -25,7 +25,7 @@ def _generate(temperature: float, seed: int, ids: torch.Tensor, max_new_tokens: 
 
 
 def test_same_seed_same_ids():
-    """Fails where a draw comes from elsewhere than the generator, or the generator decides nothing."""
+    """Fails where a draw does not come from the generator, or the generator has no effect."""
     ids = random_ids(9, requests=3)
     first, again, other = (_generate(TEMPERATURE, seed, ids, 30) for seed in (3, 3, 4))
     assert torch.equal(first.output_ids, again.output_ids) and first.commit_lens == again.commit_lens
@@ -34,14 +34,14 @@ def test_same_seed_same_ids():
 
 
 def test_temperature_near_zero_is_greedy():
-    """Fails where z-lab's threshold is lost: dividing by such a temperature overflows."""
+    """Fails without z-lab's threshold: dividing by such a temperature overflows."""
     ids = random_ids(9)
     assert torch.equal(_generate(1e-6, 3, ids, 30).output_ids, _generate(0.0, 4, ids, 30).output_ids)
 
 
 @torch.inference_mode()
 def _probabilities(ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[V ** TOKENS]; of every answer of TOKENS tokens, from the target alone."""
+    """[V ** TOKENS]: the target's own probability of every answer of TOKENS tokens."""
     target = make_target("qwen3", initializer_range=WIDE)
     answers = torch.tensor(list(product(range(VOCABULARY), repeat=TOKENS)))
     logits = target(torch.cat((ids.expand(len(answers), -1), answers), dim=1)).logits.double()
@@ -50,7 +50,7 @@ def _probabilities(ids: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def _chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, int]:
-    """Statistic and degrees of freedom; answers expected fewer than five times count as one."""
+    """Statistic and degrees of freedom; answers expected fewer than five times are merged."""
     expected = probabilities * counts.sum()
     rare = expected < 5
     expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
@@ -59,8 +59,8 @@ def _chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[floa
 
 
 def test_joint_distribution_is_the_targets():
-    """Fails where an accepted draft is more or less likely than its token, or the token behind a rejection or a
-    whole block is drawn from another distribution."""
+    """Fails where an accepted draft is more or less likely than its token, or the token after a rejection or after a
+    full block is drawn from another distribution."""
     ids = random_ids(9)
     counts = torch.zeros(VOCABULARY**TOKENS, dtype=torch.int64)
     place = VOCABULARY ** torch.arange(TOKENS - 1, -1, -1)
@@ -76,6 +76,6 @@ def test_joint_distribution_is_the_targets():
     statistic, freedom = _chi_square(counts, probabilities)
     limit = freedom + 4 * (2 * freedom) ** 0.5  # four standard deviations
     assert freedom > 20 and statistic < limit, (statistic, freedom)
-    assert 0.1 < sum(commit_len > 1 for commit_len in steps) / len(steps) < 0.9, "drafts decide nothing"
-    # These samples tell a slightly different temperature apart.
+    assert 0.1 < sum(commit_len > 1 for commit_len in steps) / len(steps) < 0.9, "drafts are always or never accepted"
+    # The test is strong enough to detect a slightly different temperature.
     assert _chi_square(counts, _probabilities(ids, TEMPERATURE + 0.1))[0] > limit

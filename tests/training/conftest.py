@@ -1,4 +1,4 @@
-"""The embedded pair in float32, its tokenizer, 40 conversations as JSONL, and a cache of datasets of our own."""
+"""The embedded pair in float32, its tokenizer, 40 conversations as JSONL, and a separate datasets cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONVERSATIONS = 40
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    """These tensors are tiny, and torch's threads spin between them: on a busy machine twenty times slower."""
+    """The tensors are tiny, and torch's threads spin between them: twenty times slower on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -31,7 +31,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _on_the_cpu() -> Iterator[None]:
-    """What these tests compare is computed on a CPU, on a machine with a GPU as well."""
+    """These tests compute on the CPU, also on a machine with a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # for child processes
@@ -40,13 +40,13 @@ def _on_the_cpu() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _new_process() -> None:
-    """accelerate keeps the precision of a process's first run for all later ones."""
+    """Resets accelerate, which otherwise keeps the precision of a process's first run for all later ones."""
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where tokenized data is cached: not in the home folder, where an older run's would be found again."""
+    """Caches tokenized data in a fresh folder: in the home folder, data of an older run would be found."""
     folder = tmp_path_factory.mktemp("datasets")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
@@ -76,7 +76,7 @@ def draft() -> DFlashDraftModel:
 
 @pytest.fixture(scope="session")
 def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompt and response of held-out prompts of every kind."""
+    """Prompts and responses of held-out prompts of every kind."""
     path = tmp_path_factory.mktemp("data") / "asked.jsonl"
     prompts = held_out_prompts()[:: len(held_out_prompts()) // CONVERSATIONS][:CONVERSATIONS]
     path.write_text("".join(json.dumps({"prompt": p.prompt, "response": p.reference}) + "\n" for p in prompts))
@@ -85,7 +85,7 @@ def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def options(data_file: Path, tmp_path: Path) -> Callable[..., TrainOptions]:
-    """Options of a run of seconds, with changes."""
+    """Makes options of a run that takes seconds, with changes."""
 
     def make(**changes: Any) -> TrainOptions:
         small: dict[str, Any] = {

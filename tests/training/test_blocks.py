@@ -1,4 +1,4 @@
-"""Training blocks against an example worked out by hand: rows, labels, masks, and where anchors may stand."""
+"""Training blocks against an example worked out by hand: rows, labels, masks, and the positions of anchors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANCHORS = [[6, 9], [-1, 4]]
 FULL, CAUSAL = LayerAttention(causal=False, window=None), LayerAttention(causal=True, window=None)
 SLIDING, SLIDING_BOTH_WAYS = LayerAttention(causal=True, window=3), LayerAttention(causal=False, window=3)
 
-# A line is a row: 12 context tokens, then the 4 rows of either block.
+# Each line is a row's view of the 12 context tokens, then of the 4 rows of each block.
 TABLES = {
     FULL: (
         """
@@ -123,8 +123,8 @@ def _example() -> Blocks:
 
 
 def test_the_example_by_hand():
-    """Fails where a row has another id, position or label than the one worked out: the block at 9 and the one at 4 run
-    over their answer's end, the one at -1 is empty."""
+    """Fails if a row's id, position or label differs from the example: the blocks at 9 and 4 run over their answer's
+    end, the one at -1 is empty."""
     blocks = _example()
     assert blocks.ids.tolist() == [[106, M, M, M, 109, M, M, M], [200, M, M, M, 204, M, M, M]]
     assert blocks.positions.tolist() == [[6, 7, 8, 9, 9, 10, 11, 12], [0, 1, 2, 3, 4, 5, 6, 7]]
@@ -138,14 +138,14 @@ def _table(text: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", TABLES, ids=NAMES)
 def test_masks_by_hand(kind):
-    """Fails where one row sees one key too many or too few."""
+    """Fails if a row sees one key too many or too few."""
     seen = dense_mask(_example(), CONTEXT, kind)
     assert seen.shape == (2, 1, 8, CONTEXT + 8)
     assert seen[:, 0].int().tolist() == [_table(text) for text in TABLES[kind]]
 
 
 def test_a_label_never_stands_behind_its_spans_end():
-    """Fails where a block learns what the user said, or the next answer of the same conversation."""
+    """Fails if a block learns a user turn, or the next answer of the same conversation."""
     learned = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]]).bool()
     ids = torch.arange(12)[None]
     anchors = sample_anchors(learned, 100, None)
@@ -159,7 +159,7 @@ def _drawn(learned: torch.Tensor, count: int, seed: int) -> torch.Tensor:
 
 
 def test_anchors_stand_where_something_is_learned():
-    """Fails where an anchor repeats, is out of order, stands outside an answer or on its last token."""
+    """Fails if an anchor repeats, is out of order, or is outside an answer or on its last token."""
     learned = torch.rand(6, 200, generator=torch.Generator().manual_seed(0)) < 0.7
     anchors = _drawn(learned, 16, seed=1)
     assert anchors.shape == (6, 16) and (anchors >= 0).all()
@@ -168,7 +168,7 @@ def test_anchors_stand_where_something_is_learned():
 
 
 def test_fewer_places_than_asked():
-    """Fails where a conversation with little to learn gets anchors elsewhere, or the others lose theirs for it."""
+    """Fails if a conversation with few learned tokens gets other anchors, or reduces those of other conversations."""
     learned = torch.zeros(3, 10, dtype=torch.bool)
     learned[0, 4:7] = learned[1, 2:9] = True
     assert _drawn(learned, 4, seed=0)[0].tolist() == [-1, -1, 4, 5]
@@ -179,20 +179,20 @@ def test_fewer_places_than_asked():
 
 
 def test_anchors_follow_the_seed_alone():
-    """Fails where the same seed gives other anchors, or another one the same."""
+    """Fails if the same seed gives different anchors, or different seeds give the same anchors."""
     learned = torch.ones(2, 500, dtype=torch.bool)
     assert torch.equal(_drawn(learned, 32, seed=3), _drawn(learned, 32, seed=3))
     assert not torch.equal(_drawn(learned, 32, seed=3), _drawn(learned, 32, seed=4))
 
 
 def test_anchors_are_uniform():
-    """Fails where some places are drawn more often than others: chi-square of 3 out of 10, beyond p = 0.001."""
+    """Fails if some positions are drawn more often than others: chi-square of 3 out of 10, beyond p = 0.001."""
     draws, places, count = 4000, 10, 3
     learned = torch.zeros(draws, 20, dtype=torch.bool)
     learned[:, 5 : 5 + places + 1] = True
     hits = torch.bincount(_drawn(learned, count, seed=0).flatten() - 5, minlength=places).double()
     expected = draws * count / places
-    # Drawn without replacement, counts vary less by (n - c) / (n - 1) than those of independent draws.
+    # Without replacement, the variance of the counts is smaller than that of independent draws by (n - c) / (n - 1).
     chi_square = ((hits - expected) ** 2 / expected).sum() * (places - 1) / (places - count)
     assert len(hits) == places and chi_square < 27.9
 
@@ -207,9 +207,9 @@ def _random_blocks(context_len: int, count: int, size: int) -> Blocks:
 @pytest.mark.parametrize("kind", TABLES, ids=NAMES)
 @pytest.mark.parametrize(("context_len", "count", "size"), [(12, 2, 4), (150, 37, 4), (256, 16, 16)])
 def test_flex_attention_equals_dense(kind, context_len, count, size):
-    """Fails where flex attention lets a row see other keys than the dense mask, tiles filled up or not.
+    """Fails if a row sees other keys in flex attention than in the dense mask, with full and with partial tiles.
 
-    Its backward pass does not exist on a CPU; there, the kernel goes by the tiles of the next test.
+    On a CPU, flex attention has no backward pass; that kernel follows the tile lists of the next test.
     """
     blocks = _random_blocks(context_len, count, size)
     generator = torch.Generator().manual_seed(5)
@@ -222,7 +222,7 @@ def test_flex_attention_equals_dense(kind, context_len, count, size):
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask, enable_gqa=True), expected, rtol=0, atol=1e-5)
 
 
-# Of the forward pass (kv) and of the backward pass (q).
+# Tile lists of the forward pass (kv) and of the backward pass (q).
 TILE_LISTS = [
     f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
 ]
@@ -231,8 +231,8 @@ TILE_LISTS = [
 @pytest.mark.parametrize("kind", TABLES, ids=NAMES)
 @pytest.mark.parametrize(("context_len", "count", "size"), [(12, 2, 4), (700, 90, 8), (512, 64, 16)])
 def test_flex_tiles_are_torchs_own(kind, context_len, count, size):
-    """Fails where a tile, which the compiled kernel goes by and eager flex attention does not, is left out, is called
-    full though it is not, or is visited in vain."""
+    """Fails if a tile is missing, is marked full though it is not, or is visited for nothing. Only the compiled kernel
+    uses the tiles; eager flex attention does not."""
     blocks = _random_blocks(context_len, count, size)
     made = flex_mask(blocks, context_len, kind)
     rows = blocks.ids.shape[1]
@@ -244,7 +244,7 @@ def test_flex_tiles_are_torchs_own(kind, context_len, count, size):
 
 
 class _Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that was made."""
+    """Records the number of elements of the largest tensor created."""
 
     numel = 0
 
@@ -256,7 +256,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_flex_masks_are_never_held_as_a_whole():
-    """Fails where making a BlockMask looks at all rows x keys together, a gigabyte and more at the paper's sizes."""
+    """Fails if making a BlockMask evaluates all rows x keys at once, more than a gigabyte at the paper's sizes."""
     blocks = _random_blocks(2048, 256, 16)
     rows = blocks.ids.shape[1]
     with _Largest() as largest:

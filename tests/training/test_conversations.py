@@ -1,4 +1,4 @@
-"""Conversations as ids and spans, every form and every refusal, and the order in which a run sees them."""
+"""Conversations as ids and spans, every form and every refusal, and the order of the batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ASKED = {"role": "user", "content": "Compute 9 * 7."}
 SAID = {"role": "assistant", "content": "First: 9 * 7 = 63.\nThe answer is 63."}
 AGAIN = {"role": "user", "content": "And 2 more?"}
 SAID_AGAIN = {"role": "assistant", "content": "Then: 63 + 2 = 65."}
-# Cuts the thoughts out of every turn but the last, as the templates of thinking models do.
+# Cuts the thoughts out of all turns but the last, like the templates of thinking models.
 CUTTING = (
     "{%- for message in messages %}{%- set content = message['content'] %}"
     "{%- if not loop.last and '</think>' in content %}{%- set content = content.split('</think>')[-1] %}{%- endif %}"
@@ -60,7 +60,7 @@ def _turn(role: str, content: str) -> dict[str, str]:
     ],
 )
 def test_every_form_is_read(row, expected):
-    """Fails where one of the forms in use is not read, or a role or a turn gets lost."""
+    """Fails if one of the forms is not read, or a role or a turn is lost."""
     assert messages_of(row) == expected
 
 
@@ -91,7 +91,7 @@ def _read(paths: str | list[str], tokenizer: Any, end_ids: set[int], max_length:
 
 @pytest.mark.parametrize(("row", "said"), WRONG)
 def test_a_wrong_row_is_refused_with_its_place(row, said, tokenizer, end_ids, tmp_path):
-    """Fails where a conversation of no use is skipped, ends in another error than one sentence, or is not named."""
+    """Fails if a wrong conversation is skipped, or the error is not one sentence that names the conversation."""
     good = [{"prompt": "Hi", "response": "Hello"}] * 2 if "prompt" not in row else [{"messages": [ASKED, SAID]}] * 2
     path = _write(tmp_path / "data.jsonl", [*good, row])
     with pytest.raises(ValueError) as refused:
@@ -105,7 +105,7 @@ def test_a_wrong_row_is_refused_with_its_place(row, said, tokenizer, end_ids, tm
     "text", ["{'messages': 3}\n", '{"prompt": "Hi"\n', "", "Hi\n"], ids=["python", "cut", "empty", "text"]
 )
 def test_no_jsonl_is_refused(text, tokenizer, end_ids, tmp_path):
-    """Fails where a file that holds no JSON lines ends in a traceback of the reader."""
+    """Fails if a file without JSON lines gives a traceback of the reader."""
     path = tmp_path / "data.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError) as refused:
@@ -115,14 +115,14 @@ def test_no_jsonl_is_refused(text, tokenizer, end_ids, tmp_path):
 
 
 def test_nothing_to_learn_is_refused(tokenizer, end_ids, tmp_path):
-    """Fails where a run would start without one answer."""
+    """Fails if a run can start without any answer."""
     path = _write(tmp_path / "data.jsonl", [{"messages": [ASKED]}, {"prompt": "Hi"}])
     with pytest.raises(ValueError, match="holds nothing to learn"):
         _read(path, tokenizer, end_ids)
 
 
 def test_a_template_that_refuses_is_named(tokenizer, end_ids, tmp_path):
-    """Fails where the template's own complaint ends in a traceback, or loses its conversation."""
+    """Fails if the template's error gives a traceback, or a message that does not name the conversation."""
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = "{{ raise_exception('Roles must alternate.') }}"
     path = _write(tmp_path / "data.jsonl", [{"messages": [ASKED, SAID]}])
@@ -131,7 +131,7 @@ def test_a_template_that_refuses_is_named(tokenizer, end_ids, tmp_path):
 
 
 def test_all_forms_in_one_file_and_over_several(tokenizer, end_ids, tmp_path):
-    """Fails where forms cannot be mixed, ids of one's own are tokenized again, or a file is left out."""
+    """Fails if forms cannot be mixed, given ids are tokenized again, or a file is left out."""
     own = {"messages": [ASKED, SAID], "input_ids": [5, 6, 7, 8], "spans": [[1, 4]]}
     rows = [{"messages": [ASKED, SAID]}, {"prompt": ASKED["content"], "response": SAID["content"]}, own]
     first = _write(tmp_path / "first.jsonl", rows)
@@ -146,7 +146,7 @@ def _said(tokenizer: Any, sample: dict[str, Any]) -> list[str]:
 
 
 def test_spans_are_what_the_target_said(tokenizer, end_ids):
-    """Fails where a span begins in the prompt, misses the first token or the end token, or runs on behind it."""
+    """Fails if a span begins in the prompt, misses the first token or the end token, or runs past the end token."""
     (sample,) = tokenize(tokenizer, [ASKED, SAID], end_ids)
     assert _said(tokenizer, sample) == [SAID["content"] + "<|im_end|>"]
     ((start, end),) = sample["spans"]
@@ -156,7 +156,7 @@ def test_spans_are_what_the_target_said(tokenizer, end_ids):
 
 
 def test_all_turns_of_a_conversation_are_one_sample(tokenizer, end_ids):
-    """Fails where turns are torn apart, or what the user says in between is learned."""
+    """Fails if turns are split into samples, or a user turn between them is learned."""
     talk = [_turn("system", "Be brief."), ASKED, SAID, AGAIN, SAID_AGAIN]
     (sample,) = tokenize(tokenizer, talk, end_ids)
     assert _said(tokenizer, sample) == [SAID["content"] + "<|im_end|>", SAID_AGAIN["content"] + "<|im_end|>"]
@@ -165,15 +165,15 @@ def test_all_turns_of_a_conversation_are_one_sample(tokenizer, end_ids):
 
 
 def test_what_nobody_answered_is_no_sample(tokenizer, end_ids):
-    """Fails where a conversation without an answer becomes a sample, or a last question hides the answers before it."""
+    """Fails if a conversation without an answer becomes a sample, or a last question drops the answers before it."""
     assert tokenize(tokenizer, [ASKED], end_ids) == []
     (sample,) = tokenize(tokenizer, [ASKED, SAID, AGAIN], end_ids)
     assert _said(tokenizer, sample) == [SAID["content"] + "<|im_end|>"]
 
 
 def test_a_template_that_rewrites_gives_a_sample_for_each_turn(tokenizer, end_ids):
-    """Fails where an earlier turn's thoughts, which the target does not see any more, stand before a later answer, or
-    where they are not learned in the turn in which the target had them."""
+    """Fails if thoughts of an earlier turn, which the template removes, come before a later answer, or if they are not
+    learned in their own turn."""
     cutting = copy.deepcopy(tokenizer)
     cutting.chat_template = CUTTING
     thinking = _turn("assistant", "<think>9 * 7 is 63.</think>The answer is 63.")
@@ -188,7 +188,7 @@ def test_a_template_that_rewrites_gives_a_sample_for_each_turn(tokenizer, end_id
 
 
 def test_template_arguments_reach_the_template(tokenizer, end_ids):
-    """Fails where --chat-template-kwargs change nothing."""
+    """Fails if --chat-template-kwargs changes nothing."""
     asking = copy.deepcopy(tokenizer)
     asking.chat_template = "{{ mood }}" + CUTTING
     (sample,) = tokenize(asking, [ASKED, SAID], end_ids, mood="Gladly. ")
@@ -196,7 +196,7 @@ def test_template_arguments_reach_the_template(tokenizer, end_ids):
 
 
 def test_trim():
-    """Fails where a cut answer keeps a label beyond the cut, or a rest of one token counts as something to learn."""
+    """Fails if a cut answer keeps a label beyond the cut, or a span of one token is kept."""
     sample = {"input_ids": list(range(20)), "spans": [[2, 6], [9, 15]]}
     assert trim(sample, 50) == sample
     assert trim(sample, 15) == {"input_ids": list(range(15)), "spans": [[2, 6], [9, 15]]}
@@ -207,7 +207,7 @@ def test_trim():
 
 
 def test_long_conversations_are_cut(tokenizer, end_ids, tmp_path):
-    """Fails where --max-length does not hold, or a conversation of which nothing is left stays."""
+    """Fails if --max-length is exceeded, or a conversation with nothing left to learn is kept."""
     long = {"messages": [_turn("user", "Compute 9 * 7. " * 40), SAID]}
     path = _write(tmp_path / "data.jsonl", [long, {"messages": [ASKED, SAID]}])
     whole = _read(path, tokenizer, end_ids)
@@ -217,7 +217,7 @@ def test_long_conversations_are_cut(tokenizer, end_ids, tmp_path):
 
 
 def test_collate():
-    """Fails where padding is learned, or a span is off by one."""
+    """Fails if padding is learned, or a span is off by one."""
     samples = [{"input_ids": [7, 8, 9, 10], "spans": [[1, 2], [3, 4]]}, {"input_ids": [5, 6], "spans": [[0, 2]]}]
     ids, learned = collate(samples, torch.device("cpu"))
     assert ids.tolist() == [[7, 8, 9, 10], [5, 6, 0, 0]] and ids.dtype == torch.int64
@@ -229,7 +229,7 @@ LENGTHS = [(37 * i) % 101 + 10 for i in range(150)]
 
 @pytest.mark.parametrize("batch_size", [1, 4, 200])
 def test_an_epoch_holds_everything_once(batch_size):
-    """Fails where a conversation is left out or comes twice, or a batch is larger than asked."""
+    """Fails if a conversation is missing or repeated, or a batch is larger than `batch_size`."""
     batches = epoch_batches(LENGTHS, batch_size, seed=0, epoch=0)
     assert sorted(index for batch in batches for index in batch) == list(range(150))
     assert {len(batch) for batch in batches} <= set(range(1, batch_size + 1))
@@ -237,7 +237,7 @@ def test_an_epoch_holds_everything_once(batch_size):
 
 
 def test_the_order_of_an_epoch():
-    """Fails where the same seed gives another order, another seed or epoch the same, or batches come by length."""
+    """Fails if one seed gives two orders, two seeds or epochs give one order, or batches are sorted by length."""
     order = epoch_batches(LENGTHS, 4, seed=0, epoch=0)
     assert order == epoch_batches(LENGTHS, 4, seed=0, epoch=0)
     assert order != epoch_batches(LENGTHS, 4, seed=0, epoch=1)
@@ -250,7 +250,7 @@ def test_the_order_of_an_epoch():
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 4), (2, 4), (3, 1), (4, 7)])
 def test_processes_see_different_conversations(ranks, batch_size):
-    """Fails where two processes learn the same in one epoch, or one has a batch more than another, and waits."""
+    """Fails if two processes get the same conversation in an epoch, or one gets more batches and waits for the rest."""
     count = -(-150 // batch_size) // ranks
     mine = [list(islice(micro_batches(LENGTHS, batch_size, 0, rank, ranks, 0), count)) for rank in range(ranks)]
     seen = [index for batches in mine for batch in batches for index in batch]
@@ -263,27 +263,27 @@ def test_processes_see_different_conversations(ranks, batch_size):
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2), (2, 3)])
 @pytest.mark.parametrize("start", [0, 1, 11, 12, 13, 37, 38, 39, 100])
 def test_starting_late_goes_on_where_it_was(start, rank, ranks):
-    """Fails where a resumed run sees other batches than the unbroken one, at the border of an epoch or behind it."""
+    """Fails if a resumed run gets other batches than the unbroken one, at the end of an epoch or after it."""
     unbroken = list(islice(micro_batches(LENGTHS, 4, 5, rank, ranks, 0), start + 20))
     assert list(islice(micro_batches(LENGTHS, 4, 5, rank, ranks, start), 20)) == unbroken[start:]
 
 
 def test_fewer_batches_than_processes():
-    """Fails where a process has nothing to do and the others wait for it."""
+    """Fails if a process has no batch and the others wait for it."""
     batches = [next(micro_batches([5, 6], 2, 0, rank, 3, 0)) for rank in range(3)]
     assert [sorted(batch) for batch in batches] == [[0, 1]] * 3
 
 
 def test_words_before_any_question_are_left_out():
-    """Fails where a ShareGPT row that opens with the assistant stops a run, or teaches an answer to nothing."""
+    """Fails if a ShareGPT row that starts with the assistant stops a run, or its first turn is learned as an answer."""
     row = {"conversations": [{"from": "gpt", "value": "Hello!"}, {"from": "human", "value": "1 + 1?"}]}
     assert messages_of(row) == [{"role": "user", "content": "1 + 1?"}]
-    with pytest.raises(ValueError, match="no user's turn"):
+    with pytest.raises(ValueError, match="no user turn"):
         messages_of({"messages": [{"role": "assistant", "content": "Hello!"}]})
 
 
 def test_lengths_and_padding():
-    """Fails where a length is another sample's after a shuffle, or flex attention meets other shapes than asked."""
+    """Fails if lengths do not follow a shuffle, or the padded length is not a multiple."""
     data = Dataset.from_dict({"input_ids": [[1], [1, 2, 3], [1, 2]], "spans": [[[0, 1]]] * 3})
     assert lengths(data) == [1, 3, 2]
     assert lengths(data.select([2, 0])) == [2, 1]
@@ -292,7 +292,7 @@ def test_lengths_and_padding():
 
 
 def test_many_conversations_are_tokenized_by_several_processes(tmp_path, tokenizer, end_ids, monkeypatch):
-    """Fails where the work of several processes is another than that of one, or in another order."""
+    """Fails if several processes give other samples than one process, or another order."""
     path = _write(tmp_path / "many.jsonl", [{"prompt": f"{i} + 1?", "response": f"It is {i + 1}."} for i in range(50)])
     alone = _read(path, tokenizer, end_ids)
     monkeypatch.setattr("sglang_dflash.training.conversations._MANY", 10)

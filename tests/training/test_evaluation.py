@@ -1,4 +1,4 @@
-"""Held-out acceptance against the decode loop itself, on answers that the target gave."""
+"""Held-out acceptance against the decode loop itself, on the target's own answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def frozen() -> FrozenTarget:
 
 
 def test_acceptance_by_hand():
-    """Fails where tau counts the drafts without the target's own token, or a share is of fewer steps than all."""
+    """Fails if tau leaves out the target's own token, or a share is not of all steps."""
     acceptance = Acceptance((5, 3, 0, 2))
     assert acceptance.tau == pytest.approx(1 + (3 * 1 + 2 * 3) / 10)
     assert acceptance.by_position == pytest.approx([0.5, 0.2, 0.2])
@@ -33,9 +33,9 @@ def test_acceptance_by_hand():
 def _answered(draft: Any, frozen: FrozenTarget, prompt: list[int], max_new_tokens: int) -> tuple[dict, list[int]]:
     """A sample of the target's greedy answer, and the accept_lens that decoding reported for it.
 
-    Decoding prefills the first token and drafts from there: as does the held-out walk, whose first block stands at the
-    answer's first token. Both stop as soon as the end token is committed. Decoding's last step counts what it commits
-    behind the end; the walk counts no draft behind it.
+    Decoding gets the first token from the prefill and drafts from there. So does the held-out walk: its first block is
+    at the answer's first token. Both stop once the end token is committed. Decoding's last step also counts what it
+    commits after the end; the walk counts no draft after it, so the last accept_len is capped here.
     """
     out = spec_generate(
         draft, frozen.model, torch.tensor([prompt]), max_new_tokens, sorted(frozen.end_ids), return_stats=True
@@ -60,8 +60,8 @@ def _prompts(tokenizer: Any, per_kind: int) -> list[list[int]]:
 
 
 def test_every_step_is_the_one_that_decoding_takes(draft, frozen, tokenizer):
-    """Fails where one step on the target's own greedy answers accepts another number of drafts than decoding does, or
-    where steps are left out or added. Answers that end at the limit and not at an end token are among them."""
+    """Fails if a step on the target's own greedy answers accepts another number of drafts than decoding does, or if
+    steps are missing or added. Some answers end at the limit, not at an end token."""
     samples, expected, lengths = [], Counter(), set()
     for number, prompt in enumerate(_prompts(tokenizer, 2)):
         sample, lens = _answered(draft, frozen, prompt, 11 if number % 2 else 100)
@@ -80,12 +80,12 @@ def test_every_step_is_the_one_that_decoding_takes(draft, frozen, tokenizer):
     assert lengths == {True, False}
     found = held_out_acceptance(draft, frozen, samples, CPU)
     assert found.steps == tuple(expected[n] for n in range(draft.block_size))
-    # What is compared has to have both right and wrong drafts in it.
+    # The comparison must include both right and wrong drafts.
     assert sum(found.steps) > 20 and found.steps[0] and found.steps[-1] and found.tau > 2
 
 
 def test_every_answer_of_a_conversation_counts(draft, frozen, tokenizer):
-    """Fails where only the first answer is walked, or the second one without the conversation before it."""
+    """Fails if only the first answer is walked, or the second one without the conversation before it."""
     question = tokenizer("<|im_start|>user\nCompute 7 + 5.<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     first, lens = _answered(draft, frozen, question, 60)
     again = tokenizer("\n<|im_start|>user\nCompute 9 + 5.<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
@@ -97,7 +97,7 @@ def test_every_answer_of_a_conversation_counts(draft, frozen, tokenizer):
 
 
 def test_more_blocks_than_run_at_a_time(draft, frozen, tokenizer, monkeypatch):
-    """Fails where the blocks of a long answer depend on how many run together."""
+    """Fails if the result for a long answer depends on how many blocks run together."""
     sample, _ = _answered(draft, frozen, _prompts(tokenizer, 1)[0], 40)
     ((start, end),) = sample["spans"]
     ids = torch.tensor([sample["input_ids"]])
@@ -109,12 +109,12 @@ def test_more_blocks_than_run_at_a_time(draft, frozen, tokenizer, monkeypatch):
 
 
 def test_an_answer_of_one_token_has_no_step(draft, frozen):
-    """Fails where a step is counted that decoding does not take: the prefill gave the only token."""
+    """Fails if a step is counted that decoding does not take: the prefill gives the only token."""
     assert held_out_acceptance(draft, frozen, [{"input_ids": [5, 6, 7], "spans": [[2, 3]]}], CPU).steps == (0,) * 8
 
 
 def test_evaluation_leaves_the_draft_as_it_was(draft, frozen):
-    """Fails where training would go on with weights, gradients or a mode that an evaluation left behind."""
+    """Fails if an evaluation changes weights, gradients or the training mode."""
     before = {name: weight.clone() for name, weight in draft.named_parameters()}
     draft.train()
     held_out_acceptance(draft, frozen, [{"input_ids": [5, 6, 7, 8, 9], "spans": [[1, 5]]}], CPU)

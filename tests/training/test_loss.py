@@ -1,4 +1,4 @@
-"""The loss: weights by hand, cross-entropy against torch's, and the whole of it against one block at a time."""
+"""The loss: weights by hand, cross-entropy against torch's, and the whole loss against one block at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO = IGNORED
 
 
 def test_decay_weights_by_hand():
-    """Fails where gamma, the first row's weight or a row without label is off: e^0, e^-1/4, e^-2/4."""
+    """Fails if gamma, the first row's weight or a row without label is wrong: e^0, e^-1/4, e^-2/4."""
     labels = torch.tensor([[[NO, 7, 8, 9], [NO, 7, NO, NO]], [[NO, NO, NO, NO], [NO, 0, 0, NO]]])
     one, two, three = 1.0, 0.7788007830714049, 0.6065306597126334
     expected = [[[0, one, two, three], [0, one, 0, 0]], [[0, 0, 0, 0], [0, one, two, 0]]]
@@ -27,7 +27,7 @@ def test_decay_weights_by_hand():
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_dpace_weights_against_a_loop(alpha):
-    """Fails where a weight is not the sum, over the row and all later labelled ones, of the running product."""
+    """Fails if a weight is not the sum of the running products of its row and all later labelled rows."""
     labels = torch.tensor([[NO, 5, 6, 7, 8], [NO, 5, 6, NO, NO], [NO, NO, NO, NO, NO]])
     losses = torch.tensor([[9.0, 0.1, 1.5, 0.3, 2.0], [9.0, 0.7, 0.2, 9.0, 9.0], [9.0] * 5])
     expected = torch.zeros(labels.shape)
@@ -45,14 +45,14 @@ def test_dpace_weights_against_a_loop(alpha):
 
 
 def test_dpace_weights_pass_no_gradient():
-    """Fails where the draft could lower its loss by changing the weights."""
+    """Fails if the draft could lower its loss by changing the weights."""
     losses = torch.rand(1, 4, requires_grad=True)
     assert not dpace_weights(torch.tensor([[NO, 1, 2, 3]]), losses, 0.5).requires_grad
 
 
 @pytest.mark.parametrize("rows_at_once", [3, 2048])
 def test_row_losses_are_cross_entropy(rows_at_once, monkeypatch):
-    """Fails where a row's loss or gradient changes because the head runs over some rows at a time, or twice."""
+    """Fails if a row's loss or gradient changes because the head runs in parts, or runs again in the backward pass."""
     monkeypatch.setattr(loss_module, "_ROWS_AT_ONCE", rows_at_once)
     torch.manual_seed(0)
     hidden = torch.randn(2, 3, 4, 8)
@@ -75,14 +75,14 @@ def test_row_losses_are_cross_entropy(rows_at_once, monkeypatch):
 
 
 def test_weighted_mean_by_hand():
-    """Fails where the sum is divided by the number of rows and not by that of the weights."""
+    """Fails if the sum is divided by the number of rows instead of the sum of the weights."""
     losses, weights = torch.tensor([[1.0, 2.0], [4.0, 100.0]]), torch.tensor([[1.0, 0.5], [0.5, 0.0]])
     assert weighted_mean(losses, weights).item() == pytest.approx((1 + 1 + 2) / 2)
 
 
 @pytest.mark.parametrize("kind", ["decay", "dpace"])
 def test_nothing_labelled(kind):
-    """Fails where a micro-batch without labels gives NaN, or no gradient, for which other processes would wait."""
+    """Fails if a micro-batch without labels gives NaN, or no gradient, for which other processes would wait."""
     hidden, labels = torch.randn(1, 2, 4, 8, requires_grad=True), torch.full((1, 2, 4), NO)
     losses = row_losses(hidden, labels, lambda rows: rows @ torch.ones(8, 5))
     weights = decay_weights(labels, 4.0) if kind == "decay" else dpace_weights(labels, losses, 0.5)
@@ -97,7 +97,7 @@ LENGTHS, SPANS, ANCHORS = (12, 7), ((5, 12), (3, 7)), ((6, 9), (-1, 4))
 
 
 def _one_block_losses(draft: DFlashDraftModel, target, ids: torch.Tensor, anchor: int, end: int) -> torch.Tensor:
-    """-log p of the tokens that the block at `anchor` has to fill, from a forward that has nothing else to look at."""
+    """-log p of the tokens that the block at `anchor` must fill, from a forward pass of this block alone."""
     clean = target(ids[None], output_hidden_states=True, use_cache=False).hidden_states
     features = torch.cat([clean[layer + 1] for layer in draft.target_layer_ids], dim=-1)[:, :anchor]
     block = torch.tensor([[int(ids[anchor]), *[draft.mask_token_id] * (draft.block_size - 1)]])
@@ -117,7 +117,7 @@ def _weights(losses: torch.Tensor, kind: str) -> list[float]:
 
 
 def _example() -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and what is learned."""
+    """Ids, and the learned positions."""
     ids = torch.randint(1700, (2, 12), generator=torch.Generator().manual_seed(1))
     learned = torch.zeros(2, 12, dtype=torch.bool)
     for row, (length, (start, end)) in enumerate(zip(LENGTHS, SPANS, strict=True)):
@@ -133,8 +133,8 @@ SHAPE_NAMES = ["full", "causal", "sliding-then-full", "sliding"]
 @pytest.mark.parametrize("kind", ["decay", "dpace"])
 @pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
 def test_the_whole_loss_is_that_of_each_block_alone(shape, kind, options, target):
-    """Fails where one block of the packed forward sees another, its own anchor's features or later ones, where a
-    padded conversation differs from one alone, or where a weight goes to another row."""
+    """Fails if a block of the packed forward pass sees another block, or features at or after its own anchor, if
+    padding changes a conversation's loss, or if a weight goes to another row."""
     trainer = Trainer(options(**shape, loss=kind))
     draft = trainer.draft
     ids, learned = _example()
@@ -159,7 +159,7 @@ def test_the_whole_loss_is_that_of_each_block_alone(shape, kind, options, target
 
 @pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
 def test_flex_attention_gives_the_same_loss(shape, options):
-    """Fails where the loss of a GPU run is another than that of a CPU run (forward alone: a CPU has no backward)."""
+    """Fails if flex attention gives another loss than the dense mask (forward only: a CPU has no backward pass)."""
     trainer = Trainer(options(**shape))
     ids, learned = _example()
     blocks = make_blocks(ids, learned, torch.tensor(ANCHORS), 4, trainer.draft.mask_token_id)

@@ -1,4 +1,4 @@
-"""What a run may be told, the sentence for everything else, and what a resumed run must agree with."""
+"""Allowed options, the error message of all others, and the options that a resumed run must keep."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ REFUSED = [
     ({"max_steps": 0}, "--max-steps is 0; it must be at least 1."),
     ({"num_taps": 0}, "--num-taps is 0; it must be at least 1."),
     ({"sliding_window": 0}, "--sliding-window is 0; it must be positive."),
-    ({"sliding_layers": 1}, "--sliding-layers is 1; it must be at least 1, together with --sliding-window."),
+    ({"sliding_layers": 1}, "--sliding-layers is 1; it must be at least 1, and it needs --sliding-window."),
     ({"sliding_window": 8, "sliding_layers": 0}, "--sliding-layers is 0; it must be at least 1"),
     ({"sliding_window": 8, "sliding_layers": 3, "layers": 2}, "--sliding-layers is 3; it must be at most the"),
     ({"data": ()}, "--data is empty; it must be at least one JSONL file."),
-    ({"data": ("/nowhere.jsonl",)}, "--data is /nowhere.jsonl; it must be a JSONL file, and there is none"),
-    ({"held_out_data": "/nowhere.jsonl"}, "--held-out-data is /nowhere.jsonl; it must be a JSONL file"),
+    ({"data": ("/nowhere.jsonl",)}, "--data is /nowhere.jsonl; it must be an existing JSONL file."),
+    ({"held_out_data": "/nowhere.jsonl"}, "--held-out-data is /nowhere.jsonl; it must be an existing JSONL file."),
     ({"loss": "kl"}, "--loss is kl; it must be one of decay, dpace."),
     ({"attention": "sdpa"}, "--attention is sdpa; it must be one of auto, flex, dense."),
     ({"precision": "fp8"}, "--precision is fp8; it must be one of auto, bf16, float32."),
@@ -47,7 +47,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "said"), REFUSED, ids=[" ".join(map(str, case[0].items())) for case in REFUSED])
 def test_refused(changes, said, options):
-    """Fails where a senseless value gets through, or the sentence leaves out flag, value or rule."""
+    """Fails if a wrong value is accepted, or the message lacks the flag, the value or the rule."""
     with pytest.raises(ValueError) as refused:
         options(**{"num_taps": None, **changes})
     sentence = str(refused.value)
@@ -67,13 +67,13 @@ def test_refused(changes, said, options):
     ],
 )
 def test_the_last_allowed_values(changes, options):
-    """Fails where a value on the border is refused."""
+    """Fails if a value at the limit is refused."""
     options(**changes)
 
 
 @pytest.mark.parametrize(("block_size", "gamma"), [(8, 4.0), (10, 5.0), (16, 7.0), (4, 2.0), (13, 6.0), (22, 9.0)])
 def test_gamma_follows_the_block(block_size, gamma):
-    """Fails where the paper's three values, or the lines between and beyond them, are missed."""
+    """Fails if gamma is not the paper's for its three block sizes, or not linear between and beyond them."""
     assert default_gamma(block_size) == pytest.approx(gamma)
 
 
@@ -91,7 +91,7 @@ S, F = "sliding_attention", "full_attention"
     ],
 )
 def test_layer_types(changes, expected, options):
-    """Fails where other layers slide than asked: all but the last, unless told how many."""
+    """Fails if other layers slide than requested (by default all but the last)."""
     assert options(**changes).layer_types == expected
 
 
@@ -108,13 +108,12 @@ def test_layer_types(changes, expected, options):
     ],
 )
 def test_difference_to_an_earlier_run(changes, flags, options):
-    """Fails where an option that decides what is computed may change between two halves of a run, or one that does not
-    keeps it from going on."""
+    """Fails if a resumed run may change an option that decides the result, or may not change another option."""
     earlier = options()
     assert options(**changes).difference(earlier.fingerprint()) == flags
 
 
 def test_a_run_agrees_with_itself(options):
-    """Fails where tuples, which JSON turns into lists, count as a change."""
+    """Fails if tuples, which JSON turns into lists, count as a change."""
     same = {"taps": (1, 2), "chat_template_kwargs": (("a", [1]), ("b", None)), "num_taps": None}
     assert options(**same).difference(options(**same).fingerprint()) == []

@@ -14,7 +14,7 @@ import torch
 from sglang_dflash.serving import TINY_TARGET
 from sglang_dflash.training.trainer import train
 
-# The command line as torchrun calls it; beyond it, each process writes down the weights it ends with.
+# Runs the command line as torchrun does; each process also writes a digest of its final weights.
 WORKER = """
 import hashlib, os, runpy
 from sglang_dflash.training import trainer
@@ -33,13 +33,13 @@ def watched(self):
 trainer.Trainer.run = watched
 runpy.run_module("sglang_dflash.cli", run_name="__main__")
 """
-# So many blocks that each process takes every place: then anchors do not depend on who draws them.
+# Enough anchors for every position: then the anchors do not depend on the process that draws them.
 SAME = {"anchors": 4096, "batch_size": 1, "max_length": 48, "max_steps": 2, "warm_up": 0.0, "save_every": 1}
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, data_file, datasets_cache) -> Path:
-    """The output of two steps of two processes."""
+    """The output folder of two steps in two processes."""
     folder = tmp_path_factory.mktemp("pair")
     (folder / "worker.py").write_text(WORKER)
     flags = {**SAME, "target": TINY_TARGET, "data": data_file, "output": folder / "draft", "layers": 1}
@@ -55,15 +55,15 @@ def pair(tmp_path_factory, data_file, datasets_cache) -> Path:
 
 
 def test_both_processes_end_with_the_same_weights(pair):
-    """Fails where a process learns for itself, or counts only its own held-out steps."""
+    """Fails if a process trains on its own, or counts only its own held-out steps."""
     first, second = ((pair / f"rank-{rank}").read_text() for rank in range(2))
     assert first == second
     assert first.startswith("2 ")
 
 
 def test_two_processes_are_two_micro_batches(pair, options, tmp_path):
-    """Fails where the gradient is not the mean of both processes' gradients, or the loss of one alone is recorded: one
-    process that accumulates the same two conversations is the measure."""
+    """Fails if the gradient is not the mean of both processes' gradients, or only one process's loss is recorded. The
+    baseline is one process that accumulates the same two conversations."""
     train(options(**SAME, accumulate=2, output=str(tmp_path / "alone"), held_out_limit=3))
     moments = []
     for folder in (pair / "draft", tmp_path / "alone"):

@@ -1,4 +1,4 @@
-"""Whole runs on the embedded target: what they learn, leave behind, repeat bit for bit, and refuse."""
+"""Whole runs on the embedded target: learning, output files, bitwise reproducibility, refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _eight(folder: Path, make: Any, **changes: Any) -> TrainOptions:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, data_file) -> Path:
-    """The output of a run of eight steps, checkpoints after four and eight."""
+    """The output of a run of eight steps, with checkpoints after four and eight."""
     folder = tmp_path_factory.mktemp("unbroken") / "draft"
 
     def make(**changes: Any) -> TrainOptions:
@@ -61,7 +61,7 @@ def unbroken(tmp_path_factory, data_file) -> Path:
 
 
 def test_loss_falls_and_tau_rises(options, tmp_path):
-    """Fails where the run does not learn: within seconds, some drafts are right of answers that it has seen."""
+    """Fails if the run does not learn: after seconds, some drafts for answers it was trained on are right."""
     made = options(
         anchors=32,
         batch_size=4,
@@ -80,7 +80,7 @@ def test_loss_falls_and_tau_rises(options, tmp_path):
 
 
 def test_what_a_run_leaves_behind(unbroken, data_file):
-    """Fails where a file is absent or broken, or the card does not say data, taps or tau."""
+    """Fails if a file is missing or broken, or the card lacks data, taps or tau."""
     files = {"README.md", "config.json", "curves.png", "metrics.jsonl", "model.safetensors", "checkpoints"}
     assert {path.name for path in unbroken.iterdir()} == files
     assert sorted(path.name for path in (unbroken / "checkpoints").iterdir()) == ["step-00000004", LAST]
@@ -99,7 +99,7 @@ def test_what_a_run_leaves_behind(unbroken, data_file):
 
 @pytest.fixture
 def halfway(unbroken, tmp_path) -> Path:
-    """As if the run had been killed after its checkpoint at step 4, some steps later."""
+    """The output of a run that was killed some steps after its checkpoint at step 4."""
     folder = tmp_path / "halfway"
     shutil.copytree(unbroken, folder)
     shutil.rmtree(folder / "checkpoints" / LAST)
@@ -109,7 +109,7 @@ def halfway(unbroken, tmp_path) -> Path:
 
 
 def test_a_resumed_run_is_the_unbroken_one(unbroken, halfway, options):
-    """Fails where order, anchors, optimizer, learning rate or metrics do not go on where they were, bit for bit."""
+    """Fails if order, anchors, optimizer, learning rate or metrics do not continue bit for bit."""
     train(_eight(halfway, options, resume=True))
     assert _digest(halfway) == _digest(unbroken)
     assert (halfway / "metrics.jsonl").read_bytes() == (unbroken / "metrics.jsonl").read_bytes()
@@ -117,7 +117,7 @@ def test_a_resumed_run_is_the_unbroken_one(unbroken, halfway, options):
 
 
 def test_a_half_written_checkpoint_is_passed_over(unbroken, halfway, options):
-    """Fails where a run that was killed while it wrote a checkpoint cannot go on from the one before."""
+    """Fails if a run that was killed while it wrote a checkpoint cannot resume from the one before."""
     shutil.copytree(halfway / "checkpoints" / "step-00000004", halfway / "checkpoints" / "partial-00000008")
     (halfway / "checkpoints" / "partial-00000008" / "model.safetensors").unlink()
     train(_eight(halfway, options, resume=True))
@@ -125,7 +125,7 @@ def test_a_half_written_checkpoint_is_passed_over(unbroken, halfway, options):
 
 
 def test_resuming_a_finished_run_changes_nothing(unbroken, tmp_path, options):
-    """Fails where a run that has no step left writes a card without its tau, or other weights."""
+    """Fails if a run without steps left writes a card without its tau, or other weights."""
     folder = tmp_path / "finished"
     shutil.copytree(unbroken, folder)
     acceptance = train(_eight(folder, options, resume=True))
@@ -138,13 +138,13 @@ def test_resuming_a_finished_run_changes_nothing(unbroken, tmp_path, options):
     ("changes", "flag"), [({"seed": 1}, "--seed"), ({"learning_rate": 1e-3}, "--learning-rate"), ({"layers": 2}, "")]
 )
 def test_resuming_another_run_is_refused(halfway, options, changes, flag):
-    """Fails where the two halves of one run could be trained differently, or with weights that do not fit."""
+    """Fails if a run can resume with other training options, or with weights that do not fit."""
     with pytest.raises(ValueError, match=rf"--resume: .*{flag or '--layers'}"):
         train(_eight(halfway, options, resume=True, **changes))
 
 
 def test_resuming_with_other_data_is_refused(halfway, options, tmp_path):
-    """Fails where data of another length, under the same name, would put a run's second half out of step."""
+    """Fails if a run can resume with data of the same name and another length."""
     lines = Path(options().data[0]).read_text().splitlines(keepends=True)
     data = tmp_path / "asked.jsonl"
     data.write_text("".join(lines))
@@ -156,7 +156,7 @@ def test_resuming_with_other_data_is_refused(halfway, options, tmp_path):
 
 
 def test_resuming_with_changed_data_of_the_same_length_is_refused(options, tmp_path):
-    """Fails where a run goes on with other answers than it began with, because there are as many."""
+    """Fails if a run can resume with other answers because their number is the same."""
     lines = Path(options().data[0]).read_text().splitlines(keepends=True)
     data = tmp_path / "asked.jsonl"
     data.write_text("".join(lines))
@@ -168,7 +168,7 @@ def test_resuming_with_changed_data_of_the_same_length_is_refused(options, tmp_p
 
 
 def test_the_target_runs_in_its_own_dtype(options):
-    """Fails where the draft's autocast reaches into the target: the served target's features have no such rounding."""
+    """Fails if the draft's autocast also rounds the target: the served target's features have no such rounding."""
     trainer = Trainer(options(precision="bf16", target_dtype="float32"))
     ids = torch.arange(40)[None]
     plain = trainer.target.features(ids, (1, 3)), trainer.target.head(trainer.target.embed(ids))
@@ -178,19 +178,18 @@ def test_the_target_runs_in_its_own_dtype(options):
 
 
 def test_an_earlier_runs_output_is_not_trained_over(halfway, options):
-    """Fails where checkpoints of two runs would lie in one folder, to be resumed or cleared away in place of each
-    other."""
+    """Fails if checkpoints of two runs can be in one folder, where one run would resume or delete the other's."""
     with pytest.raises(ValueError, match="holds checkpoints of an earlier run; go on with --resume"):
         train(_eight(halfway, options))
 
 
 def test_resuming_nothing_starts(options):
-    """Fails where a job that always says --resume cannot start for the first time."""
+    """Fails if a job that always passes --resume cannot start the first time."""
     assert Trainer(options(resume=True)).done == 0
 
 
 def test_the_seed_decides_everything(unbroken, options, tmp_path):
-    """Fails where the same seed gives other bits, or another one the same."""
+    """Fails if the same seed gives different bits, or another seed the same bits."""
     train(_eight(tmp_path / "same", options))
     assert _digest(tmp_path / "same") == _digest(unbroken)
     train(_eight(tmp_path / "other", options, seed=1))
@@ -198,7 +197,7 @@ def test_the_seed_decides_everything(unbroken, options, tmp_path):
 
 
 def test_only_the_last_checkpoints_stay(options, tmp_path):
-    """Fails where checkpoints fill the disk, or the last one is cleared away."""
+    """Fails if old checkpoints stay, or the last one is deleted."""
     train(options(max_steps=4, save_every=1, keep_checkpoints=2))
     left = sorted(path.name for path in (tmp_path / "draft" / "checkpoints").iterdir())
     assert left == ["step-00000003", "step-00000004"]
@@ -217,7 +216,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=[" ".join(map(str, v.items())) for v in VARIANTS])
 def test_every_variant_learns(changes, options):
-    """Fails where a combination breaks on the way, or its loss does not fall."""
+    """Fails if a combination of options gives an error, or its loss does not fall."""
     made = options(**changes, max_steps=8, learning_rate=3e-3)
     train(made)
     losses = [row["loss"] for row in _rows(made.output, "loss")]
@@ -227,7 +226,7 @@ def test_every_variant_learns(changes, options):
 
 
 def test_the_target_stays_as_it_is(options):
-    """Fails where a step, an evaluation or weight decay changes the target."""
+    """Fails if a step, an evaluation or weight decay changes the target."""
     trainer = Trainer(options(weight_decay=0.5))
     before = {name: weight.clone() for name, weight in trainer.target.model.named_parameters()}
     trainer.run()
@@ -236,7 +235,7 @@ def test_the_target_stays_as_it_is(options):
 
 
 def test_features_are_the_residual_outputs(options, target):
-    """Fails where a tap is off by one layer, comes normed, or changes with the padding behind it."""
+    """Fails if a tap is off by one layer, is normalized, or depends on the padding after it."""
     trainer = Trainer(options(taps=(0, 4), num_taps=None))
     ids = torch.randint(1700, (1, 9), generator=torch.Generator().manual_seed(0))
     states = target(ids, output_hidden_states=True).hidden_states
@@ -249,8 +248,8 @@ def test_features_are_the_residual_outputs(options, target):
 
 
 def test_a_step_by_hand(options):
-    """Fails where accumulated gradients are not the mean of their micro-batches', the norm is not cut, or the step is
-    not AdamW's at the scheduled rate."""
+    """Fails if the accumulated gradient is not the mean of the micro-batches', its norm is not clipped, or the step is
+    not AdamW's at the scheduled learning rate."""
     made = options(accumulate=2, max_steps=10, warm_up=0.5, clip=0.5, learning_rate=1e-2, weight_decay=0.1)
     ours, plain = Trainer(made), Trainer(made)
     queue = micro_batches([len(ids) for ids in plain.data["input_ids"]], 2, 0, 0, 1, 0)
@@ -277,7 +276,7 @@ def test_a_step_by_hand(options):
 
 
 def test_learning_rate(options):
-    """Fails where warm-up does not end at the peak, or the cosine not at zero after the last step."""
+    """Fails if warm-up does not end at the peak, or the cosine does not end at zero after the last step."""
     trainer = Trainer(options(max_steps=20, warm_up=0.2, learning_rate=1.0))
     rates = [trainer.learning_rate(step) for step in range(21)]
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
@@ -296,12 +295,12 @@ def test_learning_rate(options):
     ],
 )
 def test_steps_of_a_run(changes, steps, options):
-    """Fails where a run is longer than its epochs or its limit, or has no step: 36 conversations, 4 held out."""
+    """Fails if a run is longer than its epochs or --max-steps, or has no step: 36 conversations, 4 held out."""
     assert Trainer(options(**changes)).steps == steps
 
 
 def test_a_draft_to_go_on_from(options, draft):
-    """Fails where --init starts from other weights, or gamma and anchors go by another block size than the draft's."""
+    """Fails if --init starts from other weights, or gamma and blocks do not follow the draft's block size."""
     trainer = Trainer(options(init=str(TINY_DRAFT), block_size=16, layers=5))
     assert trainer.draft.draft_config == draft.draft_config
     assert all(torch.equal(a, b) for a, b in zip(trainer.draft.parameters(), draft.parameters(), strict=True))
@@ -325,7 +324,7 @@ def test_a_draft_to_go_on_from(options, draft):
     ],
 )
 def test_refused(changes, said, options):
-    """Fails where a target, a draft or a value that does not fit ends in another error than one sentence."""
+    """Fails if the error for a wrong target, draft or value is not one sentence."""
     with pytest.raises(ValueError) as refused:
         Trainer(options(**changes))
     sentence = str(refused.value)
@@ -334,7 +333,7 @@ def test_refused(changes, said, options):
 
 
 def test_one_conversation_is_refused(options, tmp_path):
-    """Fails where nothing is left to train on once one conversation is held out."""
+    """Fails if nothing is left to train on after one conversation is held out."""
     data = tmp_path / "one.jsonl"
     data.write_text(json.dumps({"prompt": "Compute 9 * 7.", "response": "The answer is 63."}) + "\n")
     with pytest.raises(ValueError, match="holds 1 conversation; one is held out"):
@@ -343,7 +342,7 @@ def test_one_conversation_is_refused(options, tmp_path):
 
 
 def test_every_micro_batch_draws_its_own_anchors(options):
-    """Fails where a conversation is cut at the same places each time it comes, or one seed gives two places."""
+    """Fails if a conversation gets the same anchors in every micro-step, or one micro-step gets different anchors."""
     trainer = Trainer(options())
     ids, learned = torch.arange(90)[None], torch.ones(1, 90, dtype=torch.bool)
     drawn = [trainer.blocks(ids, learned, place).anchors.tolist() for place in (0, 1, 2, 0)]
@@ -351,7 +350,7 @@ def test_every_micro_batch_draws_its_own_anchors(options):
 
 
 def test_a_target_that_scales_its_logits_is_refused(options, tokenizer, tmp_path):
-    """Fails where a draft is taught another distribution than the target's own."""
+    """Fails if a draft learns another distribution than the target's own."""
     Gemma2Config(vocab_size=len(tokenizer), num_hidden_layers=6).save_pretrained(tmp_path / "gemma")
     tokenizer.save_pretrained(tmp_path / "gemma")
     with pytest.raises(ValueError, match=r"scales embeddings or logits \(final_logit_softcapping\)"):

@@ -1,1 +1,1 @@
-"""Behind `benchmark_sglang.py`: arms, datasets, traffic, measures and reports of a sweep."""
+"""The implementation of `benchmark_sglang.py`: arms, datasets, traffic, measures and reports."""

@@ -1,7 +1,7 @@
-"""Growing sessions as coding agents make them: tool results, edits of what was said, pauses, shared prefixes.
+"""Generates sessions that grow like those of coding agents: tool results, edits, pauses, shared prefixes.
 
-The texts are made up, but shaped like the real ones: listings, sources, test reports, search hits, traces. They keep to
-plain ASCII and to the words of the embedded pair, whose tokenizer knows few others.
+The texts are synthetic but look like real ones: listings, source code, test reports, search hits, tracebacks. They use
+only ASCII and the vocabulary of the embedded pair, because its tokenizer knows few other words.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ FEWEST_TURNS, MOST_TURNS = 6, 12
 LEAST_PREFIX_CHARS = 200
 LEAST_TASK_CHARS = 120
 LEAST_RESULT_CHARS = 56
-"""The longest follow-up, and more than what is left of a removed result."""
+"""At least as long as the longest follow-up, and longer than the text that replaces a removed result."""
 LARGEST_PROMPT_TOKENS = 60_000
 MESSAGE_TOKENS = 20
-"""What a chat template puts around a turn's two messages; 14 with the embedded pair's."""
+"""Tokens that a chat template adds around a turn's two messages; the embedded pair's template adds 14."""
 SLACK = 0.04
-"""Share of the context left free: an answer's text may come back as a few more tokens than it was."""
+"""Share of the context left free: an answer, tokenized again as text, may have a few more tokens."""
 CUT = " [...]"
 CORRECTION = "\nCorrection: change no tests."
 FOLLOW_UPS = (
@@ -46,18 +46,18 @@ TOOLS = (
 
 @dataclass(frozen=True, slots=True)
 class AgentShape:
-    """How sessions look. Sizes are in characters, because texts are made before any tokenizer sees them.
+    """The shape of sessions. Sizes are in characters, because texts are made before they are tokenized.
 
     Fields:
-        turns: the least and the most of a session.
-        prefix_chars: of the system message that the sessions of a group share: tools, then the project's files.
-        task_chars: a dataset's task is cut to so much.
-        result_chars: the median of a tool result; sizes follow a lognormal distribution (sigma 0.7).
-        results_chars: at most, of all tool results of a session together.
-        edit_share: of the turns from the third on, how many change an earlier message.
-        follow_up_share: of the turns after the first, how many are a user's sentence and no tool result.
-        think_s: mean pause before a turn, exponential; the first turn has none.
-        groups: of sessions that share their system message.
+        turns: minimum and maximum number of turns of a session.
+        prefix_chars: size of the system message that a group's sessions share: tools, then the project's files.
+        task_chars: maximum size of a task; longer tasks of the dataset are cut.
+        result_chars: median size of a tool result; sizes follow a lognormal distribution (sigma 0.7).
+        results_chars: maximum total size of a session's tool results.
+        edit_share: share of the turns from the third on that change an earlier message.
+        follow_up_share: share of the turns after the first that send a user's sentence instead of a tool result.
+        think_s: mean pause before a turn in seconds, exponential; the first turn has none.
+        groups: number of groups; the sessions of a group share their system message.
     """
 
     turns: tuple[int, int] = (FEWEST_TURNS, MOST_TURNS)
@@ -86,20 +86,20 @@ class AgentShape:
         count_tokens: Callable[[str], int] | None = None,
         think_s: float = 1.0,
     ) -> AgentShape:
-        """The largest shape whose longest session fits, at most LARGEST_PROMPT_TOKENS beside the answers.
+        """The largest shape whose longest session fits. Without answers, it has at most LARGEST_PROMPT_TOKENS.
 
-        Where the context is small, texts shrink first; then sessions get fewer than MOST_TURNS turns.
+        In a small context, texts shrink first; then the maximum number of turns falls below MOST_TURNS.
 
         Args:
-            context_tokens: of prompt and answer together.
-            max_new_tokens: of each answer; every answer is taken to be so long.
-            count_tokens: of a text, by the target's tokenizer. Without it: 1.4 characters a token, which holds for
-                the embedded pair's small vocabulary and leaves half of the room unused with a large one. Tasks are
-                taken to be no denser.
-            think_s: mean pause; it changes no size.
+            context_tokens: limit of prompt and answer together.
+            max_new_tokens: length of an answer; every answer is assumed to reach it.
+            count_tokens: counts a text's tokens with the target's tokenizer. None assumes 1.4 characters per token,
+                which fits the embedded pair's small vocabulary; a large vocabulary then leaves half of the room
+                unused. Tasks are assumed to have no more tokens per character than tool results.
+            think_s: mean pause in seconds; it does not affect sizes.
 
         Raises:
-            ValueError: not even FEWEST_TURNS turns fit.
+            ValueError: FEWEST_TURNS turns do not fit.
         """
         chars_per_token = _chars_per_token(count_tokens) if count_tokens else 1.4
         room = 0
@@ -121,8 +121,8 @@ class AgentShape:
                 )
         raise ValueError(
             f"--workload agent does not fit: {FEWEST_TURNS} turns with answers of {max_new_tokens} tokens need a "
-            f"context of {_tokens_short(least - room, chars_per_token) + context_tokens} tokens, and it has "
-            f"{context_tokens}; lower --max-new-tokens or raise the context."
+            f"context of {_tokens_short(least - room, chars_per_token) + context_tokens} tokens, but it has "
+            f"{context_tokens}; lower --max-new-tokens or raise --context-tokens."
         )
 
 
@@ -131,13 +131,14 @@ def _tokens_short(chars: int, chars_per_token: float) -> int:
 
 
 def agent_sessions(seeds: Sequence[Session], count: int, shape: AgentShape, seed: int) -> list[Session]:
-    """Sessions of one shape; session N is the same whatever `count` is, and its texts whatever `think_s` is.
+    """Makes sessions of one shape. Session N does not depend on `count`, and its texts do not depend on `think_s`.
 
-    One user message a turn: the task, a tool result in <tool_response> tags, or a follow-up. So every chat template
-    that takes a system message takes them.
+    Each turn has one user message: the task, a tool result in <tool_response> tags, or a follow-up. So every chat
+    template that supports a system message accepts them.
 
     Args:
-        seeds: sessions of a dataset; what each one's user says first is a task. Used again where `count` is more.
+        seeds: sessions of a dataset; the last user message of a session's first turn is a task. They are used again if
+            `count` is larger.
 
     Raises:
         ValueError: a session of `seeds` has token ids instead of messages.
@@ -150,7 +151,7 @@ def agent_sessions(seeds: Sequence[Session], count: int, shape: AgentShape, seed
         group, task = index % shape.groups, seeds[index % len(seeds)]
         said = [message.content for message in task.turns[0].messages if message.role == "user"]
         if not said:
-            raise ValueError(f"--workload agent: {task.id} has no user message that could be an agent's task.")
+            raise ValueError(f"--workload agent: session {task.id} has no user message to use as the agent's task.")
         maker = _SessionMaker(random.Random(f"{seed}/session/{index}"), projects[group], shape)
         turns = maker.turns(prefixes[group], _cut(said[-1], shape.task_chars))
         sessions.append(Session(f"agent-{index}-{task.id}", turns, task.template))
@@ -166,13 +167,13 @@ def _wrapped(result: str) -> str:
 
 
 class _SessionMaker:
-    """Makes the turns of one session, and remembers which of its messages may still be edited."""
+    """Makes the turns of one session and tracks which of its messages may still be edited."""
 
     def __init__(self, rng: random.Random, project: _Project, shape: AgentShape) -> None:
         self._rng = rng
         self._project = project
         self._shape = shape
-        self._results: dict[int, int] = {}  # index of a message with a tool result -> its lines
+        self._results: dict[int, int] = {}  # index of a message with a tool result -> number of lines
         self._corrected = False
 
     def turns(self, prefix: str, task: str) -> tuple[Turn, ...]:
@@ -186,7 +187,7 @@ class _SessionMaker:
         return tuple(turns)
 
     def _sizes(self, number: int) -> list[int]:
-        """Of the messages after the task, none below LEAST_RESULT_CHARS, all together at most `results_chars`."""
+        """Sizes of the messages after the task: each at least LEAST_RESULT_CHARS, in total at most `results_chars`."""
         drawn = [self._rng.lognormvariate(0, 0.7) * self._shape.result_chars for _ in range(number)]
         above = [max(0.0, chars - LEAST_RESULT_CHARS) for chars in drawn]
         spare = self._shape.results_chars - number * LEAST_RESULT_CHARS
@@ -203,7 +204,7 @@ class _SessionMaker:
         return Message("user", _wrapped(result))
 
     def _edits(self, task: str) -> tuple[Edit, ...]:
-        """Shortens a tool result that was not yet, or corrects the task, once; nothing where neither is left."""
+        """Removes the text of a tool result that still has it, or corrects the task (once); else makes no edit."""
         if not self._corrected and (not self._results or self._rng.random() < 0.2):
             self._corrected = True
             return (Edit(1, task + CORRECTION),)
@@ -215,20 +216,20 @@ class _SessionMaker:
 
 
 class _Project:
-    """A made-up code base: what the sessions of a group work on."""
+    """A synthetic code base that the sessions of a group work on."""
 
     def __init__(self, rng: random.Random, group: int) -> None:
         self._name = f"{rng.choice(NOUNS)}-{group}"
         self._rng = rng
         self._functions = [f"{verb}_{noun}" for verb in VERBS for noun in NOUNS]
         rng.shuffle(self._functions)
-        # Sources come twice as often.
+        # Source code is twice as likely as any other kind.
         source = self._source
         self.kinds = (self._listing, source, source, self._report, self._hits, self._trace, self._sums)
 
     def prefix(self, chars: int) -> str:
-        """The system message. Groups differ from its first line on."""
-        # Where there is little room, files say more than how to call the tools.
+        """The system message. It differs between groups from the first line on."""
+        # A short prefix omits how to call the tools, to keep room for files.
         short = chars < 4 * LEAST_PREFIX_CHARS
         tools = [f"- {name}" if short else f"- {name}({arguments}): {what}" for name, what, arguments in TOOLS]
         head = [f"Project {self._name}: you are a coding agent. Tools:", *tools, "Files:"]
@@ -239,7 +240,7 @@ class _Project:
         return rng.choice(self._functions)
 
     def tool_result(self, rng: random.Random) -> Iterator[str]:
-        """Lines without end."""
+        """An endless iterator of lines."""
         return rng.choice(self.kinds)(rng)
 
     def _path(self, rng: random.Random) -> str:
@@ -293,7 +294,7 @@ class _Project:
 
 
 def _filled(lines: Iterator[str], chars: int) -> str:
-    """As many whole lines as fit; of the first one what fits."""
+    """As many whole lines as fit into `chars`; the first line is cut if it is longer."""
     text = next(lines)[:chars]
     for line in lines:
         if len(text) + 1 + len(line) > chars:
@@ -303,7 +304,7 @@ def _filled(lines: Iterator[str], chars: int) -> str:
 
 
 def _chars_per_token(count_tokens: Callable[[str], int]) -> float:
-    """Of the kind of text that takes most tokens."""
+    """Characters per token of the kind of text that needs the most tokens."""
     rng = random.Random(0)
     project = _Project(rng, 0)
     texts = [_wrapped(""), *(_filled(kind(rng), 2_000) for kind in project.kinds)]

@@ -1,4 +1,4 @@
-"""The arms of a sweep: which process serves each, with which arguments, and how it is reached."""
+"""The arms of a sweep: the process that serves each one, its arguments and its URL."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ARMS = (*SGLANG_ARMS, "transformers", *VLLM_ARMS)
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Where the models are.
+    """The models of a sweep.
 
     Fields:
-        drafts: by arm: dflash, eagle3, standalone.
-        draft_tokens: rows of a block where that is not the checkpoint's own number.
-        block_size: rows of a block; 0 where no arm needs a DFlash draft.
+        drafts: draft models by arm: dflash, eagle3, standalone.
+        draft_tokens: the block size that the user gave; None for the checkpoint's own.
+        block_size: rows of a block; 0 if no arm needs a DFlash draft.
     """
 
     target: str
@@ -40,10 +40,10 @@ class Arm:
     """One server of a sweep: an arm with its attention backend and prefix cache.
 
     Fields:
-        engine: sglang, vllm, transformers or other; arms of SGLang must give the same greedy tokens.
-        launch, arguments: the command without host and port; empty for a server that runs already.
-        url: of a server that runs already.
-        simulated: its acceptance is a simulation, so that its tokens mean nothing.
+        engine: sglang, vllm, transformers or other; all sglang arms must give the same greedy tokens.
+        launch, arguments: the command without host and port; empty if the server runs already.
+        url: address of a server that runs already; "" if the sweep starts the server.
+        simulated: acceptance is simulated, so the tokens mean nothing.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Arm:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the server sees of SGLang's, vLLM's and OpenMP's variables, those of the shell included."""
+        """Variables of the server: the shell's SGLANG_*, VLLM_* and OMP_*, and those that the arm sets."""
         shell = {name: value for name, value in os.environ.items() if name.startswith(("SGLANG_", "VLLM_", "OMP_"))}
         return {} if self.url else {**shell, **self.environment}
 
@@ -72,10 +72,10 @@ class Arm:
 
     @contextmanager
     def up(self, log: Path, timeout_s: float, on_wait: Callable[[float], None]) -> Iterator[tuple[str, Server | None]]:
-        """Its URL, and the server where it is ours; it runs until the block is left.
+        """Yields the URL, and the server if the sweep starts it; that server stops when the block ends.
 
         Raises:
-            ServerError: it does not start.
+            ServerError: the server does not start.
         """
         if self.url:
             yield self.url, None
@@ -87,16 +87,16 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What the servers of a sweep are started with.
+    """How the servers of a sweep are started.
 
     Fields:
-        flags: of sglang.launch_server, for every SGLang arm.
-        arm_flags, arm_environment: by arm, on top.
-        environment: for all.
-        backends: attention backends of SGLang; ("",): its own choice.
-        radix: settings of the prefix cache, in their order.
-        tp_size: of SGLang and vLLM.
-        dtype: for vLLM and transformers, which have flags of their own; "" for their choice.
+        flags: flags of sglang.launch_server for every SGLang arm.
+        arm_flags, arm_environment: additions for single arms, by name.
+        environment: variables for all arms.
+        backends: attention backends of SGLang; ("",) for its own choice.
+        radix: prefix cache settings, in the order to run.
+        tp_size: tensor parallel size of SGLang and vLLM.
+        dtype: of vLLM and transformers; "" for their own choice. SGLang's is in `flags`.
         device: cpu or cuda, for transformers.
     """
 
@@ -113,7 +113,7 @@ class Serving:
 
 
 def arms_of(names: Sequence[str], models: Models, serving: Serving, urls: dict[str, str]) -> list[Arm]:
-    """One arm per name, backend and cache setting where it has those; arms that run already come last."""
+    """One arm per name, and per backend and cache setting if the engine has them; running servers come last."""
     arms: list[Arm] = []
     for name in names:
         if name in SGLANG_ARMS:
@@ -127,7 +127,7 @@ def arms_of(names: Sequence[str], models: Models, serving: Serving, urls: dict[s
 
 
 def reference_arm(arms: Sequence[Arm]) -> Arm:
-    """Whose tokens others are compared with: speculation off, else SGLang's first arm, else the first."""
+    """The arm that others are compared with: off, else the first SGLang arm without simulation, else the first arm."""
     for wanted in (lambda arm: arm.name == "off", lambda arm: arm.engine == "sglang" and not arm.simulated):
         for arm in arms:
             if wanted(arm):
@@ -139,7 +139,7 @@ def _sglang(name: str, models: Models, serving: Serving, backend: str, radix: bo
     arguments = ["--model-path", models.target, "--tp-size", str(serving.tp_size), *serving.flags]
     arguments += ["--attention-backend", backend] if backend else []
     arguments += [] if radix else ["--disable-radix-cache"]
-    # Said to every arm: the shell's own setting must not turn one arm into another.
+    # Set for every arm, so that the shell's setting cannot turn one arm into another.
     environment = {"SGLANG_DFLASH_WORKER": "builtin" if name == "builtin" else "plugin"}
     return Arm(
         name,
@@ -172,9 +172,9 @@ def _vllm(name: str, models: Models, serving: Serving, radix: bool) -> Arm:
     arguments += ["--enable-prompt-tokens-details"]
     if name == "vllm":
         draft = {"method": "dflash", "model": models.drafts["dflash"]}
-        # vLLM counts the drafts of a block, SGLang its rows, the bonus token's included.
+        # vLLM takes the number of drafts, SGLang the block size, which includes the anchor row.
         arguments += ["--speculative-config", json.dumps({**draft, "num_speculative_tokens": models.block_size - 1})]
-    # Its door to empty the prefix cache stands open in this mode alone.
+    # vLLM has /reset_prefix_cache only in this mode.
     environment = {"VLLM_SERVER_DEV_MODE": "1", **_environment(name, serving)}
     launch = (serving.vllm_python, "-m", "vllm.entrypoints.openai.api_server")
     return Arm(name, "vllm", "", radix, launch, (*arguments, *serving.arm_flags.get(name, ())), environment)

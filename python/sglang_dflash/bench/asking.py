@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible server for one streamed completion, and keeps when its tokens came."""
+"""Requests streamed completions from an OpenAI-compatible server and records when tokens arrive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 
 from sglang_dflash.bench.records import Record
 
-# What each engine must be asked for, beyond OpenAI's fields, to tell token ids and acceptance.
+# Request fields beyond OpenAI's that make each engine report token ids, acceptance and cached tokens.
 EXTRAS: dict[str, dict[str, Any]] = {
     "sglang": {"return_token_ids": True, "return_spec_tokens_details": True, "return_cached_tokens_details": True},
     "vllm": {"return_token_ids": True},
@@ -22,12 +22,12 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How every request is asked.
+    """Sampling parameters of every request.
 
     Fields:
-        max_new_tokens: at most; less where the context ends before.
+        max_new_tokens: limit per answer; lower if the context has less room.
         seed: sent with sampled requests.
-        ignore_eos: go on to `max_new_tokens`; SGLang and vLLM know it.
+        ignore_eos: generate until `max_new_tokens`; SGLang and vLLM support it.
     """
 
     max_new_tokens: int
@@ -37,7 +37,7 @@ class Sampling:
     ignore_eos: bool = False
 
     def body(self, room: int) -> dict[str, Any]:
-        """The request's fields; `room` is what the context leaves."""
+        """The request's fields. `room`: tokens left in the context."""
         body: dict[str, Any] = {"max_tokens": min(self.max_new_tokens, room), "temperature": self.temperature}
         if self.temperature > 0:
             body["top_p"] = self.top_p
@@ -48,7 +48,7 @@ class Sampling:
 
 @dataclass(slots=True)
 class _Stream:
-    """What has come of one answer so far."""
+    """The part of one answer that has arrived so far."""
 
     first_s: float | None = None
     last_s: float = 0.0
@@ -62,10 +62,10 @@ class _Stream:
     def take(self, event: dict[str, Any], now: float) -> None:
         """
         Raises:
-            ValueError: the event is an error, or none of OpenAI's.
+            ValueError: the event is an error, or not a JSON object.
         """
         if not isinstance(event, dict):
-            raise ValueError(f"the stream holds {str(event)[:80]}")
+            raise ValueError(f"the stream has an event that is not a JSON object: {str(event)[:80]}")
         if event.get("error"):
             said = event["error"]
             raise ValueError(said.get("message", str(said)) if isinstance(said, dict) else str(said))
@@ -84,10 +84,10 @@ class _Stream:
 
     def _flaw(self, counted: int) -> str:
         if self.first_s is None:
-            return "the answer holds no token"
+            return "the answer has no tokens"
         if self.finish in ("", "abort"):
-            return f"the answer ends without a reason but {self.finish!r}"
-        return "" if counted else "the server tells neither usage nor token ids"
+            return f"the answer is incomplete: its finish reason is {self.finish!r}"
+        return "" if counted else "the server reports neither usage nor token ids"
 
     def record(self, session: str, turn: int, start_s: float, failure: str, now: float) -> Record:
         text = "".join(self.texts)
@@ -117,12 +117,14 @@ class _Stream:
 
 
 def drafted(details: dict[str, Any]) -> int:
-    """Drafts that were verified. The host counts whole blocks; where steps have widths of their own, it tells those.
+    """Number of drafts that were verified.
+
+    SGLang's `spec_num_proposed_drafts` counts whole blocks, so the histogram of widths is used if there is one.
 
     Args:
-        details: the host's `SpecTokensDetails` of one answer.
+        details: SGLang's `SpecTokensDetails` of one answer.
     """
-    widths = details.get("spec_cap_lens_histogram") or []  # steps of 0, 1, 2, .. rows
+    widths = details.get("spec_cap_lens_histogram") or []  # number of steps with 0, 1, 2, ... rows
     if widths:
         return sum((width - 1) * steps for width, steps in enumerate(widths) if width)
     return details.get("spec_num_proposed_drafts") or 0
@@ -136,14 +138,14 @@ class Endpoint:
         Args:
             url: without /v1.
             engine: a key of EXTRAS.
-            stall_s: a request fails where nothing comes for so long.
+            stall_s: a request fails after this many seconds without data.
             headers: sent with every request, such as an API key.
         """
         self.url = url
         self.engine = engine
         self.stall_s = stall_s
         self.stalled = False
-        """Whether nothing came in any stream while a request waited `stall_s`."""
+        """Whether no stream got data while a request waited `stall_s`."""
         self._heard_at = 0.0
         self.model = ""
         self.context = 0
@@ -165,24 +167,24 @@ class Endpoint:
             self.context = models[0].get("max_model_len") or 0
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
             await self._http.aclose()
-            raise ValueError(f"{self.url}/v1/models names no model: {_sentence(error)}") from None
+            raise ValueError(f"{self.url}/v1/models lists no model: {_sentence(error)}") from None
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
 
     async def ask(self, prompt_ids: list[int], sampling: Sampling, session: str, turn: int, begin: float) -> Record:
-        """One streamed completion; a failure is told in the record.
+        """Requests one streamed completion. A failure is reported in the record, not raised.
 
         Args:
-            begin: `time.perf_counter()` at which the cell began.
+            begin: value of `time.perf_counter()` when the cell began.
         """
         stream = _Stream()
         start_s = time.perf_counter() - begin
         room = self.context - len(prompt_ids) if self.context else sampling.max_new_tokens
         failure = ""
         if room < 1:
-            failure = f"the prompt has {len(prompt_ids)} tokens, the context {self.context}"
+            failure = f"the prompt has {len(prompt_ids)} tokens, but the context has {self.context}"
             return stream.record(session, turn, start_s, failure, start_s)
         body = {
             **{"model": self.model, "prompt": prompt_ids, "stream": True, "stream_options": {"include_usage": True}},
@@ -194,7 +196,7 @@ class Endpoint:
                 self._heard_at = time.perf_counter()
                 stream.take(event, self._heard_at - begin)
         except httpx.ReadTimeout:
-            failure = f"nothing came for {self.stall_s:g} s (--stall-s)"
+            failure = f"no data for {self.stall_s:g} s (--stall-s)"
             self.stalled = time.perf_counter() - self._heard_at >= self.stall_s
         except (httpx.HTTPError, ValueError) as error:
             failure = _sentence(error)
@@ -209,7 +211,7 @@ class Endpoint:
                     yield json.loads(data)
 
     async def flush(self) -> bool:
-        """Empties the prefix cache; False where the server has no such door."""
+        """Empties the prefix cache; False if the server cannot do that."""
         path = {"sglang": "/flush_cache?timeout=30", "vllm": "/reset_prefix_cache"}.get(self.engine)
         if path is None:
             return False
@@ -219,7 +221,7 @@ class Endpoint:
             return False
 
     async def metrics(self) -> str:
-        """The server's Prometheus text; "" where it has none."""
+        """The server's Prometheus text; "" if it has none."""
         try:
             response = await self._http.get("/metrics")
             return response.text if response.status_code == 200 else ""

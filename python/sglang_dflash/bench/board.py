@@ -1,4 +1,4 @@
-"""What a sweep shows while it works: the cell under way and the time left, as a bar or as lines in a log."""
+"""Shows the progress of a sweep: the current cell and the time left, as a bar or as log lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_dflash.bench.records import Cell, CellKey, Record
 
 
 class Board:
-    """One per sweep. `cells` are to be run, `starts` servers to be started."""
+    """One per sweep. `cells`: number of cells to run; `starts`: number of servers to start."""
 
     def __init__(self, console: Console, cells: int, starts: int) -> None:
         self._console = console
@@ -25,7 +25,7 @@ class Board:
 
     @contextmanager
     def starting(self, label: str) -> Iterator[Callable[[float], None]]:
-        """Yields what to call with the seconds waited."""
+        """Yields a function to call with the seconds waited."""
         self._console.print(f"starting {label} ...", style="dim", highlight=False)
         begin = time.monotonic()
         self._starts = max(0, self._starts - 1)
@@ -35,7 +35,7 @@ class Board:
 
     @contextmanager
     def cell(self, key: CellKey, requests: int) -> Iterator[Callable[[Record], None]]:
-        """Yields what to call with each answer."""
+        """Yields a function to call with each answer."""
         begin = time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         live = self._console.is_terminal
@@ -45,7 +45,7 @@ class Board:
         self._cell_s.append(time.monotonic() - begin)
 
     def finished(self, cell: Cell) -> None:
-        """One line per cell stays on the screen."""
+        """Prints one line per cell, which stays on the screen."""
         self._done += 1
         head = f"[{self._done}/{self._cells}] {name(cell.key)}:"
         if cell.failure:
@@ -65,9 +65,9 @@ class Board:
         self._console.print(head, ", ".join(words), highlight=False, markup=False)
 
     def left(self) -> str:
-        """How long the rest will take, from what the cells and starts so far took."""
+        """The estimated time left, from the mean time of the cells and starts so far."""
         if not self._cell_s:
-            return "time left unknown yet"
+            return "time left not known yet"
         mean_cell = sum(self._cell_s) / len(self._cell_s)
         mean_start = sum(self._start_s) / len(self._start_s) if self._start_s else 0.0
         seconds = mean_cell * (self._cells - self._done) + mean_start * self._starts
@@ -75,6 +75,6 @@ class Board:
 
 
 def name(key: CellKey) -> str:
-    """A cell in a few words."""
+    """A short name of a cell."""
     words = [key.arm, key.backend, "" if key.radix else "no prefix cache", key.dataset, f"at {key.load:g}"]
     return f"{', '.join(filter(None, words))} #{key.repeat + 1}"

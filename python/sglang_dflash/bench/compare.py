@@ -1,4 +1,4 @@
-"""Two runs side by side, with a mark where a change is more than their repeats' own spread."""
+"""Compares two runs and marks changes that exceed the spread of their repeats."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from sglang_dflash.bench.layout import escaped, grid, load_words, number
 from sglang_dflash.bench.measures import Limits
 from sglang_dflash.bench.records import CellKey, Equality, Run
 
-# Measure -> how it is called, and whether more of it is better.
+# Measure -> its title, and whether higher is better.
 MEASURES = {
     "tok_s": ("tok/s", True),
     "ttft_ms_p50": ("TTFT p50 (ms)", False),
     "tpot_ms_p50": ("TPOT p50 (ms)", False),
     "tau": ("tau", True),
 }
-FALSE_MARKS = 0.007  # of comparisons that changed nothing
-FLOOR = 0.02
-# Facts of a machine that differ from run to run.
+FALSE_MARKS = 0.007  # significance level of the t-test
+FLOOR = 0.02  # a relative change up to this is not marked
+# Facts of a machine that differ between any two runs.
 _PASSING = {"load_1min"}
 _Values = dict[tuple[object, ...], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How much repeats of one cell differ, over all cells of both runs: variance of the logarithm, and its freedom."""
+    """Spread of the repeats of a cell, pooled over cells: variance of the logarithm and its degrees of freedom."""
 
     variance: float
     freedom: int
@@ -47,17 +47,17 @@ class Noise:
         return cls(sum(count * spread for count, spread in held) / freedom if freedom else math.nan, freedom)
 
     def exceeded(self, a: Sequence[float], b: Sequence[float]) -> bool:
-        """Whether b differs from a beyond the spread. All of these must hold:
+        """Whether b differs from a by more than the spread. All of these must hold:
 
-        * both have two repeats or more;
-        * the ranges over the repeats do not overlap. Alone, that is far too little: of three and three repeats of the
-          same code, one in ten comparisons has disjoint ranges;
+        * both have at least two repeats;
+        * the ranges over the repeats do not overlap. This alone is too weak: with three repeats of the same code on
+          each side, one comparison in ten has disjoint ranges;
         * the medians differ by more than FLOOR;
-        * a t-test on the logarithms, at FALSE_MARKS, against the larger of two noises: that of all cells of both runs
-          together (six values tell too little of their own noise) and that of this cell (some are noisier than most).
+        * a t-test on the logarithms is significant at FALSE_MARKS. It uses the larger of two noises: that of all cells
+          of both runs (six values alone say too little about noise) and that of this cell (some are noisier than most).
 
-        With three repeats and 5% noise that marks about 0.5% of unchanged cells and 90% of those 20% faster; with 3%
-        noise nearly all of them. A drift of the whole machine between two runs is a change to this rule as well.
+        With three repeats and 5% noise this marks about 0.5% of unchanged cells and 90% of cells that are 20% faster;
+        with 3% noise, nearly all of the latter. If the whole machine drifts between the runs, that counts as a change.
         """
         if min(len(a), len(b)) < 2:
             return False
@@ -75,15 +75,17 @@ def compare(a: Run, b: Run) -> pd.DataFrame:
     Returns:
         One row per GROUP of either run. `state`: "" or why the row is not compared (withheld, failed, only in one). For
         each measure of MEASURES: `name_a` and `name_b` (medians over the repeats), `name_ratio` (b over a) and
-        `name_mark`: better or worse where the change is beyond the spread (see `Noise.exceeded`), else "". NaN where a
-        number does not exist; a row with a state has no numbers. `identical_a`, `identical_b`: share of requests with
-        the reference arm's tokens, where they need not agree; else NaN. `repeats_a`, `repeats_b`: with a result.
+        `name_mark`: better or worse if the change exceeds the spread (see `Noise.exceeded`), else "". A number that
+        does not exist is NaN; a row with a state has no numbers. `identical_a`, `identical_b`: share of requests with
+        the reference arm's tokens, if they may differ; else NaN. `repeats_a`, `repeats_b`: repeats with a result.
 
     Raises:
         ValueError: the runs have different workloads, whose loads mean different things.
     """
     if a.workload != b.workload:
-        raise ValueError(f"--compare: the first run's workload is {a.workload}, the second's {b.workload}.")
+        raise ValueError(
+            f"--compare: the first run's workload is {a.workload}, the second's {b.workload}; they must be equal."
+        )
     cells_a, cells_b = _cells(a), _cells(b)
     values = {name: (_by_group(cells_a, name), _by_group(cells_b, name)) for name in MEASURES}
     states, shares = _states(a, b), {"a": _shares(a), "b": _shares(b)}
@@ -111,7 +113,7 @@ def _cells(run: Run) -> dict[CellKey, dict[str, float]]:
 def _by_group(cells: dict[CellKey, dict[str, float]], name: str) -> _Values:
     held: _Values = {}
     for key, values in cells.items():
-        if values[name] > 0:  # false of NaN, too
+        if values[name] > 0:  # False for NaN, too
             held.setdefault(group_of(key), []).append(values[name])
     return held
 
@@ -155,7 +157,7 @@ def _change(name: str, a: list[float], b: list[float], noise: Noise) -> dict[str
 
 
 def differences(a: Run, b: Run) -> list[str]:
-    """A sentence for everything that differs between the runs, besides the code, and may explain a change."""
+    """One sentence per option, version and machine fact that differs: each may explain a change."""
     said = []
     for title, one, other in (
         ("option", a.options, b.options),
@@ -180,25 +182,23 @@ def _rule(rows: pd.DataFrame) -> list[str]:
     """How to read the marks."""
     compared = rows[rows["state"] == ""] if "state" in rows else rows
     said = [
-        "b over a; above 1 b has more of it. Marked: beyond the spread, that is ranges over the repeats that do not "
-        f"overlap, a change of more than {FLOOR:.0%}, and less than {FALSE_MARKS:.1%} likely from the repeats' noise."
+        "Ratios are b over a. A change is marked if the ranges over the repeats do not overlap, the medians differ by "
+        f"more than {FLOOR:.0%}, and noise alone would cause it with a probability below {FALSE_MARKS:.1%}."
     ]
     single = int((compared[["repeats_a", "repeats_b"]].min(axis=1) < 2).sum()) if len(compared) else 0
     if single:
-        said.append(
-            f"{single} of {len(compared)} rows have a single repeat in a run, so that nothing in them is marked."
-        )
+        said.append(f"{single} of {len(compared)} rows have only one repeat in a run, so nothing in them is marked.")
     off = compared[compared["arm"] == "off"]["tok_s_ratio"].dropna() if len(compared) else []
     if len(off) and abs(median(off) - 1) > FLOOR:
         said.append(
-            f"off, which both runs have, ran {number(median(off))}x as fast in b: the machine or its load changed, so "
-            "compare the speedups over off of the two runs rather than their tok/s."
+            f"off ran {number(median(off))}x as fast in b as in a: the machine or its load changed. Compare the runs' "
+            "speedups over off, not their tok/s."
         )
     return said
 
 
 def comparison_markdown(a: Run, b: Run, rows: pd.DataFrame) -> str:
-    """The runs side by side; a mark is bold.
+    """The comparison as Markdown; marks are bold.
 
     Args:
         rows: `compare(a, b)`.
@@ -221,7 +221,7 @@ def comparison_markdown(a: Run, b: Run, rows: pd.DataFrame) -> str:
 
 
 def comparison_console(a: Run, b: Run, rows: pd.DataFrame) -> RenderableType:
-    """The same for a terminal.
+    """The comparison for a terminal.
 
     Args:
         rows: `compare(a, b)`.
@@ -244,7 +244,7 @@ def comparison_console(a: Run, b: Run, rows: pd.DataFrame) -> RenderableType:
 
 
 def _names(rows: pd.DataFrame) -> list[str]:
-    """The parts of GROUP that tell the rows apart."""
+    """The parts of GROUP that distinguish the rows."""
     always = ("dataset", "arm", "load")
     order = ["dataset", "load", "arm", "backend", "radix"]
     return [name for name in order if name in always or rows[name].nunique() > 1]
@@ -256,7 +256,7 @@ def _key(run: Run, row: pd.Series, names: list[str]) -> list[str]:
 
 
 def _cell(row: pd.Series, name: str, bold: bool = False) -> str:
-    """Such as `412 -> 501, 1.22x better`."""
+    """For example `412 -> 501, 1.22x better`."""
     before, after, mark = row[f"{name}_a"], row[f"{name}_b"], row[f"{name}_mark"]
     if not math.isfinite(before) or not math.isfinite(after):
         return "-"
@@ -269,7 +269,7 @@ def _has_shares(rows: pd.DataFrame) -> bool:
 
 
 def _same(row: pd.Series) -> str:
-    """Requests with the reference arm's tokens in a and b, where they need not agree."""
+    """Shares of requests with the reference arm's tokens in a and b; `-` without a share."""
     shares = [row["identical_a"], row["identical_b"]]
     return " -> ".join("-" if math.isnan(share) else f"{share:.1%}" for share in shares)
 

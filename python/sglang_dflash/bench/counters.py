@@ -1,4 +1,4 @@
-"""Acceptance from vLLM's Prometheus counters, which tell it for the whole server, not per request."""
+"""Reads acceptance from vLLM's Prometheus counters, which cover the whole server, not single requests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 def acceptance_between(before: str, after: str) -> Acceptance | None:
-    """What was drafted and accepted between two readings of /metrics; None where nothing was.
+    """Drafts and accepted drafts between two readings of /metrics; None without verify steps.
 
-    vLLM counts a draft per request and step, so its drafts are our verify steps.
+    vLLM's `num_drafts` counts one per request and step: these are our verify steps.
     """
     old, new = _read(before), _read(after)
     difference = {name: new[name] - old.get(name, 0.0) for name in new}
@@ -32,7 +32,7 @@ def acceptance_between(before: str, after: str) -> Acceptance | None:
 
 
 def _read(text: str) -> dict[tuple[str, int], float]:
-    """By name and position (-1 without one), summed over engines."""
+    """Counters by name and position (-1 without one), summed over engines."""
     values: dict[tuple[str, int], float] = {}
     for family in text_string_to_metric_families(text):
         if family.name in (_STEPS, _DRAFTED, _ACCEPTED, _BY_POSITION):

@@ -1,18 +1,17 @@
-"""Where sessions come from: datasets of the hub, a JSONL file, or the embedded pair's held-out prompts.
+"""Loads sessions from a hub dataset, a JSONL file, or the embedded pair's held-out prompts.
 
-A JSONL file holds one session a line. Its fields:
+A JSONL file has one session per line. Its fields:
 
     id                    names the session in reports; unique in the file. Default: line-N.
-    prompt                a text: one user message.
-    turns                 a list of texts: user messages that follow each other, with the server's answers between them.
-    messages              a chat of one request: objects with `role` (system, user or assistant) and `content`, a text.
-                          Answers before the last user message are context; what comes after it is left out.
-    input_ids             a list of token ids, asked as they stand.
+    prompt                a string: one user message.
+    turns                 a list of strings: consecutive user messages; the server answers each before the next.
+    messages              a chat for one request: objects with `role` (system, user or assistant) and `content` (a
+                          string). Messages after the last user message are dropped; earlier answers are context.
+    input_ids             a list of token ids, sent as they are.
     system                a system message before `prompt`, `turns` or `messages`.
     chat_template_kwargs  keyword arguments of the chat template.
 
-A line has exactly one of `prompt`, `turns`, `messages` and `input_ids`. Every other field, such as an answer, is left
-alone.
+A line has exactly one of `prompt`, `turns`, `messages` and `input_ids`. Other fields, such as an answer, are ignored.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ ROLES = ("system", "user", "assistant")
 
 
 def load(name: str, count: int | None, seed: int) -> list[Session]:
-    """The first `count` sessions of a dataset, in an order that depends on `name` and `seed` alone.
+    """The first `count` sessions of a dataset, in an order that depends only on `name` and `seed`.
 
-    A dataset of the hub is shuffled by `seed`, so that fewer sessions are a sample of it and the first of more; a file
-    and the bundled prompts keep their order. Never more than the dataset has: a prompt asked twice would be answered
-    from the prefix cache.
+    A hub dataset is shuffled with `seed`: a few sessions are a random sample of it, and the first ones of a larger
+    sample. A file and the bundled prompts keep their order. There are never more sessions than the dataset has,
+    because a repeated prompt would hit the prefix cache.
 
     Args:
         name: a key of HUB, the path of a .jsonl file, one of KINDS, or `tiny`.
-        count: at most so many; None for all.
+        count: maximum number of sessions; None for all.
 
     Raises:
-        ValueError: no such dataset, it cannot be had here, or its content is not what it must be; one sentence.
+        ValueError: the dataset is unknown, cannot be loaded here, or has wrong content. The message is one sentence.
     """
     if count is not None and count < 1:
-        raise ValueError(f"--dataset-name {name}: {count} prompts are asked for; it must be one or more.")
+        raise ValueError(f"--dataset-name {name}: {count} prompts requested; the number must be at least 1.")
     if name.endswith(".jsonl"):
         return list(islice(_file_sessions(Path(name)), count)) or _refuse_empty(name)
     if name in HUB:
@@ -55,13 +54,13 @@ def load(name: str, count: int | None, seed: int) -> list[Session]:
     if name in KINDS or name == "tiny":
         return _bundled_sessions(name)[:count]
     raise ValueError(
-        f"--dataset-name {name} is unknown; it must be one of {', '.join((*HUB, *KINDS, 'tiny'))}, or a file that ends "
-        "in .jsonl."
+        f"--dataset-name {name} is unknown; it must be one of {', '.join((*HUB, *KINDS, 'tiny'))}, or a file whose "
+        "name ends in .jsonl."
     )
 
 
 def _refuse_empty(name: str) -> list[Session]:
-    raise ValueError(f"--dataset-name {name} holds no prompt.")
+    raise ValueError(f"--dataset-name {name} has no prompts; it must have at least one.")
 
 
 def _bundled_sessions(name: str) -> list[Session]:
@@ -71,7 +70,7 @@ def _bundled_sessions(name: str) -> list[Session]:
 
 def _hub_sessions(name: str, count: int | None, seed: int) -> list[Session]:
     rows = hub_rows(name)
-    # Not random.sample: what it draws first depends on how many it draws.
+    # Not random.sample: its first picks depend on the sample size.
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     if not order:
@@ -80,28 +79,28 @@ def _hub_sessions(name: str, count: int | None, seed: int) -> list[Session]:
         return [Session.of_texts(f"{name}-{index}", HUB[name].texts(rows[index])) for index in order[:count]]
     except KeyError as error:
         raise ValueError(
-            f"--dataset-name {name}: {HUB[name].repo} has no column {error}; give its prompts as a .jsonl file."
+            f"--dataset-name {name}: {HUB[name].repo} has no column {error}; give the prompts as a .jsonl file."
         ) from None
 
 
 def _file_sessions(path: Path) -> Iterator[Session]:
     if not path.is_file():
-        raise ValueError(f"--dataset-name {path}: there is no such file.")
+        raise ValueError(f"--dataset-name {path}: the file does not exist.")
     lines: dict[str, int] = {}
-    with path.open(encoding="utf-8") as file:  # splitlines() would also part a line at U+2028
+    with path.open(encoding="utf-8") as file:  # splitlines() would also split a line at U+2028
         try:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 session = _session(json.loads(line), number)
                 if session.id in lines:
-                    raise ValueError(f"the id {session.id} is that of line {lines[session.id]} already.")
+                    raise ValueError(f"the id {session.id} is already used in line {lines[session.id]}.")
                 lines[session.id] = number
                 yield session
         except UnicodeDecodeError as error:
             raise ValueError(f"--dataset-name {path} is not UTF-8 text: {error}.") from None
         except json.JSONDecodeError as error:
-            raise ValueError(f"--dataset-name {path}, line {number}: it is no JSON: {error}.") from None
+            raise ValueError(f"--dataset-name {path}, line {number}: it is not valid JSON: {error}.") from None
         except ValueError as error:
             raise ValueError(f"--dataset-name {path}, line {number}: {error}") from None
 
@@ -115,9 +114,9 @@ def _session(row: Any, number: int) -> Session:
     (kind,) = found
     id, system, template = row.get("id", f"line-{number}"), row.get("system", ""), row.get("chat_template_kwargs", {})
     if not isinstance(id, (str, int)) or isinstance(id, bool):
-        raise ValueError(f"id is {id!r}; it must be a text or a whole number.")
+        raise ValueError(f"id is {id!r}; it must be a string or an integer.")
     if not isinstance(system, str):
-        raise ValueError(f"system is {system!r}; it must be a text.")
+        raise ValueError(f"system is {system!r}; it must be a string.")
     if not isinstance(template, dict):
         raise ValueError(f"chat_template_kwargs is {template!r}; it must be an object.")
     if kind == "input_ids":
@@ -127,21 +126,21 @@ def _session(row: Any, number: int) -> Session:
         return Session(str(id), (Turn((*first, *_chat(row[kind], system))),), template)
     texts = row[kind] if kind == "turns" else [row[kind]]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"{kind} must be {'a list of texts' if kind == 'turns' else 'a text'}, and not empty.")
+        raise ValueError(f"{kind} must be a non-empty {'list of non-empty strings' if kind == 'turns' else 'string'}.")
     return Session(str(id), Session.of_texts("", texts, system).turns, template)
 
 
 def _token_ids(content: Any, system: str) -> tuple[int, ...]:
     valid = isinstance(content, list) and content
     if not valid or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in content):
-        raise ValueError("input_ids must be a list of whole numbers from 0, and not empty.")
+        raise ValueError("input_ids must be a non-empty list of integers that are at least 0.")
     if system:
-        raise ValueError("it has `system` beside `input_ids`; token ids are asked as they stand.")
+        raise ValueError("it has both `system` and `input_ids`; token ids are sent as they are.")
     return tuple(content)
 
 
 def _chat(content: Any, system: str) -> list[Message]:
-    """The messages up to the last one of the user."""
+    """The messages up to the last user message."""
     if not isinstance(content, list) or not all(isinstance(message, dict) for message in content):
         raise ValueError("messages must be a list of objects with role and content.")
     chat = [Message(message.get("role"), message.get("content")) for message in content]
@@ -149,14 +148,14 @@ def _chat(content: Any, system: str) -> list[Message]:
         if message.role not in ROLES:
             raise ValueError(
                 f"a message has the role {message.role!r}; it must be one of {', '.join(ROLES)} "
-                "(give a tool's result as a user message)."
+                "(give a tool result as a user message)."
             )
         if not isinstance(message.content, str):
-            raise ValueError(f"the content of a message is {message.content!r}; it must be a text.")
+            raise ValueError(f"the content of a message is {message.content!r}; it must be a string.")
     if system and chat and chat[0].role == "system":
-        raise ValueError("it has `system` beside messages that begin with a system message.")
+        raise ValueError("it has both `system` and messages that begin with a system message.")
     while chat and chat[-1].role != "user":
         chat.pop()
     if not chat:
-        raise ValueError("messages must hold one of the user.")
+        raise ValueError("messages must contain a user message.")
     return chat

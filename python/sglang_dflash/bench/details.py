@@ -1,4 +1,4 @@
-"""What stands below a section's main table: goodput, latencies and counts by load, acceptance by position."""
+"""Makes the tables below a section's main table: goodput, latencies, counts, acceptance by position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_dflash.bench.records import Run
 
 
 def blocks(run: Run, section: Section) -> list[str]:
-    """Tables with their headings; none where there is nothing to show."""
+    """Tables with their headings; tables without data are left out."""
     return [*_goodput(run, section), *_details(run, section), *_acceptance(section)]
 
 
@@ -35,7 +35,7 @@ def _goodput(run: Run, section: Section) -> list[str]:
     for arm in section.arms():
         cells = [section.row(arm, load) for load in section.loads()]
         rows.append([escaped(arm), *("withheld" if c and c["withheld"] else spread(c, "goodput_rps") for c in cells)])
-    return [f"### Goodput: requests that keep {limit_words(run)}", grid(header, rows)]
+    return [f"### Goodput: requests that meet {limit_words(run)}", grid(header, rows)]
 
 
 def _details(run: Run, section: Section) -> list[str]:
@@ -50,7 +50,7 @@ def _details(run: Run, section: Section) -> list[str]:
             row = section.row(arm, load)
             if row is not None and row["repeats"]:
                 rows.append([escaped(arm), load_words(run, load), *_speeds(row, baselines), *_counts(row)])
-    note = "TTFT: to the first token. TPOT: per token after it. Counts are of one repeat."
+    note = "TTFT: time to the first token. TPOT: time per token after the first. Counts are medians over the repeats."
     return ["### Latency and acceptance", note, grid(header, rows)] if rows else []
 
 
@@ -67,7 +67,7 @@ def _counts(row: dict[str, Any]) -> list[str]:
 
 
 def positions(section: Section, arm: str) -> list[float]:
-    """Percent of the verify steps that accepted draft 1, 2, ...; the mean over loads, NaN where no load tells it."""
+    """Percent of the verify steps that accepted draft 1, 2, ...; mean over loads, NaN if no load has a value."""
     names = [name for name in section.rows if re.fullmatch(r"accept_\d+", name)]
     rows = section.rows[section.rows["arm"] == arm]
     shares = [100 * float(rows[name].mean()) for name in sorted(names, key=lambda name: int(name.split("_")[1]))]
@@ -86,5 +86,5 @@ def _acceptance(section: Section) -> list[str]:
         [escaped(arm), *(number(share) for share in shares), *["-"] * (longest - len(shares))]
         for arm, shares in held.items()
     ]
-    note = "Share of all steps, narrower ones included, that accepted draft 1, 2, ...; the mean over the loads."
+    note = "Share of all verify steps, including narrower ones, that accepted draft 1, 2, ...; mean over the loads."
     return ["### Acceptance by position", note, grid(header, rows)]

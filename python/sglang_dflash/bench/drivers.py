@@ -1,4 +1,4 @@
-"""How a cell is played on an arm: over HTTP against its server, or in batches by the transformers process."""
+"""Plays a cell on an arm: over HTTP against a server, or in batches in the transformers process."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ OnAnswer = Callable[[Record], None]
 
 
 class Driver(ABC):
-    """An arm that is up."""
+    """A running arm."""
 
     flushes = True
-    """Whether its prefix cache could be emptied before every cell, or there is none."""
+    """False if the arm has a prefix cache that could not be emptied before the cell."""
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Every load once, with short answers, so that no cell pays for a first time.
+        """Asks for short answers before the first cell, so that no cell includes one-time costs.
 
         Raises:
             ServerError, httpx.HTTPError, ValueError: no request was answered.
@@ -47,19 +47,19 @@ class Driver(ABC):
     def play(self, key: CellKey, sessions: Sequence[Session], on_answer: OnAnswer) -> Cell:
         """
         Raises:
-            ServerError, httpx.HTTPError, ValueError: the arm cannot be asked any more.
+            ServerError, httpx.HTTPError, ValueError: the arm can no longer answer.
         """
 
     def lost(self, cell: Cell) -> str:
-        """Why the arm cannot go on after this cell; "" where it can."""
+        """Why the arm cannot continue after this cell; "" if it can."""
         return "" if any(not record.failure for record in cell.records) else _first_failure(cell)
 
     def tie_gap(self) -> float:
-        """Logits that lie no farther apart tie, by the target's dtype."""
+        """The largest difference of two logits that counts as a tie, for the target's dtype."""
         return 0.0
 
     def gap(self) -> Gap | None:
-        """Asks the target about a place where two answers part; None where it cannot be asked."""
+        """A function that asks the target for logits where two answers differ; None if the arm has none."""
         return None
 
 
@@ -80,7 +80,7 @@ def driver_up(
 
 
 class ServerDriver(Driver):
-    """Asks a server over HTTP."""
+    """Sends requests to a server over HTTP."""
 
     def __init__(self, arm: Arm, url: str, server: Server | None, plan: Plan, renderer: Renderer) -> None:
         self._server = server
@@ -138,7 +138,7 @@ class ServerDriver(Driver):
 
 
 class TransformersDriver(Driver):
-    """Hands batches to the transformers process."""
+    """Sends batches to the transformers process."""
 
     def __init__(self, process: TransformersProcess, plan: Plan, renderer: Renderer) -> None:
         self._process = process
@@ -157,7 +157,7 @@ class TransformersDriver(Driver):
 
 
 def detect_engine(url: str) -> str:
-    """Which engine answers at `url`, by the doors it has: sglang, vllm or other."""
+    """The engine that answers at `url`, recognized by its endpoints: sglang, vllm or other."""
     for engine, path in (("sglang", "/server_info"), ("vllm", "/version")):
         try:
             if httpx.get(f"{url}{path}", timeout=10.0).status_code == 200:

@@ -1,4 +1,4 @@
-"""Whether arms gave the same tokens: counts identical requests, and asks the target itself about the others."""
+"""Compares the tokens of arms: counts identical requests and asks the target whether differences are ties."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sglang_dflash.bench.records import Equality, Record
 from sglang_dflash.serving import Client
 
 EXAMPLES = 3
-FLOAT32_GAP = 1e-3  # ties of float32 lie closer than this; those of shorter types, which are many, do not
-TOKENS_PER_TIE = 10_000
+FLOAT32_GAP = 1e-3  # a smaller tie gap is that of float32; shorter dtypes have larger gaps and many ties
+TOKENS_PER_TIE = 10_000  # in float32, at most one tie per this many tokens is excused
 Gap = Callable[[list[int], int, int], float]
-"""(ids up to where two answers part, one token, the other) -> how far their logits lie below the best, at most."""
+"""(ids before the first difference, one token, the other) -> how far the lower of their logits is below the best."""
 
 
 class Reference:
-    """Answers of the arm that others are compared with, for one dataset."""
+    """The reference arm's answers to one dataset, with one attention backend."""
 
     def __init__(self, arm: str) -> None:
         self.arm = arm
@@ -27,7 +27,7 @@ class Reference:
         self._prompts: dict[str, list[int]] = {}
 
     def learn(self, records: Sequence[Record], prompts: dict[str, list[int]]) -> None:
-        """Keeps answers to requests that it has none for."""
+        """Keeps the first answer to each request."""
         for record in records:
             if not record.failure and record.id not in self._answers:
                 self._answers[record.id] = record
@@ -36,8 +36,8 @@ class Reference:
     def compare(self, records: Sequence[Record], prompts: dict[str, list[int]]) -> tuple[int, list[Record], int]:
         """
         Returns:
-            Requests that both arms answered to the same prompt, the records among them that differ, and how many were
-            asked something else, because an earlier turn of their session was answered otherwise.
+            The number of requests that both arms answered with the same prompt; the records among them that differ; the
+            number of requests with another prompt, because an earlier turn of their session was answered differently.
         """
         known = [record for record in records if not record.failure and record.id in self._answers]
         same = [record for record in known if self._prompts[record.id] == prompts[record.id]]
@@ -49,7 +49,7 @@ class Reference:
 
 
 def same_answer(a: Record, b: Record) -> bool:
-    """By ids where both have them, else by text."""
+    """Compares ids if both have them, else texts."""
     return a.ids == b.ids if a.ids and b.ids else a.text == b.text
 
 
@@ -63,9 +63,9 @@ def judge(
 ) -> Equality:
     """
     Args:
-        must_agree: greedy arms of one engine: a difference that is no tie withholds speeds.
-        gap: asks the target about a place where two answers part; None: every difference counts as one.
-        tie_gap: logits that lie no farther below the best tie; asked for where answers part.
+        must_agree: both arms are greedy and of one engine; a difference that is not a tie then withholds speeds.
+        gap: asks the target about the first difference of two answers; None: no difference is a tie.
+        tie_gap: returns how far below the best logit a token may be to tie; called only if answers differ.
     """
     compared, parted, unjudged = reference.compare(records, prompts)
     identical = compared - len(parted)
@@ -82,17 +82,17 @@ def judge(
             examples.append(sentence)
     tokens = sum(record.tokens for record in records)
     if allowed < FLOAT32_GAP and ties > -(-tokens // TOKENS_PER_TIE):
-        examples.append(f"{ties} ties in {tokens} tokens are more than rounding gives in float32")
+        examples.append(f"{ties} ties in {tokens} tokens are more than float32 rounding explains")
         ties = 0
     return replace(equality, ties=ties, different=len(parted) - ties, examples=examples[:EXAMPLES])
 
 
 def _place(expected: Record, found: Record, prompt: list[int], gap: Gap | None) -> tuple[float, str]:
-    """How far from a tie the two answers part, infinite where that is no matter of rounding, and a sentence."""
+    """How far from a tie the first difference is (infinite if rounding cannot explain it), and a sentence on it."""
     shared = min(len(expected.ids), len(found.ids))
     index = next((i for i in range(shared) if expected.ids[i] != found.ids[i]), shared)
     if index == shared:
-        return math.inf, f"{found.id}: {len(expected.ids)} tokens expected, {len(found.ids)} came"
+        return math.inf, f"{found.id}: {len(expected.ids)} tokens expected, {len(found.ids)} received"
     theirs, ours = expected.ids[index], found.ids[index]
     sentence = f"{found.id}: token {index} is {ours} instead of {theirs}"
     if gap is None:
@@ -101,12 +101,14 @@ def _place(expected: Record, found: Record, prompt: list[int], gap: Gap | None) 
         distance = gap([*prompt, *expected.ids[:index]], theirs, ours)
     except (httpx.HTTPError, KeyError, ValueError, TypeError) as error:
         return math.inf, f"{sentence}; the target could not be asked about it ({type(error).__name__})"
-    return distance, f"{sentence}; one lies {distance:.2e} below the best logit"
+    return distance, f"{sentence}; the lower of their logits is {distance:.2e} below the best"
 
 
 def sglang_gap(client: Client) -> Gap:
-    """Asks SGLang's own endpoint for the logprobs of both tokens, with an empty prefix cache: a prefill of the target,
-    in which no draft and no verified row takes part."""
+    """Asks SGLang's /generate for the logprobs of both tokens.
+
+    The prefix cache is emptied first, so the target computes them in a prefill, without drafts or verified rows.
+    """
 
     def gap(ids: list[int], one: int, other: int) -> float:
         client.post("/flush_cache?timeout=30", {}).raise_for_status()

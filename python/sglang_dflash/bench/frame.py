@@ -1,4 +1,4 @@
-"""A run as one table: a row per arm, backend, cache, dataset and load, its repeats folded to median, low and high."""
+"""Makes one table of a run: a row per arm, backend, cache, dataset and load, with median and range of the repeats."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SPEEDS = ("tok_s", "user_tok_s", "ttft_ms", "tpot_ms", "goodput_rps")
 def frame(run: Run) -> pd.DataFrame:
     """
     Returns:
-        One row per GROUP, in the order in which the run met them. Columns beside GROUP: for each measure (see
-        `measures.measure`) `name` (the repeats' median), `name_low` and `name_high`; `speedup_off` and
-        `speedup_builtin` with `_low` and `_high` (repeat by repeat against that arm, same backend, cache, dataset and
-        load); `repeats` (with a result); `failed_repeats` and `failure` (the first one's sentence; "" where all is
-        well); `compared`, `identical`, `ties`, `different`, `unjudged` and `reference` (equality, summed over the
-        repeats); `same_engine`; `withheld` (tokens of any repeat are unequal: speeds and speedups of the row are NaN).
-        Without cells: GROUP alone, no rows.
+        One row per GROUP, in the run's order. Columns besides GROUP: for each measure (see `measures.measure`) `name`
+        (median of the repeats), `name_low` and `name_high`; `speedup_off` and `speedup_builtin` with `_low` and `_high`
+        (paired by repeat with that arm at the same backend, cache, dataset and load); `repeats` (those with a result);
+        `failed_repeats` and `failure` (the first failure's sentence, or ""); `compared`, `identical`, `ties`,
+        `different`, `unjudged` and `reference` (equality, summed over the repeats); `same_engine`; `withheld` (tokens
+        of some repeat are unequal: speeds and speedups of the row are NaN). Without cells: the columns of GROUP, no
+        rows.
     """
     limits = run.options.get("limits")
     cells = measured(run.cells, Limits(**limits) if limits else None)
@@ -36,7 +36,7 @@ def frame(run: Run) -> pd.DataFrame:
 
 
 def measured(cells: Iterable[Cell], limits: Limits | None) -> dict[CellKey, dict[str, float]]:
-    """The measures of every cell that may be shown: beside unequal tokens of any repeat, the speeds of all are NaN."""
+    """The measures of every cell that did not fail. Unequal tokens in one repeat make all repeats' speeds NaN."""
     kept = list(cells)
     withheld = withheld_groups(kept)
     found = {}
@@ -51,7 +51,7 @@ def measured(cells: Iterable[Cell], limits: Limits | None) -> dict[CellKey, dict
 
 
 def withheld_groups(cells: Iterable[Cell]) -> set[tuple[object, ...]]:
-    """Groups of which some repeat has unequal tokens."""
+    """Groups with unequal tokens in at least one repeat."""
     return {group_of(cell.key) for cell in cells if cell.equality is not None and cell.equality.withheld}
 
 
@@ -80,7 +80,7 @@ def _row(group: tuple[object, ...], cells: list[Cell], values: dict[CellKey, dic
 
 
 def _speedup(key: CellKey, baseline: str, values: dict[CellKey, dict[str, float]]) -> float:
-    # Other engines have no attention backends of SGLang's; they are compared with the baseline's only one.
+    # Other engines have no SGLang attention backend: compare them with the baseline if it has only one.
     theirs = [
         other
         for other in values

@@ -1,7 +1,7 @@
-"""The field's datasets: what they are called on the Hugging Face hub, and how their rows become prompts.
+"""Loads common datasets from the Hugging Face hub and turns their rows into prompts.
 
-Names, splits and wording are those of the DFlash paper's own benchmark (z-lab/dflash), so that acceptance can be
-compared with what is published for a draft.
+Names, splits and wording are those of the DFlash paper's benchmark (z-lab/dflash), so that acceptance can be compared
+with published values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 PROBE_S = 5.0
-"""The hub counts as out of reach after so long. `datasets` itself tries for 23 s where a name cannot be resolved."""
+"""Seconds after which the hub counts as unreachable. `datasets` itself tries for 23 s if the name does not resolve."""
 
 _MATHS = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
@@ -29,9 +29,9 @@ class HubDataset:
 
     Fields:
         repo: owner/name on the hub.
-        config: "" where it has only one.
-        texts: a row's user messages, one a turn.
-        files: JSON lines that hold the rows, where the repository has a loading script, which datasets>=4 refuses.
+        config: "" if it has only one.
+        texts: returns a row's user messages, one per turn.
+        files: JSONL files with the rows, if the repository has a loading script, which datasets>=4 refuses.
     """
 
     repo: str
@@ -42,7 +42,7 @@ class HubDataset:
 
     @property
     def fetch_command(self) -> str:
-        """Fills the cache where there is a network."""
+        """The shell command that fills the cache over a network."""
         if self.files:
             return f"hf download {self.repo} {' '.join(self.files)} --repo-type dataset"
         names = ", ".join(repr(name) for name in (self.repo, self.config) if name)
@@ -59,7 +59,7 @@ def _humaneval(row: Mapping[str, Any]) -> list[str]:
 
 
 def _livecodebench(row: Mapping[str, Any]) -> list[str]:
-    """The prompt of LiveCodeBench's own runner for chat models, its system message first."""
+    """The prompt of LiveCodeBench's own runner for chat models, with its system message first."""
     given = row["starter_code"]
     how = "Use the following code structure:" if given else "Write your code in the following format:"
     return [
@@ -99,15 +99,15 @@ HUB: dict[str, HubDataset] = {
 
 
 def hub_rows(name: str) -> Any:
-    """All rows: something with a length that an index can be taken of.
+    """All rows of a dataset, as an object with a length and an index.
 
     Args:
         name: a key of HUB.
 
     Raises:
-        ValueError: it is neither in the cache nor to be had from the hub; one sentence, with what to do.
+        ValueError: the dataset is neither in the cache nor available from the hub. The message says what to do.
     """
-    import datasets  # takes a second: not for --help
+    import datasets  # takes a second, which --help must not
     from huggingface_hub import constants
 
     spec = HUB[name]
@@ -116,15 +116,15 @@ def hub_rows(name: str) -> Any:
     with _quiet(), _offline() if offline else nullcontext():
         try:
             return _read(spec)
-        except Exception as error:  # of two libraries, of arrow and of the network: they share no class
+        except Exception as error:  # two libraries, arrow and the network raise errors of no common class
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             if offline and isinstance(error, OSError):
-                why = "HF_HUB_OFFLINE is set" if given_offline else f"{constants.ENDPOINT} cannot be reached from here"
+                why = "HF_HUB_OFFLINE is set" if given_offline else f"{constants.ENDPOINT} cannot be reached"
                 reason = f"it is not in the cache, and {why}"
     raise ValueError(
-        f"--dataset-name {name}: {spec.repo} cannot be loaded ({reason}); fill the cache once where there is a network "
-        f"with `{spec.fetch_command}`, point HF_HOME to a cache that has it, or give a .jsonl file or a bundled "
-        "dataset (arithmetic, code, chat, tiny)."
+        f"--dataset-name {name}: {spec.repo} cannot be loaded ({reason}); fill the cache over a network with "
+        f"`{spec.fetch_command}`, set HF_HOME to a cache that has it, or use a .jsonl file or a bundled dataset "
+        "(arithmetic, code, chat, tiny)."
     )
 
 
@@ -134,7 +134,7 @@ def _read(spec: HubDataset) -> Any:
     if spec.files:
         from huggingface_hub import hf_hub_download
 
-        # Through the hub's file cache: data_files="hf://..." finds nothing without a network, cached or not.
+        # Use the hub's file cache: data_files="hf://..." needs a network even if the files are cached.
         paths = [hf_hub_download(spec.repo, file, repo_type="dataset") for file in spec.files]
         return datasets.load_dataset("json", data_files=paths, split=spec.split)
     return datasets.load_dataset(spec.repo, spec.config or None, split=spec.split)
@@ -142,7 +142,7 @@ def _read(spec: HubDataset) -> Any:
 
 @cache
 def _answers(endpoint: str) -> bool:
-    """Whether anything answers there within PROBE_S. In a thread, because no timeout bounds a name's resolution."""
+    """Whether the endpoint answers within PROBE_S. Runs in a thread, because no timeout bounds name resolution."""
     results: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def knock() -> None:
@@ -161,7 +161,7 @@ def _answers(endpoint: str) -> bool:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Both libraries go to their caches at once. They read HF_HUB_OFFLINE when imported, which has happened."""
+    """Makes both libraries use only their caches. They read HF_HUB_OFFLINE at import, so it is too late to set it."""
     import datasets
     from huggingface_hub import constants
 
@@ -175,7 +175,7 @@ def _offline() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The libraries' loggers say nothing; how the loading ended is said by us."""
+    """Silences the libraries' loggers; `hub_rows` reports the result itself."""
     loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

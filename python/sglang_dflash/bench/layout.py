@@ -1,4 +1,4 @@
-"""What tables and plots share: how a run falls into sections, and how its loads and numbers are written."""
+"""Shared by tables and plots: divides a run into sections and formats loads and numbers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LOADS = {"closed": "concurrency", "open-loop": "requests/s", "agent": "sessions"
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The rows of one dataset that may be read side by side.
+    """The rows of one dataset that can be compared: one backend, one cache setting.
 
     Fields:
-        title: the dataset; the backend and the cache where the run has several.
-        rows: of the run's table, in its order.
+        title: the dataset; also the backend if the run has several, and the cache if it is off.
+        rows: rows of the run's table, in its order.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Section:
         return sorted(set(self.rows["load"]))
 
     def row(self, arm: str, load: float) -> dict[str, Any] | None:
-        """None where it was not run."""
+        """None if it was not run."""
         found = self.rows[(self.rows["arm"] == arm) & (self.rows["load"] == load)]
         return None if found.empty else found.iloc[0].to_dict()
 
@@ -45,7 +45,7 @@ class Section:
 def sections(table: pd.DataFrame) -> list[Section]:
     """One per dataset, backend and cache setting, in the run's order.
 
-    Rows without a backend (other engines have none of SGLang's) join the only named one, where their arms do not meet.
+    If only one backend is named, rows without a backend (other engines) join it, unless an arm has both kinds of rows.
     """
     backends = _backends(table)
     several = len(set(backends)) > 1
@@ -69,19 +69,19 @@ def _backends(table: pd.DataFrame) -> pd.Series:
 
 
 def value(row: Mapping[str, Any] | None, name: str) -> float:
-    """NaN where the row or the column is not there."""
+    """NaN if the row or the column is missing."""
     held = math.nan if row is None else row.get(name, math.nan)
     return math.nan if held is None else float(held)
 
 
 def load_words(run: Run, load: float) -> str:
-    """Such as `concurrency 4` or `0.5 requests/s`."""
+    """For example `concurrency 4` or `0.5 requests/s`."""
     unit = LOADS.get(run.workload, "load")
     return f"concurrency {load:g}" if unit == "concurrency" else f"{load:g} {unit}"
 
 
 def number(held: float) -> str:
-    """Three significant digits; whole thousands with commas; `-` for what does not exist."""
+    """Three significant digits, with commas between thousands; `-` if the number does not exist."""
     if not math.isfinite(held):
         return "-"
     if held == 0:
@@ -92,13 +92,13 @@ def number(held: float) -> str:
 
 
 def identical_share(rows: pd.DataFrame) -> float:
-    """Of the requests compared in `rows`, those that got the reference arm's tokens; NaN where none was compared."""
+    """Share of the compared requests in `rows` that got the reference arm's tokens; NaN if none was compared."""
     compared = int(rows["compared"].sum())
     return int(rows["identical"].sum()) / compared if compared else math.nan
 
 
 def must_agree(rows: pd.DataFrame) -> bool:
-    """Whether the tokens of all of `rows` must be the reference's, so that their share need not stand beside speeds."""
+    """Whether all of `rows` must have the reference arm's tokens; then speeds need no share of identical requests."""
     return not ((rows["compared"] > 0) & ~rows["same_engine"].astype(bool)).any()
 
 
@@ -107,7 +107,7 @@ def count(held: float) -> str:
 
 
 def spread(row: Mapping[str, Any] | None, name: str, unit: str = "") -> str:
-    """The median; with the lowest and highest repeat in brackets where there are several."""
+    """The median; with several repeats, also the lowest and the highest in brackets."""
     middle = value(row, name)
     if row is None or not math.isfinite(middle):
         return "-"
@@ -117,18 +117,18 @@ def spread(row: Mapping[str, Any] | None, name: str, unit: str = "") -> str:
 
 
 def escaped(text: object) -> str:
-    """On one line, with nothing that Markdown or its tables would read."""
+    """The text on one line, with Markdown's special characters escaped."""
     return re.sub(r"([\\|<*`])", r"\\\1", " ".join(str(text).split()))
 
 
 def limit_words(run: Run) -> str:
-    """What a good request keeps."""
+    """The limits that a good request meets."""
     limits = run.options.get("limits") or {}
     words = [f"{name.upper()} <= {limits[f'{name}_ms']:g} ms" for name in ("ttft", "tpot") if limits.get(f"{name}_ms")]
     return " and ".join(words) or "no limit"
 
 
 def grid(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; its first column is left, the others right."""
+    """A Markdown table; the first column is left-aligned, the others right-aligned."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows])

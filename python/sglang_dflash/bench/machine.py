@@ -1,4 +1,4 @@
-"""What a run was measured on: hardware, load, and the versions of everything that takes part."""
+"""Reads what a run is measured on: hardware, load, and software versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("sglang-dflash", "sglang", "torch", "transformers", "flashinfer-pyth
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, memory, GPUs, and the load while the run begins."""
+    """Processor, cores that this process may use, memory, GPUs, and the load at the start of the run."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(vllm_python: str) -> dict[str, str]:
-    """Of Python, the packages that serve, this repository's commit, and the other environment's vLLM."""
+    """Versions of Python, of the packages that serve, of this repository (its commit), and of vLLM."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -36,7 +36,7 @@ def versions(vllm_python: str) -> dict[str, str]:
     if here := commit():
         found["commit"] = here
     if vllm_python:
-        # The distribution of the CPU build has a name of its own.
+        # The distribution of the CPU build has another name.
         script = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
         said = _lines([vllm_python, "-c", script])
         found["vllm"] = said[-1] if said else "unknown"
@@ -44,7 +44,7 @@ def versions(vllm_python: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the folder that this package lies in; "" where that is no git checkout."""
+    """The commit of the folder that contains this package; "" if it is not a git checkout."""
     said = _lines(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"])
     return said[0] if said else ""
 

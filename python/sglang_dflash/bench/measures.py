@@ -1,4 +1,4 @@
-"""Measures of a cell, from its requests alone. Pure functions."""
+"""Computes the measures of a cell from its records. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request must keep to count as good, in milliseconds; None: no limit."""
+    """Latency limits of a good request, in milliseconds; None: no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -28,7 +28,7 @@ class Limits:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """By linear interpolation between the two nearest ranks, as numpy does; NaN of nothing.
+    """Linear interpolation between the two nearest ranks, as in numpy; NaN without values.
 
     Args:
         share: 0 to 100.
@@ -43,11 +43,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def measure(cell: Cell, limits: Limits | None = None) -> dict[str, float]:
-    """The numbers of one cell; NaN where a number does not exist.
+    """The measures of one cell; NaN if a number does not exist.
 
-    `tok_s`: output tokens of all requests over the cell's wall time. `user_tok_s`: median over requests of tokens over
-    the request's own time, its wait for the first token included. `goodput_rps`: requests per second that keep
-    `limits`. `accept_1`, `accept_2`, ...: share of verify steps that accepted that draft.
+    `tok_s`: output tokens of all requests per second of the cell's wall time. `user_tok_s`: tokens per second of a
+    request's own time, including the wait for its first token; median over requests. `goodput_rps`: requests per second
+    that meet `limits`. `accept_1`, `accept_2`, ...: share of verify steps that accepted that draft.
     """
     answered = [record for record in cell.records if not record.failure]
     tokens = sum(record.tokens for record in answered)
@@ -82,7 +82,7 @@ def _acceptance(cell: Cell) -> dict[str, float]:
 
 
 def by_turn(cell: Cell) -> dict[int, dict[str, float]]:
-    """The measures of each turn's requests; `tok_s` is then the median request's, first token included."""
+    """Measures by turn, 0 first. Here `tok_s` is that of the median request, including the wait for its first token."""
     turns: dict[int, list[Record]] = {}
     for record in cell.records:
         if not record.failure:

@@ -1,4 +1,4 @@
-"""The command line's words, checked: each wrong one is refused in a sentence that names its flag."""
+"""Checks the command line's options; an error is one sentence that names the flag and its value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_dflash.bench.plan import WORKLOADS
 
 RADIX = {"on": (True,), "off": (False,), "both": (True, False)}
 EXTENDABLE = ("arms", "loads", "datasets", "base_urls", "repeats")
-"""What a resumed run may have more of than the run it goes on with."""
+"""Options to which a resumed run may add values."""
 FLAGS = {
     "loads": "--concurrencies (or --request-rate)",
     "datasets": "--dataset-name",
@@ -29,7 +29,7 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """As `benchmark_sglang.py --help` describes them; texts with commas still whole."""
+    """The options of `benchmark_sglang.py --help`; comma-separated texts are not yet split."""
 
     target_model: str | None
     draft_model: str | None
@@ -75,13 +75,17 @@ class Options:
             ValueError: a value is not allowed.
         """
         if (self.target_model is None) != (self.draft_model is None) and self.wants_draft():
-            raise ValueError("--target-model and --draft-model belong together: give both, or neither for the pair.")
+            missing = "--draft-model" if self.draft_model is None else "--target-model"
+            raise ValueError(
+                f"--target-model and --draft-model belong together, but {missing} is missing; give both, or neither to "
+                "use the embedded pair."
+            )
         _one_of("--workload", self.workload, WORKLOADS)
         _one_of("--radix-cache", self.radix_cache, RADIX)
         if self.output_md.suffix != ".md":
-            raise ValueError(f"--output-md is {self.output_md}; its name must end in .md: JSON and CSV go beside it.")
+            raise ValueError(f"--output-md is {self.output_md}; it must end in .md. JSON and CSV get the same name.")
         if self.dataset_name is not None and not words(self.dataset_name):
-            raise ValueError("--dataset-name is empty; name at least one dataset, or leave it out.")
+            raise ValueError("--dataset-name is empty; give at least one dataset, or omit the flag.")
         for flag, value, least in (
             ("--num-prompts", self.num_prompts, 1),
             ("--max-new-tokens", self.max_new_tokens, 1),
@@ -110,30 +114,33 @@ class Options:
             _one_of("--arms", name, ARMS)
         names = self.arm_names()
         if "transformers" in self.flags_by_arm():
-            raise ValueError("--arm-flags has transformers; that arm has no server and takes no flags.")
+            raise ValueError("--arm-flags has transformers; this arm has no server and takes no flags.")
         needed = {"eagle3": self.eagle3_draft, "standalone": self.standalone_draft}
         for name, draft in needed.items():
             if name in names and draft is None:
                 raise ValueError(f"--arms has {name}; it needs --{name}-draft.")
         if not self.vllm_python and set(names) & set(VLLM_ARMS):
-            raise ValueError("--arms has vllm; --vllm-python must name the Python of an environment with vLLM.")
+            raise ValueError("--arms has vllm or vllm-off; it needs --vllm-python, a Python that has vLLM installed.")
         if "transformers" in names and (self.workload != "closed" or self.top_p != 1):
-            raise ValueError("--arms has transformers; it serves --workload closed with --top-p 1 only.")
+            raise ValueError(
+                f"--arms has transformers, but --workload is {self.workload} and --top-p is {self.top_p:g}; this arm "
+                "supports only --workload closed with --top-p 1."
+            )
         if not names and not self.base_url:
-            raise ValueError("--arms is empty; name at least one arm, or give --base-url.")
+            raise ValueError("--arms is empty; give at least one arm, or --base-url.")
 
     def wants_draft(self) -> bool:
         return bool(set(self.arm_names()) & {"dflash", "builtin", "vllm", "transformers"})
 
     def arm_names(self) -> list[str]:
-        """Those of --arms, or off and dflash and whatever else was given a draft or a Python."""
+        """The names in --arms; by default off, dflash, and each arm whose draft or Python is given."""
         if self.arms is not None:
             return list(dict.fromkeys(words(self.arms)))
         extra = {"eagle3": self.eagle3_draft, "standalone": self.standalone_draft, "vllm": self.vllm_python}
         return ["off", "dflash", *(name for name, given in extra.items() if given)]
 
     def loads(self) -> tuple[float, ...]:
-        """Concurrencies, or request rates where the workload is open-loop."""
+        """Concurrencies, or request rates if the workload is open-loop."""
         if self.workload == "open-loop":
             return _numbers("--request-rate", self.request_rate, float)
         return tuple(float(number) for number in _numbers("--concurrencies", self.concurrencies, int))
@@ -143,7 +150,10 @@ class Options:
         for given in self.base_url:
             name, _, url = given.partition("=")
             if not name or name in ARMS or name in urls or not _is_url(url):
-                raise ValueError(f"--base-url is {given}; it must be NAME=http://..., NAME none of {', '.join(ARMS)}.")
+                raise ValueError(
+                    f"--base-url is {given}; it must be NAME=URL with an http or https URL. NAME must be unique and "
+                    f"none of {', '.join(ARMS)}."
+                )
             urls[name] = url.rstrip("/").removesuffix("/v1")
         return urls
 
@@ -152,18 +162,20 @@ class Options:
         for given in self.arm_flags:
             name, equals, rest = given.partition("=")
             if name not in ARMS or not equals:
-                raise ValueError(f"--arm-flags is {given}; it must be ARM=FLAGS, ARM one of {', '.join(ARMS)}.")
+                raise ValueError(f"--arm-flags is {given}; it must be ARM=FLAGS. ARM must be one of {', '.join(ARMS)}.")
             flags[name] = f"{flags.get(name, '')} {rest}"
         return flags
 
     def environment(self) -> dict[str, dict[str, str]]:
-        """Variables by arm, those of all arms under ""."""
+        """Variables by arm; the key "" holds those of all arms."""
         found: dict[str, dict[str, str]] = {}
         for given in self.env:
             name, equals, value = given.partition("=")
             arm, colon, variable = name.rpartition(":")
             if not equals or not variable or (colon and arm not in ARMS):
-                raise ValueError(f"--env is {given}; it must be NAME=VALUE or ARM:NAME=VALUE.")
+                raise ValueError(
+                    f"--env is {given}; it must be NAME=VALUE or ARM:NAME=VALUE. ARM must be one of {', '.join(ARMS)}."
+                )
             found.setdefault(arm, {})[variable] = value
         return found
 
@@ -175,7 +187,7 @@ class Options:
         return Limits(self.ttft_limit_ms, self.tpot_limit_ms) if given else None
 
     def to_json(self, prompts: dict[str, str]) -> dict[str, Any]:
-        """What decides the numbers: a run that is resumed must have the same.
+        """The options that affect the numbers. A resumed run must have the same, except for EXTENDABLE.
 
         Args:
             prompts: a digest of each dataset's prompts.
@@ -220,7 +232,7 @@ def check_resumable(workload: str, options: dict[str, Any], held_workload: str, 
         ValueError: the finished cells were measured with other options.
     """
     if workload != held_workload:
-        raise ValueError(f"--workload is {workload}; the run to --resume has {held_workload}.")
+        raise ValueError(f"--workload is {workload}, but the run to --resume has {held_workload}.")
     for name, value in options.items():
         former = held.get(name)
         more = value == former
@@ -232,7 +244,7 @@ def check_resumable(workload: str, options: dict[str, Any], held_workload: str, 
             more = all(value.get(dataset) == digest for dataset, digest in (former or {}).items())
         if not more:
             flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
-            raise ValueError(f"{flag} is {value}; the run to --resume has {held.get(name)}.")
+            raise ValueError(f"{flag} is {value}, but the run to --resume has {held.get(name)}.")
 
 
 def _is_url(text: str) -> bool:
@@ -258,5 +270,6 @@ def _numbers(flag: str, text: str, kind: type) -> tuple[Any, ...]:
     except ValueError:
         numbers = ()
     if not numbers or not all(0 < number < math.inf for number in numbers):
-        raise ValueError(f"{flag} is {text}; it must be numbers above 0 with commas between, such as 1,4,16.")
+        kinds = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{flag} is {text}; it must be {kinds} above 0, separated by commas, such as 1,4,16.")
     return numbers

@@ -1,4 +1,4 @@
-"""What a sweep does, decided before anything is started."""
+"""The plan of a sweep, made before anything starts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ WORKLOADS = ("closed", "open-loop", "agent")
 class Plan:
     """
     Fields:
-        arms: in the order in which they are started.
+        arms: in the order of their start.
         workload: one of WORKLOADS.
         loads: requests (agent: sessions) in flight, or requests per second.
-        datasets: sessions by name; a cell plays the first `counts[load]` of them.
-        repeats: of every cell, one after the other; `interleave`: round by round, every arm once per round.
-        stall_s, start_s: how long a request or a starting server may say nothing.
+        datasets: sessions by dataset name; a cell plays the first `counts[load]` of them.
+        repeats: number of repeats of every cell.
+        interleave: run every arm once per repeat, instead of all repeats of an arm in a row.
+        stall_s: seconds without data after which a request fails.
+        start_s: seconds within which a server must be up.
         logs: folder of the servers' logs.
     """
 
@@ -43,7 +45,7 @@ class Plan:
     logs: Path
 
     def servers(self, done: set[CellKey]) -> list[tuple[Arm, list[CellKey]]]:
-        """Each server to be started, in order, with the cells that are still to be run on it."""
+        """The servers to start, in order, each with the cells that it still has to run."""
         every = list(range(self.repeats))
         rounds = [[repeat] for repeat in every] if self.interleave else [every]
         todo = [(arm, [key for key in self._keys(arm, one) if key not in done]) for one in rounds for arm in self.arms]

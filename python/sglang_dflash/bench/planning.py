@@ -1,4 +1,4 @@
-"""From options to a plan: the models, the servers' flags on this machine, the sessions of every dataset."""
+"""Makes a plan from options: models, server flags for this machine, and the sessions of every dataset."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 
 TINY_DATASETS = "arithmetic,code,chat"
 TINY_FLAGS = ("--max-total-tokens", "32768")
-AGENT_CONTEXT = 32768  # prompts of agent sessions grow up to here where the model's context is longer
+AGENT_CONTEXT = 32768  # tokens of an agent session at most, if the model's context is longer
 
 
 def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None) -> Plan:
     """
     Args:
-        count_tokens: of a text, by the target's tokenizer; sizes agent sessions.
+        count_tokens: counts a text's tokens with the target's tokenizer, to size agent sessions.
 
     Raises:
         ValueError: a model or dataset cannot be read.
@@ -43,7 +43,7 @@ def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None
         datasets = {name: agent_sessions(tasks, most, shape, options.seed) for name, tasks in datasets.items()}
     arms = arms_of(options.arm_names(), _models(options, target), _serving(options, tiny), options.urls())
     return Plan(
-        arms=tuple(sorted(arms, key=lambda arm: arm.name != reference_arm(arms).name)),  # others compare with it
+        arms=tuple(sorted(arms, key=lambda arm: arm.name != reference_arm(arms).name)),  # reference first
         workload=options.workload,
         loads=options.loads(),
         datasets=datasets,
@@ -60,7 +60,7 @@ def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None
 
 
 def digests(plan: Plan) -> dict[str, str]:
-    """Of each dataset's first sessions, which every load has: a resumed run must ask the same."""
+    """Digests of each dataset's first sessions, which every load uses: a resumed run must have the same."""
     least = min(plan.counts.values())
     return {
         name: hashlib.sha256(repr(sessions[:least]).encode()).hexdigest()[:16]
@@ -75,7 +75,7 @@ def _answer_tokens(workload: str, tiny: bool) -> int:
 
 
 def _count(options: Options, load_: float) -> int:
-    """Sessions of a cell: enough that the start and the end of a cell weigh little."""
+    """Number of sessions of a cell: enough that the cell's start and end hardly affect its numbers."""
     if options.num_prompts is not None:
         return options.num_prompts
     least, per_load = {"closed": (16, 4), "open-loop": (32, 16), "agent": (4, 2)}[options.workload]
@@ -134,8 +134,10 @@ def _serving(options: Options, tiny: bool) -> Serving:
 
 
 def _vllm_on_cpu(python: str, tiny: bool) -> dict[str, str]:
-    """What vLLM's own instructions for CPUs ask for: a cache that leaves room in the memory, Intel's OpenMP where its
-    environment has it. How many threads it takes is its own choice, as it is every other server's."""
+    """Variables that vLLM's instructions for CPUs ask for: a KV cache that leaves free memory, and Intel's OpenMP.
+
+    Intel's OpenMP is set if vLLM's environment has it. Like every other server, vLLM chooses its own number of threads.
+    """
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     preload = {"LD_PRELOAD": str(openmp)} if openmp.is_file() else {}
     return {"VLLM_CPU_KVCACHE_SPACE": "1" if tiny else "8", **preload}

@@ -1,4 +1,4 @@
-"""A run as pictures: speedup, total against per-user speed, acceptance, tau, and agent sessions turn by turn."""
+"""Plots a run: speedup, goodput, total against per-user speed, acceptance, tau, and agent sessions by turn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLOURS = {
     "vllm-off": "#c9b79c",
 }
 _SPARE = ("#0b7a75", "#c2559d", "#5a6acf", "#6b8e23")
-_DASHES = {"-": "o", "--": "s", ":": "^", "-.": "D"}  # with the marker that tells a lone point
+_DASHES = {"-": "o", "--": "s", ":": "^", "-.": "D"}  # dash -> marker, which also shows single points
 _COLUMNS = 3
 _WIDTH_IN = 9.0
 _DPI = 150
@@ -38,7 +38,7 @@ _DPI = 150
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One arm in one section, and how it is drawn."""
+    """One arm in one section, with its drawing style."""
 
     arm: str
     section: Section
@@ -51,7 +51,7 @@ class Line:
         return _DASHES[self.dash]
 
     def points(self, *names: str) -> list[tuple[float, ...]]:
-        """Load and the named measures, where all of them exist; a failed row has none."""
+        """(load, *measures) of the rows that have all named measures; a failed row has none."""
         rows = [(load, self.section.row(self.arm, load)) for load in self.section.loads()]
         held = [(load, *(value(row, name) for name in names)) for load, row in rows]
         return [point for point in held if all(math.isfinite(number) for number in point)]
@@ -64,7 +64,7 @@ def draw(run: Run, table: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
         table: `frame(run)`.
 
     Returns:
-        What was written; a plot without data is left out.
+        The files written; a plot without data is left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     panels = _panels(table)
@@ -86,7 +86,7 @@ def draw(run: Run, table: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
 
 
 def _panels(table: pd.DataFrame) -> dict[str, list[Line]]:
-    """The lines of each dataset: colour tells the arm, dashes the backend and cache."""
+    """The lines of each dataset: the colour shows the arm, the dashes show backend and cache."""
     spare = cycle(_SPARE)
     colours = {arm: COLOURS.get(arm) or next(spare) for arm in dict.fromkeys(table["arm"])}
     shares = {arm: _share(table[table["arm"] == arm]) for arm in colours}
@@ -103,14 +103,14 @@ def _panels(table: pd.DataFrame) -> dict[str, list[Line]]:
 
 
 def _share(rows: pd.DataFrame) -> str:
-    """What must stand beside speeds of other tokens."""
+    """Label suffix of an arm whose tokens may differ: the share of identical requests."""
     return "" if must_agree(rows) else f" ({identical_share(rows):.0%} identical)"
 
 
 def _over_load(
     run: Run, panels: dict[str, list[Line]], name: str, title: str, label: str, skip: str = ""
 ) -> tuple[Figure, list[Axes]] | None:
-    """A measure over the load, its repeats as error bars; None without data."""
+    """Draws a measure over the load, with the range of the repeats as error bars; None without data."""
     drawn = {
         dataset: [(line, points) for line in lines if line.arm != skip and (points := line.points(*_with_range(name)))]
         for dataset, lines in panels.items()
@@ -148,7 +148,7 @@ def _speedup(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
 
 
 def _goodput(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
-    title = f"Goodput: requests that keep {limit_words(run)} (higher is better)"
+    title = f"Goodput: requests that meet {limit_words(run)} (higher is better)"
     held = _over_load(run, panels, "goodput_rps", title, "good requests/s")
     return None if held is None else _with_legend(*held)
 
@@ -178,7 +178,7 @@ def _pareto(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
 
 
 def _numbered(axis: Axes, line: Line, load: float, x: float, y: float) -> None:
-    """A point with its load in it: beside it, the numbers of close lines would cover each other."""
+    """Draws a point with its load inside it. Outside, the numbers of close lines would cover each other."""
     over = len(axis.texts) / 1000 + 3  # a later point hides an earlier one together with its number
     axis.plot([x], [y], line.marker, markersize=12, markerfacecolor="white", color=line.colour, zorder=over)
     size = {1: 8, 2: 7}.get(len(f"{load:g}"), 5.5)
@@ -239,7 +239,7 @@ def _tau(panels: dict[str, list[Line]]) -> Figure | None:
 
 
 def _turns(table: pd.DataFrame, panels: dict[str, list[Line]]) -> dict[str, Figure | None]:
-    """One figure per load: TTFT and tau over the turn, a row per dataset."""
+    """One figure per load: TTFT and tau over the turns, one row of panels per dataset."""
     loads = list(dict.fromkeys(table["load"]))
     names = ["turns"] if len(loads) == 1 else [f"turns-{load:g}" for load in loads]
     return {
@@ -279,7 +279,7 @@ def _of_line(table: pd.DataFrame, line: Line) -> pd.DataFrame:
 
 
 def _grid(titles: list[str], title: str) -> tuple[Figure, list[Axes]]:
-    """A small panel per title, sharing the y axis."""
+    """One small panel per title; all panels share the y axis."""
     columns = min(_COLUMNS, len(titles))
     rows = math.ceil(len(titles) / columns)
     figure = Figure(figsize=(_WIDTH_IN, 0.9 + 2.7 * rows), layout="constrained")
@@ -301,7 +301,7 @@ def _plain(axis: Axes) -> Axes:
 
 
 def _from_zero(axes: list[Axes]) -> None:
-    """Axes that share one y axis begin at zero and end above the highest of all."""
+    """Makes a shared y axis begin at zero and end above the highest value of all axes."""
     axes[0].set_ylim(0, 1.07 * max(axis.dataLim.ymax for axis in axes))
 
 
@@ -319,7 +319,7 @@ def _load_axis(axis: Axes, loads: list[float], run: Run) -> None:
 
 
 def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
-    """One legend below all panels, so that it lies over no data."""
+    """Adds one legend below all panels, where it covers no data."""
     handles: dict[str, Any] = {}
     for axis in axes:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))

@@ -1,4 +1,4 @@
-"""What a sweep keeps: requests as the client saw them, the cells they belong to, and the run around them."""
+"""The data of a sweep: requests as the client saw them, cells of requests, and the run of all cells."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request. Times are seconds after its cell began.
+    """One request. Times are in seconds since its cell began.
 
     Fields:
-        session, turn: which of the dataset's sessions, and which of its turns, 0 first.
-        start_s, first_s, end_s: sent; first token here; last token here. `first_s` is None where none came.
-        tokens: generated, as the server counts them.
-        ids: the generated token ids; empty where the server does not tell them.
+        session, turn: id of the session, and index of its turn, 0 first.
+        start_s: when the request was sent.
+        first_s, end_s: when the first and the last token arrived. `first_s` is None if no token arrived.
+        tokens: number of generated tokens, as the server counts them.
+        ids: the generated token ids; empty if the server does not report them.
         text: the generated text.
-        finish: the server's reason; "" where the request failed.
-        cached_tokens: prompt tokens from the prefix cache; None where the server does not say.
-        steps: verify steps; 0 without speculation, or where the server does not say.
+        finish: the server's finish reason; "" if the request failed.
+        cached_tokens: prompt tokens from the prefix cache; None if the server does not report them.
+        steps: verify steps; 0 without speculation, or if the server does not report them.
         drafted: draft tokens that were verified in those steps.
-        accept_histogram: steps by accept_len, 0 first.
-        failure: why there is no answer; "" where there is one.
+        accept_histogram: number of steps by accept_len, 0 first.
+        failure: why there is no answer; "" if there is one.
     """
 
     session: str
@@ -56,7 +57,7 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """Per token after the first; None where there is only one, or all came at once."""
+        """Seconds per token after the first; None if there is only one token, or all arrive at once."""
         if self.first_s is None or self.tokens < 2 or self.end_s == self.first_s:
             return None
         return (self.end_s - self.first_s) / (self.tokens - 1)
@@ -64,12 +65,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How drafts fared in a cell.
+    """Acceptance of drafts in a cell.
 
     Fields:
-        steps: verify steps.
-        drafted, accepted: draft tokens.
-        by_position: for draft 1, 2, ..., the steps that accepted it.
+        steps: number of verify steps.
+        drafted, accepted: numbers of draft tokens.
+        by_position: numbers of steps that accepted draft 1, 2, ...
     """
 
     steps: int
@@ -79,19 +80,19 @@ class Acceptance:
 
     @property
     def tau(self) -> float:
-        """Mean commit_len: accepted drafts and the target's own token, per step."""
+        """Mean commit_len: accepted drafts plus the target's own token, per step."""
         return 1 + self.accepted / self.steps if self.steps else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CellKey:
-    """Which cell of a sweep.
+    """Identifies a cell of a sweep.
 
     Fields:
-        arm: off, dflash, builtin, eagle3, standalone, ngram, transformers, vllm, vllm-off, or a server's given name.
+        arm: off, dflash, builtin, eagle3, standalone, ngram, transformers, vllm, vllm-off, or a name from --base-url.
         backend: attention backend; "" for the server's own choice.
         radix: whether the prefix cache is on.
-        load: requests (or sessions) in flight; requests per second where the workload is open-loop.
+        load: requests (or sessions) in flight; requests per second if the workload is open-loop.
         repeat: 0 first.
     """
 
@@ -109,12 +110,12 @@ class Equality:
 
     Fields:
         reference: the arm compared with.
-        same_engine: whether both arms must agree, greedy arms of one engine as they are.
-        compared, identical: requests.
-        ties: parted where the target's two best logits are equal up to rounding.
-        different: parted elsewhere.
-        unjudged: parted behind an earlier difference of their session, which changed what they were asked.
-        examples: a sentence for each of the first few that differ.
+        same_engine: whether both arms must agree, because both are greedy and of one engine.
+        compared, identical: numbers of requests.
+        ties: requests whose first difference is between two tokens with equal logits, up to rounding.
+        different: requests that differ for another reason.
+        unjudged: requests with another prompt, because an earlier turn of their session differs.
+        examples: a sentence for each of the first few different requests.
     """
 
     reference: str
@@ -128,20 +129,20 @@ class Equality:
 
     @property
     def withheld(self) -> bool:
-        """Whether speeds must not be printed beside these tokens."""
+        """Whether speeds must not be shown, because tokens differ."""
         return self.same_engine and self.different > 0
 
 
 @dataclass(slots=True)
 class Cell:
-    """What one cell gave.
+    """The result of one cell.
 
     Fields:
-        wall_s: from the first request sent to the last token here.
-        acceptance: of all its requests; None where there is no speculation or the server does not say.
-        unasked: turns of sessions that were left out because the context was full.
-        failure: why the cell has no result; its records may be incomplete then.
-        log_tail: the last lines of the server's log, where it failed.
+        wall_s: seconds from the first request sent to the last token received.
+        acceptance: total of its requests; None without speculation, or if the server does not report it.
+        unasked: number of turns that were left out because the context was full.
+        failure: why the cell has no result, or ""; a failed cell's records may be incomplete.
+        log_tail: the last lines of the server's log, if the cell failed.
     """
 
     key: CellKey
@@ -159,12 +160,12 @@ class Run:
     """One sweep.
 
     Fields:
-        command: the words that started it.
+        command: the command line that started it.
         workload: closed (N requests in flight), open-loop or agent.
-        options: everything that decides what is measured; a resumed run must have the same.
-        versions, machine: of software and hardware.
-        servers: what was started for each arm: command, environment, seconds to start.
-        notes: sentences a reader must know.
+        options: everything that affects the numbers; see `options.check_resumable`.
+        versions, machine: software and hardware.
+        servers: command, environment, URL and seconds to start of each server.
+        notes: sentences that the reader of a report must know.
     """
 
     command: str
@@ -181,7 +182,7 @@ class Run:
         return {cell.key for cell in self.cells if not cell.failure}
 
     def save(self, path: Path) -> None:
-        """Whole or not at all: a run that is killed leaves the former file."""
+        """Replaces the file atomically: a killed run leaves the previous file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".part")
         draft.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n", encoding="utf-8")
@@ -191,20 +192,20 @@ class Run:
     def load(cls, path: Path) -> Run:
         """
         Raises:
-            ValueError: the file is not one of ours; the sentence names it.
+            ValueError: the file does not exist or is not a results file. The message names it.
         """
         try:
             held = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(held, dict):
                 raise ValueError("it is not a JSON object")
             if held.pop("schema") != SCHEMA:
-                raise ValueError(f"it is not of schema {SCHEMA}")
+                raise ValueError(f"it does not have schema {SCHEMA}")
             cells = [_cell(row) for row in held.pop("cells")]
             return cls(**held, cells=cells)
         except FileNotFoundError:
-            raise ValueError(f"There is no results file {path}.") from None
+            raise ValueError(f"The results file {path} does not exist.") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} holds no results of this benchmark: {error}.") from None
+            raise ValueError(f"{path} is not a results file of this benchmark: {error}.") from None
 
 
 def _cell(row: dict[str, Any]) -> Cell:
@@ -221,7 +222,7 @@ def _cell(row: dict[str, Any]) -> Cell:
 
 
 def total_acceptance(records: Sequence[Record]) -> Acceptance | None:
-    """Of all requests that tell their verify steps; None where none does."""
+    """Total acceptance of the requests that report verify steps; None if none does."""
     steps = sum(record.steps for record in records)
     if not steps:
         return None

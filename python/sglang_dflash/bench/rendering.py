@@ -1,4 +1,4 @@
-"""Turns chats into token ids with the target's own tokenizer, so that every arm is asked for the same ids."""
+"""Turns chats into token ids with the target's own tokenizer, so that every arm gets the same ids."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class Renderer:
             template: keyword arguments of the chat template, such as enable_thinking.
 
         Raises:
-            ValueError: it has no tokenizer or no chat template.
+            ValueError: the model has no tokenizer or no chat template.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        from transformers import AutoTokenizer  # takes seconds: not for --help
+        from transformers import AutoTokenizer  # takes seconds, which --help must not
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"--target-model {model}: no tokenizer can be read from it: {reason}") from None
+            raise ValueError(f"--target-model {model}: its tokenizer cannot be read: {reason}") from None
         if not self._tokenizer.chat_template:
             raise ValueError(f"--target-model {model}: its tokenizer has no chat template, which the prompts need.")
         self._template = template
 
     def __call__(self, messages: Sequence[Message], template: dict[str, Any]) -> list[int]:
-        """The prompt that asks for the next answer to `messages`.
+        """The prompt for the next answer to `messages`, as token ids.
 
         Args:
-            template: more keyword arguments of the chat template; they win.
+            template: more keyword arguments of the chat template; they override those of the run.
 
         Raises:
-            ValueError: the template refuses such a chat.
+            ValueError: the template rejects the chat.
         """
         try:
             text = self._tokenizer.apply_chat_template(
@@ -54,11 +54,11 @@ class Renderer:
             )
         except TemplateError as error:
             roles = ", ".join(message.role for message in messages)
-            raise ValueError(f"The target's chat template refuses a chat of the roles {roles}: {error}") from None
+            raise ValueError(f"The target's chat template rejects a chat with the roles {roles}: {error}") from None
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def count(self, text: str) -> int:
-        """Tokens of a text as it stands."""
+        """Number of tokens of a text, without a chat template."""
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text(self, token_id: int) -> str:

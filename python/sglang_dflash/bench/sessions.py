@@ -1,4 +1,4 @@
-"""What is asked: sessions of one or more turns, before they are rendered to token ids."""
+"""Sessions of one or more turns, before they are rendered to token ids."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Replaces the content of an earlier message, as clients do that shorten or correct what was said.
+    """Replaces the content of an earlier message, as clients do to shorten or correct it.
 
     Fields:
-        index: of the message, counted from the session's first one; answers count too.
-        content: what stands there from now on.
+        index: index of the message in the session; answers count, too.
+        content: the new content.
     """
 
     index: int
@@ -28,12 +28,12 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What happens before the server is asked once more: edits, new messages, a pause.
+    """The changes before the next request: edits, new messages, a pause.
 
     Fields:
-        messages: appended after the former turn's answer.
-        edits: applied first, to messages that are there already.
-        think_s: pause between the former answer and this request, in seconds.
+        messages: appended after the previous turn's answer.
+        edits: applied first, to earlier messages.
+        think_s: pause between the previous answer and this request, in seconds.
     """
 
     messages: tuple[Message, ...]
@@ -43,13 +43,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns that follow each other; the server's answers are put between them.
+    """Consecutive turns; the server's answers are inserted between them.
 
     Fields:
         id: unique in its dataset; reports name requests by `id/turn`.
         turns: at least one.
-        template: keyword arguments of the chat template, beside those of the run.
-        input_ids: of the only turn, where a dataset gives token ids and no text.
+        template: keyword arguments of the chat template, in addition to those of the run.
+        input_ids: the prompt of the only turn, if the dataset gives token ids instead of text.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""A sweep from beginning to end: one server up at a time, cell after cell, each one kept as soon as it is done."""
+"""Runs a sweep: one server up at a time, one cell after another, and each cell is saved as soon as it is done."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LOG_LINES = 15
 
 
 class Sweep:
-    """Runs a plan into a run. Whatever happens to a server, the other cells are measured."""
+    """Executes a plan and fills a run. If a server fails, the other cells are still measured."""
 
     def __init__(self, plan: Plan, run: Run, renderer: Renderer, results: Path) -> None:
         """
         Args:
-            run: empty, or with the cells that a former sweep finished.
-            results: where the run is kept after every cell.
+            run: empty, or with the cells that an earlier sweep finished.
+            results: file to which the run is saved after every cell.
         """
         self._plan = plan
         self._run = run
@@ -45,7 +45,7 @@ class Sweep:
     def go(self, make_board: Callable[[int, int], Board]) -> None:
         """
         Args:
-            make_board: from the numbers of cells and of servers to start.
+            make_board: makes a board from the numbers of cells to run and of servers to start.
         """
         done = self._run.done()
         for cell in self._run.cells:
@@ -60,8 +60,10 @@ class Sweep:
         self._settle()
 
     def _serve(self, arm: Arm, waiting: list[CellKey], board: Board) -> None:
-        """Starts the arm and takes cells off `waiting` until none is left or the server is lost: that costs the cell
-        under way, and whoever calls starts the server once more for the rest."""
+        """Starts the arm and runs cells from `waiting` until none is left or the server is lost.
+
+        A lost server fails the current cell; the caller then starts the server again for the rest.
+        """
         self._starts += 1
         self._log = self._plan.logs / f"{self._starts:02}-{arm.label.replace(', ', '-').replace(' ', '-')}.log"
         begin = time.monotonic()
@@ -86,10 +88,12 @@ class Sweep:
                     return
 
     def _play(self, arm: Arm, driver: Driver, key: CellKey, board: Board) -> tuple[Cell, bool]:
-        """One cell, and whether the arm is lost."""
+        """Runs one cell. Returns it, and whether the arm is lost."""
         sessions = self._plan.sessions(key)
         if self._plan.workload != "open-loop" and len(sessions) < key.load:
-            self._note(f"{key.dataset} at {key.load:g}: only {len(sessions)} sessions, so no more are in flight.")
+            self._note(
+                f"{key.dataset} at {key.load:g}: only {len(sessions)} sessions in flight, because there are no more."
+            )
         requests = sum(len(session.turns) for session in sessions)
         cell = Cell(key)
         try:
@@ -105,11 +109,11 @@ class Sweep:
         if cell.unasked:
             self._note(f"{key.dataset}: some sessions end early, because the context is full.")
         if not driver.flushes:
-            self._note(f"{arm.name}: its prefix cache could not be emptied between cells, so TTFT may profit from it.")
+            self._note(f"{arm.name}: its prefix cache could not be emptied between cells, so TTFT may be too low.")
         return cell, bool(lost)
 
     def _compare(self, arm: Arm, driver: Driver, cell: Cell) -> None:
-        """Fills in the cell's equality; the reference arm's own answers are the yardstick from the first one on."""
+        """Sets the cell's equality. The reference arm's first answer to a request is the one to compare with."""
         prompts = self._prompts(cell)
         reference = self._reference(cell.key)
         if arm.name == self._reference_arm.name:
@@ -125,8 +129,7 @@ class Sweep:
         return greedy and same and not arm.simulated and not self._reference_arm.simulated
 
     def _settle(self) -> None:
-        """Judges anew, without the server, cells that were played before what they are to be compared with; says which
-        requests are compared with nothing."""
+        """Judges again, without a server, cells that were played before their reference. Notes missing references."""
         arms = {arm.name: arm for arm in self._plan.arms}
         for cell in self._run.cells:
             if cell.failure or cell.key.arm not in arms:
@@ -141,8 +144,8 @@ class Sweep:
             lacking = answered - held.compared - held.unjudged
             if lacking:
                 self._note(
-                    f"{name(cell.key)}: {lacking} of {answered} answers are compared with nothing, because "
-                    f"{self._reference_arm.name} has none to these requests."
+                    f"{name(cell.key)}: {lacking} of {answered} answers could not be compared, because "
+                    f"{self._reference_arm.name} has no answer to these requests."
                 )
         self._run.save(self._results)
 
@@ -150,7 +153,7 @@ class Sweep:
         return prompts_of(self._plan.sessions(cell.key), cell.records, self._renderer)
 
     def _reference(self, key: CellKey) -> Reference:
-        """Per dataset and attention backend; arms without SGLang's backends compare with the first one's."""
+        """One per dataset and attention backend. An arm with another backend uses the reference arm's first backend."""
         backends = [arm.backend for arm in self._plan.arms if arm.name == self._reference_arm.name]
         backend = key.backend if key.backend in backends else backends[0]
         return self._references.setdefault((key.dataset, backend), Reference(self._reference_arm.name))
@@ -175,7 +178,7 @@ class Sweep:
 
 
 def _portable(word: str) -> str:
-    """A word of a command without this machine's folders: results are passed on."""
+    """A word of a command without this machine's folders, because results are shared."""
     package = str(Path(__file__).parents[1])
     return "python" if word == sys.executable else word.replace(package, "sglang_dflash")
 

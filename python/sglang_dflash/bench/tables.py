@@ -1,4 +1,4 @@
-"""A run as text: the Markdown report, CSV, and a compact view for the terminal."""
+"""Writes a run as text: the Markdown report, CSV, and a compact table for the terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _EXAMPLES = 2
 
 
 def markdown(run: Run, table: pd.DataFrame) -> str:
-    """The report.
+    """The Markdown report.
 
     Args:
         table: `frame(run)`.
@@ -55,12 +55,12 @@ def markdown(run: Run, table: pd.DataFrame) -> str:
 
 
 def csv(table: pd.DataFrame) -> str:
-    """All columns of the table; what does not exist, or is withheld, is empty."""
+    """All columns of the table; a missing or withheld value is empty."""
     return table.to_csv(index=False, float_format="%.10g", lineterminator="\n")
 
 
 def console(run: Run, table: pd.DataFrame) -> RenderableType:
-    """Medians and speedups alone, for a terminal."""
+    """Only medians and speedups, for a terminal."""
     shown: list[RenderableType] = []
     for section in sections(table):
         grid_ = Table(title=Text(section.title), title_justify="left", header_style="bold")
@@ -114,8 +114,9 @@ def _main(run: Run, section: Section) -> list[str]:
 def _legend(section: Section, identical: bool) -> str:
     repeats = int(max(section.rows["repeats"]))
     spread_words = f", median of {repeats} repeats (lowest-highest)" if repeats > 1 else ""
-    ratio = ", then times the speed of `off`" if "off" in section.arms() else ""
-    share = " identical: requests that got the tokens of the arm they are compared with." if identical else ""
+    paired = " (median of the ratios per repeat)" if repeats > 1 else ""
+    ratio = f", then the speedup over `off`{paired}" if "off" in section.arms() else ""
+    share = " identical: share of requests with the tokens of the arm they are compared with." if identical else ""
     return (
         f"Output tok/s of all requests together{spread_words}{ratio}; higher is better. tau: tokens per verify step."
         + share
@@ -149,7 +150,7 @@ def _average_tau(section: Section, arm: str) -> float:
 
 
 def _below(run: Run, section: Section) -> list[str]:
-    """What a reader must know beside the cells: failures, and where tokens part."""
+    """Sentences below the table: failures, and requests whose tokens differ."""
     said = []
     for _, row in section.rows.iterrows():
         where = f"{row['arm']}, {load_words(run, row['load'])}"
@@ -157,20 +158,20 @@ def _below(run: Run, section: Section) -> list[str]:
             of = f" ({row['failed_repeats']} of {row['repeats'] + row['failed_repeats']} repeats)"
             said.append(f"{where}: failed{of if row['repeats'] else ''}: {row['failure']}")
         if value(row, "failed_high") > 0:
-            said.append(f"{where}: up to {count(value(row, 'failed_high'))} requests of a repeat failed.")
+            said.append(f"{where}: up to {count(value(row, 'failed_high'))} requests failed in a repeat.")
         if row["withheld"]:
             said.append(
-                f"{where}: speeds are withheld: {row['different']} of {row['compared']} requests got other tokens than "
+                f"{where}: speeds are withheld: {row['different']} of {row['compared']} requests differ from "
                 f"{row['reference']}."
             )
             said += [f"{where}: {example}" for example in _examples(run, row)]
         if row["same_engine"] and row["ties"]:
             said.append(
-                f"{where}: {row['ties']} of {row['compared']} requests part from {row['reference']} where the target's "
-                "two best logits are equal up to rounding."
+                f"{where}: {row['ties']} of {row['compared']} requests differ from {row['reference']} at a tie: the "
+                "target's logits of both tokens are equal up to rounding."
             )
         if row["same_engine"] and row["unjudged"]:
-            said.append(f"{where}: {row['unjudged']} requests follow an earlier difference and were not judged.")
+            said.append(f"{where}: {row['unjudged']} requests were not compared, because an earlier turn differs.")
     return said
 
 

@@ -1,4 +1,4 @@
-"""Plays sessions against an endpoint: so many at a time (closed), or arriving at random (open loop)."""
+"""Plays sessions against an endpoint: a fixed number at a time (closed), or with random arrivals (open loop)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sglang_dflash.bench.sessions import Message, Session
 
 @dataclass(slots=True)
 class Played:
-    """What a run of sessions gave.
+    """The result of playing sessions.
 
     Fields:
         records: in the order of the sessions and their turns.
-        wall_s: from the first request sent to the last token here.
-        unasked: turns left out because the context was full.
-        stalled: why the server was given up: for a while nothing came in any of its streams.
+        wall_s: seconds from the first request sent to the last token received.
+        unasked: number of turns that were left out because the context was full.
+        stalled: why the server was given up, or "": no stream got data for a while.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Player:
         self._stalled = ""
 
     async def closed(self, sessions: Sequence[Session], concurrency: int) -> Played:
-        """All sessions, `concurrency` at a time, each next one as soon as one ends."""
+        """Plays all sessions, `concurrency` at a time; the next one starts as soon as one ends."""
         waiting = iter(enumerate(sessions))
 
         async def worker(play: Callable[[int, Session], Awaitable[None]]) -> None:
@@ -61,7 +61,7 @@ class Player:
         return await self._run(sessions, lambda play: [worker(play) for _ in range(concurrency)])
 
     async def open_loop(self, sessions: Sequence[Session], rate: float, seed: int) -> Played:
-        """Each session starts at its own time: a Poisson process of `rate` per second, the same for every arm."""
+        """Starts sessions as a Poisson process of `rate` per second, at the same times for every arm."""
         gaps = random.Random(seed)
         starts, at = [], 0.0
         for _ in sessions:
@@ -101,7 +101,7 @@ class Player:
             messages = _after(session, number, messages)
             if turn.think_s:
                 await asyncio.sleep(turn.think_s)
-            # Rendering a long chat takes milliseconds, which other streams must not wait for.
+            # In a thread: rendering a long chat takes milliseconds, and other streams must not wait for it.
             prompt = first
             if number:
                 prompt = await asyncio.to_thread(prompt_of, session, messages, self._renderer)
@@ -118,12 +118,12 @@ class Player:
 
 
 def prompt_of(session: Session, messages: Sequence[Message], renderer: Renderer) -> list[int]:
-    """The token ids that ask for the next answer to `messages`."""
+    """The prompt for the next answer to `messages`, as token ids."""
     return list(session.input_ids) or renderer(messages, session.template)
 
 
 def prompts_of(sessions: Sequence[Session], records: Sequence[Record], renderer: Renderer) -> dict[str, list[int]]:
-    """By each record's id, the prompt it was asked with, from what its session was answered before.
+    """The prompt of each record, by record id, rebuilt from the earlier answers of its session.
 
     Args:
         records: of one cell; a session's turns in order.
@@ -142,7 +142,7 @@ def prompts_of(sessions: Sequence[Session], records: Sequence[Record], renderer:
 
 
 def _after(session: Session, number: int, messages: Sequence[Message]) -> list[Message]:
-    """The chat once turn `number` has edited it and added to it."""
+    """The chat after turn `number` has edited it and added its messages."""
     turn = session.turns[number]
     edits = {edit.index: edit.content for edit in turn.edits}
     edited = [Message(m.role, edits.get(index, m.content)) for index, m in enumerate(messages)]

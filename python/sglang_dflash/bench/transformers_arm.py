@@ -1,4 +1,4 @@
-"""The transformers arm: our reference's `spec_generate` in a process of its own, in static batches."""
+"""Runs the transformers arm: our reference's `spec_generate` in its own process, in static batches."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class TransformersProcess:
         self._lines.put("")
 
     def hear(self, timeout_s: float) -> dict[str, Any]:
-        """The next line it says.
+        """The next message of the process.
 
         Raises:
-            ServerError: it ended, stalls or reports an error.
+            ServerError: the process ended, sent nothing for `timeout_s`, or reports an error.
         """
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise ServerError(f"transformers said nothing for {timeout_s:g} s") from None
+            raise ServerError(f"the process of the transformers arm sent nothing for {timeout_s:g} s") from None
         if not line:
             raise ServerError("the process of the transformers arm ended")
         said = json.loads(line)
@@ -106,9 +106,9 @@ def play_batches(
     sampling: Sampling,
     on_answer: Callable[[Record], None],
 ) -> Played:
-    """The first turn of all sessions, `batch` at a time; a batch ends with its longest answer.
+    """Plays the first turn of all sessions, `batch` at a time; a batch ends with its longest answer.
 
-    A request's first token counts as come when the batch's prefill ends, its last one when the batch ends.
+    A request's first token is timed at the end of the batch's prefill, its last token at the end of the batch.
     """
     played = Played()
     prompts = [prompt_of(session, session.turns[0].messages, renderer) for session in sessions]

@@ -1,8 +1,8 @@
-"""The process of the transformers arm: reads batches from standard input, answers them with `spec_generate`.
+"""The process of the transformers arm: reads batches from standard input and answers them with `spec_generate`.
 
-One JSON object per line. In: `prompts` (token ids of each), `max_new_tokens`, `temperature`, `seed`, `ignore_eos`. Out:
-`ids`, `commit_lens` (of each), `block_size`, `prefill_s`, `decode_s`; or `error`. The first line out is
-`{"ready": true}`.
+Messages are JSON objects, one per line. Input: `prompts` (lists of token ids), `max_new_tokens`, `temperature`, `seed`,
+`ignore_eos`. Output: first `{"ready": true}`; then, per batch, `ids` and `commit_lens` (a list per prompt),
+`block_size`, `prefill_s` and `decode_s`, or `error`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def say(content: dict[str, Any]) -> None:
 
 @torch.inference_mode()
 def answer(target: Any, draft: Any, request: dict[str, Any], block_size: int | None) -> dict[str, Any]:
-    """One batch, padded on the left."""
+    """Answers one batch, padded on the left."""
     prompts = request["prompts"]
     longest = max(map(len, prompts))
     padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]

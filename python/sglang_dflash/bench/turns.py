@@ -1,4 +1,4 @@
-"""Agent sessions turn by turn: how the wait grows with the context, and what the prefix cache takes off it."""
+"""Makes tables of agent sessions by turn: how TTFT grows with the context, and how much the prefix cache saves."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SPEEDS = ("ttft_ms_p50", "ttft_ms_p90", "tok_s")
 def turn_frame(run: Run) -> pd.DataFrame:
     """
     Returns:
-        One row per GROUP and `turn` (1 first), in the run's order: the measures of `measures.by_turn`, the repeats
-        folded to their median, and `withheld`; the SPEEDS of withheld rows are NaN. Failed cells have no rows.
+        One row per GROUP and `turn` (1 first), in the run's order: the measures of `measures.by_turn`, each the median
+        of the repeats, and `withheld`; the SPEEDS of withheld rows are NaN. Failed cells have no rows.
     """
     withheld = withheld_groups(run.cells)
     held: dict[tuple[object, ...], list[dict[str, float]]] = {}
@@ -45,7 +45,7 @@ def turn_tables(run: Run) -> list[str]:
         header += ["TTFT p50 (ms)", "TTFT p90 (ms)", "per request (tok/s)", "tau"]
         lines = [_line(row, backends) for _, row in rows.iterrows()]
         blocks += [f"## {escaped(dataset)} turn by turn, {load_words(run, load)}", grid(header, lines)]
-    note = "Medians over the requests of a turn and over the repeats; per request: the first token included."
+    note = "Medians over the requests of a turn, then over the repeats. tok/s includes the wait for the first token."
     return [*blocks, note] if blocks else []
 
 

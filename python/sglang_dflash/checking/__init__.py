@@ -1,1 +1,1 @@
-"""Proof of losslessness on a user's own models: what `sglang-dflash check` runs, compares and reports."""
+"""Proof of losslessness on a user's own models: the parts of `sglang-dflash check`."""

@@ -1,4 +1,4 @@
-"""Requests, and what came of them: an answer, a refusal with its sentence, or a failure."""
+"""Sends requests and reads their outcomes: an answer, a refusal with the server's message, or a failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 
 from sglang_dflash.serving import Client
 
-BEST = 4  # alternatives per token that the off arm reports: a token outside them is no tie
+BEST = 4  # number of alternatives per token that the off arm reports: a token outside them is no tie
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one request got.
+    """The outcome of one request.
 
     Fields:
         ids, text: the answer.
-        finish: the host's finish reason, whole.
-        logprobs: of `ids`; empty where the request asked for none.
-        best: per token, the most likely (id, logprob) at its place, best first; empty where none were asked for.
+        finish: SGLang's finish reason, with all its fields.
+        logprobs: of `ids`; empty if none were requested.
+        best: per token, the most likely (id, logprob) at its position, best first; empty if none were requested.
         cached_tokens: prompt tokens served from the radix cache.
         histogram: verify steps by accept_len, 0 first; empty where speculation is off.
-        adapts: steps had widths of their own, so that their number does not say how good the drafts were.
-        refusal: the server's sentence where it answered 4xx; the rest is empty then.
-        failure: what went wrong where it is the server's fault, or that it was aborted; an answer may have begun.
+        adapts: the server chose a width per step, so the number of steps does not show how good the drafts were.
+        refusal: the server's message if it answered 4xx; all other fields are empty then.
+        failure: the error if the server failed or aborted the request; a part of the answer may exist.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Outcome:
         """
         Args:
             status: HTTP status code.
-            content: the response's JSON, or its text where it is none.
+            content: the response's JSON, or its text if it is not JSON.
         """
         if 400 <= status < 500:
             return cls(refusal=_sentence(content))
@@ -104,12 +104,12 @@ class Outcome:
         return cls(**{**row, "best": [[(token, value) for token, value in rows] for rows in row.get("best", [])]})
 
     def to_json(self) -> dict[str, Any]:
-        """Without the fields that are empty."""
+        """Leaves out empty fields."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
 def _sentence(content: Any) -> str:
-    """The message in an error response, whichever of the host's two shapes it has."""
+    """The message of an error response, in either of SGLang's two formats."""
     if isinstance(content, dict):
         error = content.get("error", content)
         content = error.get("message", error) if isinstance(error, dict) else error
@@ -121,14 +121,14 @@ def greedy_body(input_ids: Sequence[int], **sampling: Any) -> dict[str, Any]:
 
 
 def with_best(body: dict[str, Any]) -> dict[str, Any]:
-    """The body, asking for the most likely tokens besides: what the off arm is asked."""
+    """The body for the off arm, which must also report the most likely tokens."""
     return {**body, "return_logprob": True, "top_logprobs_num": max(BEST, body.get("top_logprobs_num", 0))}
 
 
 def ask(client: Client, body: dict[str, Any]) -> Outcome:
     """
     Raises:
-        httpx.HTTPError: the server is not there any more.
+        httpx.HTTPError: the server does not answer.
     """
     response = client.post("/generate", body)
     try:
@@ -147,7 +147,7 @@ def ask_all(
     """All bodies, at most `concurrency` in flight; outcomes in their order.
 
     Raises:
-        httpx.HTTPError: the server is not there any more; what was not sent yet never is.
+        httpx.HTTPError: the server does not answer; the remaining requests are not sent.
     """
     stop = threading.Event()
 
@@ -158,7 +158,7 @@ def ask_all(
         on_done()
         return outcome
 
-    # No `with`: leaving it waits for the answers in flight, and after a Ctrl-C nobody wants them.
+    # No `with`: leaving it waits for the requests in flight, and Ctrl-C must not wait for them.
     pool = ThreadPoolExecutor(concurrency)
     try:
         return list(pool.map(ask_one, bodies))

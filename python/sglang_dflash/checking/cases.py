@@ -1,4 +1,4 @@
-"""The matrix of sampling parameters under which a check asks every prompt."""
+"""The matrix of sampling parameters with which a check sends every prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ JSON_SCHEMA = json.dumps(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt and its plain answer: the cases aim at what the answer holds, or they would change nothing.
+    """One prompt and its plain answer. Cases choose parameters from that answer, so that they change something.
 
     Fields:
         limit: `max_new_tokens` of every request.
@@ -55,8 +55,8 @@ class Case:
 
     Fields:
         sampling: the parameters for one prompt.
-        extra: what stands beside them in the request.
-        deterministic: only a server with --enable-deterministic-inference gives the same answer twice.
+        extra: further fields of the request.
+        deterministic: the answer is reproducible only with --enable-deterministic-inference.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Case:
 
 
 def min_new_tokens(asked: Asked, rng: Random) -> dict[str, Any]:
-    """Past the plain answer's end, so that the end token is really held back."""
+    """More tokens than the plain answer has, so that the end token is really suppressed."""
     return {"min_new_tokens": min(asked.limit, len(asked.plain.ids) + rng.randint(2, 10))}
 
 
 def logit_bias(asked: Asked, rng: Random) -> dict[str, Any]:
-    """Against the plain answer's commonest tokens, and for one of its others."""
+    """Biases against the plain answer's most common tokens, and for one of its other tokens."""
     common = [token for token, _ in Counter(asked.plain.ids).most_common(3)]
     biases = {str(token): -rng.choice((1.5, 4.0, 100.0)) for token in common}
     others = [token for token in asked.plain.ids if token not in common]
@@ -85,7 +85,7 @@ def logit_bias(asked: Asked, rng: Random) -> dict[str, Any]:
 
 
 def stop_string(asked: Asked, rng: Random) -> dict[str, Any]:
-    """Three characters from within the plain answer, which tokens seldom end with."""
+    """Three characters from within the plain answer; they rarely end where a token ends."""
     text = asked.plain.text
     start = rng.randint(len(text) // 3, max(len(text) // 3, len(text) - 4))
     return {"stop": [text[start : start + 3] or "\n"]}
@@ -96,13 +96,13 @@ def stop_token_ids(asked: Asked, rng: Random) -> dict[str, Any]:
 
 
 def penalties(asked: Asked, rng: Random) -> dict[str, Any]:
-    """All three, now and then one of them negative or below 1: it rewards repetition."""
+    """All three penalties; some values are negative or below 1, which rewards repetition."""
     ranges = (("frequency_penalty", -0.3, 1.2), ("presence_penalty", -0.3, 1.2), ("repetition_penalty", 0.95, 1.4))
     return {name: value for each in ranges for name, value in drawn(*each)(asked, rng).items()}
 
 
 def drawn(name: str, low: float, high: float) -> Build:
-    """The parameter, drawn anew for every request."""
+    """The parameter with a random value, drawn for each request."""
     return lambda asked, rng: {name: round(rng.uniform(low, high), 2)}
 
 
@@ -115,7 +115,7 @@ def all_of(*builds: Build) -> Build:
 
 
 def random_sampling(asked: Asked, rng: Random) -> dict[str, Any]:
-    """Any valid greedy parameters together; every request of a batch gets its own."""
+    """A random valid combination of greedy parameters, drawn for each request."""
     chosen: list[Build] = []
     for name, values in (
         ("frequency_penalty", (-0.4, 1.5)),
@@ -129,8 +129,8 @@ def random_sampling(asked: Asked, rng: Random) -> dict[str, Any]:
             chosen.append(build)
     if rng.random() < 0.2:
         chosen.append(constant(ignore_eos=True))
-    # Not both: a grammar that has ended leaves only the end token, which the minimum forbids, and beside a sampled
-    # request a row without any token ends SGLang 0.5.23 itself.
+    # Not both: a finished grammar allows only the end token, and the minimum forbids it. A row without any allowed
+    # token crashes SGLang 0.5.23 if the batch also holds a sampled request.
     if rng.random() < 0.3:
         chosen.append(rng.choice((constant(regex=REGEX), constant(json_schema=JSON_SCHEMA))))
     elif rng.random() < 0.3:
@@ -178,10 +178,10 @@ CASES = [
 
 
 def select(names: str | None) -> list[Case]:
-    """The cases that `--cases` names, `plain` always among them; all of them where it names none.
+    """The cases that `--cases` names, and always `plain`; all cases if `names` is None.
 
     Raises:
-        ValueError: there is no case of such a name.
+        ValueError: there is no case of that name.
     """
     if names is None:
         return CASES
@@ -189,7 +189,7 @@ def select(names: str | None) -> list[Case]:
     known = [case.name for case in CASES]
     for name in wanted:
         if name not in known:
-            raise ValueError(f"--cases has {name!r}; there are {', '.join(known)}.")
+            raise ValueError(f"--cases has {name!r}; it must name some of {', '.join(known)}.")
     return [case for case in CASES if case.name in (PLAIN, *wanted)]
 
 

@@ -1,4 +1,4 @@
-"""Compares what a request got with speculation on with what it got alone with speculation off. Pure functions."""
+"""Compares an answer with speculation on to the same request's answer, alone, with speculation off. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 from sglang_dflash.checking.asking import Outcome, Request
 
 MANTISSA_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
+OFF, ON = "with speculation off", "with speculation on"  # in reports
 TIE_ULPS = {"float32": 8.0, "float16": 4.0, "bfloat16": 4.0}
-LOGIT_SIZE = 16.0  # best logits lie around here; a ULP is that of numbers from 16 to 32
-LOGPROB_GAPS = 4.0  # a logprob may differ by so many tie gaps: it moves with the logits of the whole vocabulary
+LOGIT_SIZE = 16.0  # typical size of the best logits; a ULP is that of numbers from 16 to 32
+LOGPROB_GAPS = 4.0  # a logprob may differ by this many tie gaps: it depends on the logits of the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What rounding alone may do.
+    """Differences that rounding alone explains.
 
     Fields:
-        tie_gap: two tokens whose logits in the off arm lie no farther apart may swap.
-        logprob: by so much a reported logprob may differ.
+        tie_gap: two tokens may swap if their logits in the off arm differ by at most this.
+        logprob: a reported logprob may differ by at most this.
     """
 
     tie_gap: float
@@ -31,7 +32,7 @@ class Tolerance:
         """
         Args:
             dtype: the model's compute dtype; an unknown one counts as bfloat16.
-            tie_ulps: in units of the last place of a logit from 16 to 32; None: the dtype's default.
+            tie_ulps: the tie gap in units in the last place of a logit from 16 to 32; None: the dtype's default.
         """
         dtype = dtype if dtype in MANTISSA_BITS else "bfloat16"
         ulps = TIE_ULPS[dtype] if tie_ulps is None else tie_ulps
@@ -41,15 +42,15 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer leaves the one it must equal.
+    """The first difference between an answer and the one that it must equal.
 
     Fields:
         kind: token, length, text, finish, logprob or failure.
         index: of the first token that differs.
-        off_id, on_id: the tokens there; None where one answer has ended, or no token differs.
-        gap: how much likelier the off arm found its own token than the on arm's; None where it is unknown.
-        tie: rounding alone explains it.
-        said: the rest in words.
+        off_id, on_id: the tokens at `index`; None if that answer has ended or the difference has no token.
+        gap: in the off arm, its own token's logprob minus that of the on arm's token; None if unknown.
+        tie: whether rounding alone explains it.
+        said: further details in words.
     """
 
     kind: str
@@ -62,12 +63,12 @@ class Difference:
 
 
 def first_difference(request: Request, off: Outcome, on: Outcome, tolerance: Tolerance) -> Difference | None:
-    """The first thing that differs, or None.
+    """The first difference, or None.
 
     Args:
-        request: what was asked; no two tokens tie where it draws them.
-        off: answered, alone, with speculation off.
-        on: answered or failed.
+        request: the request; if it samples, no difference is a tie.
+        off: the answer alone with speculation off.
+        on: an answer or a failure.
     """
     if on.failure:
         return Difference("failure", said=on.failure)
@@ -77,11 +78,11 @@ def first_difference(request: Request, off: Outcome, on: Outcome, tolerance: Tol
             return _token_difference(off, on, index, tolerance, request.sampled)
     if len(off.ids) != len(on.ids):
         off_id, on_id = (answer.ids[shared] if len(answer.ids) > shared else None for answer in (off, on))
-        return Difference("length", shared, off_id, on_id, said=f"{len(off.ids)} tokens off, {len(on.ids)} on")
+        return Difference("length", shared, off_id, on_id, said=f"{len(off.ids)} tokens {OFF}, {len(on.ids)} {ON}")
     if off.finish != on.finish:
-        return Difference("finish", shared, said=f"finish reason {off.finish} off, {on.finish} on")
+        return Difference("finish", shared, said=f"finish reason {off.finish} {OFF}, {on.finish} {ON}")
     if off.text != on.text:
-        return Difference("text", shared, said=f"equal tokens, but the text {_around(off.text, on.text)}")
+        return Difference("text", shared, said=f"the tokens are equal, but the text {_around(off.text, on.text)}")
     if request.body.get("return_logprob"):
         return _logprob_difference(off, on, tolerance)
     return None
@@ -95,42 +96,44 @@ def _token_difference(off: Outcome, on: Outcome, index: int, tolerance: Toleranc
         gap = ranked[off_id] - ranked[on_id]
     elif ranked and off_id in ranked:
         gap = ranked[off_id] - min(ranked.values())
-        said = f"the on arm's token is not among the off arm's best {len(ranked)}"
+        said = f"the token {ON} is not among the best {len(ranked)} {OFF}"
     tie = not sampled and gap is not None and not said and gap <= tolerance.tie_gap
     return Difference("token", index, off_id, on_id, gap, tie, said)
 
 
 def _logprob_difference(off: Outcome, on: Outcome, tolerance: Tolerance) -> Difference | None:
-    """Over the chosen tokens, and over the values of the alternatives that both report."""
+    """Compares the logprobs of the chosen tokens, and those of the alternatives that both arms report."""
     if len(on.logprobs) != len(off.logprobs):
-        return Difference("logprob", said=f"{len(off.logprobs)} logprobs off, {len(on.logprobs)} on")
+        return Difference("logprob", said=f"{len(off.logprobs)} logprobs {OFF}, {len(on.logprobs)} {ON}")
     for index, (a, b) in enumerate(zip(off.logprobs, on.logprobs, strict=False)):
         if not _close(a, b, tolerance):
-            return Difference("logprob", index, off.ids[index], off.ids[index], said=f"logprob {a:.6f} off, {b:.6f} on")
+            return Difference(
+                "logprob", index, off.ids[index], off.ids[index], said=f"logprob {a:.6f} {OFF}, {b:.6f} {ON}"
+            )
     for index, (ours, theirs) in enumerate(zip(off.best, on.best, strict=False)):
         for (_, a), (_, b) in zip(ours, theirs, strict=False):
             if not _close(a, b, tolerance):
-                said = f"logprob of an alternative {a:.6f} off, {b:.6f} on"
+                said = f"logprob of an alternative token: {a:.6f} {OFF}, {b:.6f} {ON}"
                 return Difference("logprob", index, said=said)
     return None
 
 
 def _close(a: float, b: float, tolerance: Tolerance) -> bool:
-    """Unlikely tokens have large logprobs, rounded accordingly."""
+    """Unlikely tokens have large logprobs with larger rounding errors, so their tolerance is larger."""
     return abs(a - b) <= tolerance.logprob * max(1.0, abs(a) / LOGIT_SIZE)
 
 
 def _around(a: str, b: str) -> str:
     index = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return f"goes on with {a[index : index + 20]!r} off and with {b[index : index + 20]!r} on, at character {index}"
+    return f"at character {index} is {a[index : index + 20]!r} {OFF} and {b[index : index + 20]!r} {ON}"
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Verify steps of some requests.
+    """Acceptance over some requests.
 
     Fields:
-        steps: how many.
+        steps: number of verify steps.
         by_position: share of the steps in which draft 1, 2, ... was accepted.
         tau: mean commit_len; 0.0 without steps.
     """
@@ -155,11 +158,11 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:
-    """Whether the same requests took more verify steps in one way than in another.
+    """Extra verify steps of the same requests in one way, compared with another.
 
     Fields:
-        share: steps too many, as a share of the fewer.
-        lost: rounding does not explain them.
+        share: extra steps, as a share of the smaller number.
+        lost: whether rounding does not explain them.
     """
 
     share: float
@@ -167,12 +170,12 @@ class StepLoss:
 
 
 def step_loss(steps: Sequence[int], fewest: Sequence[int], exact: bool) -> StepLoss:
-    """Paired over requests.
+    """Compares two ways, request by request.
 
     Args:
-        steps, fewest: per request, of the way in question and of the way that takes the fewest in all.
-        exact: in float32 no draft flips, so two percent are a loss; elsewhere five are, where they are more than twice
-            what independent flips would add up to.
+        steps, fewest: verify steps per request, in this way and in the way that takes the fewest in total.
+        exact: True in float32, where rounding flips no draft: more than 2 % extra steps are a loss. Otherwise more than
+            5 % are, if they also exceed twice the root of the sum of squares, the size of independent flips.
     """
     extra = [a - b for a, b in zip(steps, fewest, strict=True)]
     share = sum(extra) / max(1, sum(fewest))
@@ -190,5 +193,5 @@ def describe_token(token: int | None, texts: dict[int, str]) -> str:
 
 
 def tokens_named(differences: Iterable[Any]) -> list[int]:
-    """Ids whose texts a report on these differences needs."""
+    """Token ids whose texts a report on these differences needs."""
     return sorted({token for d in differences for token in (d.off_id, d.on_id) if token is not None})

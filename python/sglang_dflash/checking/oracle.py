@@ -1,4 +1,4 @@
-"""How many verify steps the package's reference in transformers takes for the same prompts."""
+"""Compares the server's number of verify steps with that of the package's reference in transformers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sglang_dflash.checking.recording import Exchange
 def probe_reference(
     server: ServerInfo, plain: Sequence[Exchange], alone: Sequence[Outcome], on_done: Callable[[], None]
 ) -> DraftKv:
-    """Compares verify steps over the plain requests that both answer alike.
+    """Compares verify steps over the plain requests to which both give the same answer.
 
     Args:
-        server: the on arm; its two models are loaded, in its dtype.
-        alone: what the on arm answered to these requests, asked one after the other.
+        server: the on arm; this loads its two models, in its dtype.
+        alone: the on arm's outcomes for these requests, sent one at a time.
 
     Raises:
         ValueError, OSError: the models cannot be loaded here.
@@ -48,7 +48,7 @@ def probe_reference(
             theirs.append(len(generation.commit_lens[0]))
             commit_lens += generation.commit_lens[0]
     if not ours:
-        return DraftKv(skipped="the reference in transformers answers no prompt as the server does")
+        return DraftKv(skipped="the reference in transformers gives no prompt the server's answer")
     loss = step_loss([outcome.steps for outcome in ours], theirs, exact=server.dtype == "float32")
     said = f"{loss.share:.0%} more verify steps than the reference in transformers takes for the same answers"
     tau = {"server": Acceptance.of(ours).tau, "reference": sum(commit_lens) / len(commit_lens)}

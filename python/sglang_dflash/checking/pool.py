@@ -1,4 +1,4 @@
-"""KV slots of the on arm: whether all of them come back, and an empty radix cache."""
+"""KV slots of the on arm: counts leaked slots, and empties the radix cache."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sglang_dflash.serving import Client, ServerError
 
 
 def used_slots(client: Client, floor: int = 0, patience_s: float = 20.0) -> int | None:
-    """KV slots in use that no request and no radix cache accounts for; None where others keep the server busy.
+    """Number of KV slots in use that belong to no request and not to the radix cache; None if the server stays busy.
 
-    The server frees a request's slots a little after it answered: read until `floor` is reached, or the count has
-    not fallen for three readings.
+    The server frees a request's slots shortly after its answer. So the count is read until it is `floor` or less, or
+    has not fallen over three readings.
 
     Raises:
-        httpx.HTTPError: the server is not there any more.
+        httpx.HTTPError: the server does not answer.
     """
     deadline = time.monotonic() + patience_s
     seen: list[int] = []
@@ -35,15 +35,16 @@ def used_slots(client: Client, floor: int = 0, patience_s: float = 20.0) -> int 
 
 
 def empty_cache(client: Client) -> None:
-    """Forgets leaked slots, too: count them first. Waits for the server, which frees a request a little after it
-    answered, to be idle.
+    """Empties the radix cache once the server is idle, which is shortly after its last answer.
+
+    This also returns leaked slots: count them first.
 
     Raises:
-        ServerError: it does not become idle.
+        ServerError: the server does not become idle.
     """
     for _ in range(50):
         try:
             return client.flush_cache()
         except httpx.HTTPStatusError:
             time.sleep(0.1)
-    raise ServerError(f"The server at {client.url} does not become idle, so that its radix cache cannot be emptied.")
+    raise ServerError(f"The server at {client.url} does not become idle, so its radix cache cannot be emptied.")

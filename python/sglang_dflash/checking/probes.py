@@ -1,4 +1,4 @@
-"""Whether requests hear each other: words that only one of them knows, asked for at once. Needs no off arm."""
+"""Detects contamination between concurrent requests, by a marker word in each of them. Needs no off arm."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sglang_dflash.serving import Client
 
 ECHO = "Repeat the code word {marker} ten times, with spaces between, and write nothing else."
 FORCED = "Say the code word."
-# Of the embedded pair's word problems: its target knows no code words, but its answers name what the question names.
+# For the embedded pair: its target does not know code words, but its answers name the things of a word problem.
 THINGS = ("pens", "cups", "hats", "maps", "lamps", "balls")
 PROBLEM = "A {one} costs 3 coins and a {one} box costs {price} coins. Nora buys 4 {many} and 2 boxes. How many coins?"
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A request with a word that no other one has; the body is POST /generate's."""
+    """A request with a marker word that no other request has; `body` is that of POST /generate."""
 
     marker: str
     body: dict[str, Any]
@@ -28,14 +28,14 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Contamination:
-    """What concurrent requests with markers got.
+    """The answers to concurrent requests with markers.
 
     Fields:
-        asked: requests answered.
-        own: how many of the answers hold their own marker; with none of them, the probe says little.
+        asked: number of answered requests.
+        own: number of answers that hold their own marker; with none, the probe shows little.
         foreign: one sentence per answer that holds another request's marker.
-        refused: sentences of refused requests.
-        failed: what went wrong with the others.
+        refused: the server's messages for refused requests.
+        failed: one sentence per failed request.
     """
 
     asked: int = 0
@@ -46,7 +46,7 @@ class Contamination:
 
 
 def code_words(rng: Random, count: int) -> list[str]:
-    """Distinct words of capitals that no text holds by chance."""
+    """Distinct random words of capital letters, which no text holds by chance."""
     words: set[str] = set()
     while len(words) < count:
         words.add("".join(rng.choice("BCDFGHJKLMNPQRSTVWXZ") for _ in range(6)))
@@ -54,8 +54,8 @@ def code_words(rng: Random, count: int) -> list[str]:
 
 
 def marked_requests(client: Client, rng: Random, count: int, limit: int, embedded: bool) -> list[Marked]:
-    """Two for each of `count` code words: a prompt that holds it, and a grammar that forces it; for the embedded pair
-    word problems besides."""
+    """In random order: `count` prompts that hold a code word, `count` grammars that force one, and for the embedded
+    pair also word problems."""
     marked = []
     (forced_ids,) = _tokenize(client, [FORCED])
     words = code_words(rng, 2 * count)
@@ -85,7 +85,7 @@ def _tokenize(client: Client, questions: Sequence[str]) -> list[list[int]]:
 def probe_contamination(
     client: Client, marked: Sequence[Marked], concurrency: int, on_done: Callable[[], None]
 ) -> Contamination:
-    """Asks all of them at once. A word that an answer holds even where it is asked for alone is the model's own."""
+    """Sends the requests concurrently. A foreign marker does not count if the same request, alone, also gives it."""
     outcomes = ask_all(client, [one.body for one in marked], concurrency, on_done)
     foreign = []
     for one, outcome in zip(marked, outcomes, strict=True):
@@ -93,7 +93,7 @@ def probe_contamination(
         if heard:
             alone = foreign_markers(one.marker, ask(client, one.body), heard)
             foreign += [
-                f"the request marked {one.marker} was answered with {word}: {outcome.text[:80]!r}"
+                f"the answer to the request with marker {one.marker} holds {word}: {outcome.text[:80]!r}"
                 for word in heard
                 if word not in alone
             ]
@@ -104,11 +104,13 @@ def probe_contamination(
         foreign=foreign,
         refused=sorted({outcome.refusal for outcome in outcomes if outcome.refusal}),
         failed=[
-            f"the request marked {m.marker}: {o.failure}" for m, o in zip(marked, outcomes, strict=True) if o.failure
+            f"the request with marker {m.marker}: {o.failure}"
+            for m, o in zip(marked, outcomes, strict=True)
+            if o.failure
         ],
     )
 
 
 def foreign_markers(own: str, outcome: Outcome, markers: Sequence[str]) -> list[str]:
-    """Which of the markers that are not its own an answer holds."""
+    """The markers of other requests that an answer holds."""
     return [marker for marker in markers if marker != own and marker in outcome.text]

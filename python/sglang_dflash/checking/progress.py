@@ -1,4 +1,4 @@
-"""What a check shows while it works: a bar where somebody watches, a line now and then in a log."""
+"""Shows a check's progress: a bar on a terminal, a line every 20 seconds in a log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Watch:
 
     @contextmanager
     def phase(self, name: str, total: int) -> Iterator[Callable[[], None]]:
-        """Yields what to call after each of `total` requests; it may be called from several threads."""
+        """Yields a function to call after each of `total` requests, from any thread."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         times = (TimeElapsedColumn(), TimeRemainingColumn())
         live = self._console.is_terminal
@@ -43,7 +43,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[Callable[[float], None]]:
-        """Yields what to call with the seconds waited."""
+        """Yields a function to call with the seconds waited."""
         if not self._console.is_terminal:
             self._line(name, force=True)
             yield lambda seconds: self._line(f"{name} {seconds:.0f} s")

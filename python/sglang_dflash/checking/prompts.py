@@ -1,4 +1,4 @@
-"""The prompts of a check: bundled ones, or a file of the user's own."""
+"""The prompts of a check: bundled ones, or the user's own file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Prompt:
     Fields:
         id: names it in reports.
         kind: which of KEYS `content` is.
-        content: a text as it stands, a chat's messages, or token ids.
+        content: a text that gets no chat template, a chat's messages, or token ids.
         template: keyword arguments of the chat template.
     """
 
@@ -29,10 +29,10 @@ class Prompt:
     template: dict[str, Any]
 
     def token_ids(self, client: Client) -> list[int]:
-        """By the server's own tokenizer and chat template.
+        """Token ids by the server's own tokenizer and chat template.
 
         Raises:
-            ValueError: the server does not take the prompt.
+            ValueError: the server refuses the prompt.
         """
         if self.kind == "input_ids":
             return list(self.content)
@@ -46,19 +46,19 @@ class Prompt:
 
 
 def bundled_prompts(limit: int) -> list[Prompt]:
-    """Held-out questions of the embedded pair, its three kinds in turn."""
+    """Held-out questions of the embedded pair, the three kinds in turn."""
     prompts = held_out_prompts_in_turn()[:limit]
     return [Prompt(p.id, "messages", [{"role": "user", "content": p.prompt}], {}) for p in prompts]
 
 
 def read_prompts(path: Path, limit: int) -> list[Prompt]:
-    """JSONL; every row has one of KEYS, and may have `id` and, beside messages, `chat_template_kwargs`.
+    """Reads a JSONL file; every row has one of KEYS, optionally `id` and, with messages, `chat_template_kwargs`.
 
     Raises:
-        ValueError: one sentence on the line that cannot be read.
+        ValueError: a line cannot be read; the message names it.
     """
     if not path.is_file():
-        raise ValueError(f"--prompts is {path}; it must be a JSONL file, and there is none of that name.")
+        raise ValueError(f"--prompts is {path}; it must be an existing JSONL file.")
     prompts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip() and len(prompts) < limit:
@@ -76,7 +76,7 @@ def _prompt(row: Any, number: int) -> Prompt:
         raise ValueError("it must be a JSON object.")
     found = [key for key in KEYS if key in row]
     if len(found) != 1:
-        raise ValueError(f"it has the keys {sorted(row)}; it must have one of {', '.join(KEYS)}.")
+        raise ValueError(f"it has the keys {sorted(row)}; it must have exactly one of {', '.join(KEYS)}.")
     (kind,) = found
     content = row[kind]
     kinds = {"text": str, "messages": dict, "input_ids": int}

@@ -1,4 +1,4 @@
-"""What the off arm answered to every request: made once, kept in a file, compared with as often as one likes."""
+"""The off arm's answers to all requests: recorded once, saved to a file, and compared with any number of times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request, and what it gets alone with speculation off."""
+    """A request and its outcome, alone, with speculation off."""
 
     request: Request
     outcome: Outcome
@@ -27,7 +27,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One off run.
+    """One run of the off arm.
 
     Fields:
         server: the off arm that answered.
@@ -42,11 +42,11 @@ class Recording:
         return [exchange for exchange in self.exchanges if exchange.request.case == case]
 
     def cases(self) -> list[str]:
-        """In the order in which they were asked."""
+        """Names of the cases, in the order in which they were sent."""
         return list(dict.fromkeys(exchange.request.case for exchange in self.exchanges))
 
     def only(self, cases: Collection[str] | None, num_prompts: int) -> Recording:
-        """The exchanges of these cases (None: of all) and of the first prompts."""
+        """The exchanges of these cases (None: of all) for the first `num_prompts` prompts."""
         prompts = list(dict.fromkeys(e.request.prompt_id for e in self.of_case(PLAIN)))[:num_prompts]
         kept = [
             exchange
@@ -65,27 +65,27 @@ class Recording:
     def load(cls, path: Path) -> Recording:
         """
         Raises:
-            ValueError: it is no recording of this version.
+            ValueError: the file does not exist or is not a recording of this version.
         """
         if not path.is_file():
-            raise ValueError(f"--off-from is {path}; it must be a file that --save-off wrote, and there is none.")
+            raise ValueError(f"--off-from is {path}; it must be an existing file that --save-off wrote.")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
-                raise ValueError(f"its format is {content['format']}, and this version reads {FORMAT}")
+                raise ValueError(f"its format is {content['format']}; this version reads {FORMAT}")
             exchanges = [
                 Exchange(Request(**row["request"]), Outcome.from_json(row["outcome"])) for row in content["exchanges"]
             ]
             return cls(ServerInfo(**content["server"]), content["seed"], exchanges)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"--off-from {path} is no file that --save-off wrote: {error}.") from None
+            raise ValueError(f"--off-from {path} cannot be read as a file of --save-off: {error}.") from None
 
 
 def tokenize(client: Client, prompts: Sequence[Prompt], max_len: int) -> list[tuple[str, list[int]]]:
-    """Ids of every prompt, by the server's tokenizer.
+    """Id and token ids of every prompt, by the server's tokenizer.
 
     Raises:
-        ValueError: a prompt is not taken, or longer than the server's context.
+        ValueError: the server refuses a prompt, or the prompt is longer than the server's context.
     """
     tokenized = []
     for prompt in prompts:
@@ -105,10 +105,10 @@ def record(
     seed: int,
     on_done: Callable[[], None],
 ) -> Recording:
-    """Asks the off arm every request of the matrix, alone.
+    """Sends every request of the matrix to the off arm, one at a time.
 
     Args:
-        prompts: id and token ids of each.
+        prompts: id and token ids of each prompt.
         limit: `max_new_tokens`.
         on_done: called after each answer.
 
@@ -129,7 +129,7 @@ def record(
     ]
     if not asked:
         outcome = plain[0].outcome
-        raise ValueError(f"With speculation off no prompt is answered: {outcome.refusal or outcome.failure}")
+        raise ValueError(f"The server without speculation answers no prompt: {outcome.refusal or outcome.failure}")
     exchanges = plain
     for case in cases:
         if case.name != PLAIN:
@@ -138,7 +138,7 @@ def record(
 
 
 def count_requests(cases: Sequence[Case], num_prompts: int) -> int:
-    """How many the off arm is asked."""
+    """Number of requests that `record` sends."""
     return len({PLAIN, *(case.name for case in cases)}) * num_prompts
 
 

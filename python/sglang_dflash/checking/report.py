@@ -1,4 +1,4 @@
-"""What a check found, its verdict, and its JSON."""
+"""The results of a check, its verdict, and its JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sglang_dflash.checking.draft_kv import DraftKv
 from sglang_dflash.checking.probes import Contamination
 from sglang_dflash.checking.recording import Recording
 
-INERT_TAU = 1.15  # below it a step commits hardly more than plain decoding does
-TOKENS_PER_TIE = 10_000  # in float32 ties are rarer than this; in half precision they are not counted against it
+INERT_TAU = 1.15  # below it, a step commits hardly more tokens than plain decoding
+TOKENS_PER_TIE = 10_000  # in float32, more than one tie per this many tokens is a failure
 SHOWN = 20  # differences in the short report
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One difference, where it was found."""
+    """One difference, and where it was found."""
 
     case: str
     prompt_id: str
@@ -35,11 +35,11 @@ class CaseResult:
     """One case at one concurrency.
 
     Fields:
-        identical, ties, different: requests compared, by outcome.
-        tokens: compared and found equal.
-        refused: sentence of the server -> requests.
-        unknown: requests that the on arm answers and the off arm does not.
-        changed: requests that the off arm answers otherwise than the plain ones; with none, a case shows little.
+        identical, ties, different: number of compared requests, by result.
+        tokens: number of tokens that are equal.
+        refused: server's message -> number of requests.
+        unknown: number of requests that only the on arm answers.
+        changed: number of off-arm answers that differ from the plain ones; with none, a case shows little.
     """
 
     case: str
@@ -62,10 +62,10 @@ class CaseResult:
 def judge_case(
     recording: Recording, case: str, concurrency: int, outcomes: Sequence[Outcome], tolerance: Tolerance
 ) -> CaseResult:
-    """Compares one case's outcomes with what the off arm answered.
+    """Compares one case's outcomes with the off arm's.
 
     Args:
-        outcomes: of the case's requests, in the recording's order.
+        outcomes: the on arm's outcomes for the case's requests, in the recording's order.
     """
     exchanges = recording.of_case(case)
     plain = {exchange.request.prompt_id: exchange.outcome.ids for exchange in recording.of_case(PLAIN)}
@@ -105,10 +105,10 @@ class Report:
 
     Fields:
         control: the off arm's own answers at the higher concurrency, compared with those it gave alone.
-        slots_before: KV slots in use on the idle on arm before anything was asked; None where it was never idle.
-        slots_after: the same, afterwards: each time before the cache is emptied.
-        broken: why the on arm stopped answering.
-        token_texts: of ids that differences name.
+        slots_before: KV slots in use on the idle on arm before the first request; None if it was never idle.
+        slots_after: the same later, read each time before the cache is emptied.
+        broken: why the on arm stopped answering; empty if it did not.
+        token_texts: texts of the token ids in the differences.
     """
 
     off: ServerInfo
@@ -157,12 +157,12 @@ class Report:
         different = sum(result.different for result in self.results)
         if different:
             reasons.append(
-                f"{different} of {self.compared} requests were answered otherwise than alone with speculation off"
+                f"{different} of {self.compared} requests got another answer than alone with speculation off"
             )
         if self.on.dtype == "float32" and self.ties > -(-self.tokens // TOKENS_PER_TIE):
-            reasons.append(f"{self.ties} ties in {self.tokens} tokens are more than rounding gives in float32")
+            reasons.append(f"{self.ties} ties in {self.tokens} tokens are more than rounding explains in float32")
         if self.contamination is not None and self.contamination.foreign:
-            reasons.append(f"{len(self.contamination.foreign)} answers hold what another request asked")
+            reasons.append(f"{len(self.contamination.foreign)} answers hold another request's marker")
         if self.contamination is not None and self.contamination.failed:
             reasons.append(f"{len(self.contamination.failed)} requests with markers failed")
         if self.leaked:
@@ -172,16 +172,16 @@ class Report:
         return reasons
 
     def notes(self) -> list[str]:
-        """One sentence per thing to know that does not speak against losslessness."""
+        """One sentence per finding that does not change the verdict."""
         notes = list(self.warnings)
         if self.inert:
-            notes.append("lossless, but the draft does not speed anything up: hardly any of its tokens is accepted")
+            notes.append("the draft does not speed anything up: hardly any of its tokens are accepted")
         for probe in (self.draft_kv, self.reference):
             if probe is not None:
                 notes += [f"acceptance lost: {sentence}" for sentence in probe.lost]
-                notes += [f"draft KV not compared: {probe.skipped}"] if probe.skipped else []
+                notes += [f"acceptance probe skipped: {probe.skipped}"] if probe.skipped else []
         if self.ties and not self.control:
-            notes.append("ties: --control shows how many speculation off has by itself, several requests at a time")
+            notes.append("there are ties: --control also counts those of several requests at a time, speculation off")
         refused = {result.case for result in self.results if result.refused}
         if refused:
             notes.append(
@@ -189,11 +189,11 @@ class Report:
             )
         idle = [r.case for r in self.results if not r.changed and r.compared and r.case not in (PLAIN, LOGPROBS_CASE)]
         if idle:
-            notes.append(f"parameters that changed no answer show little: {', '.join(dict.fromkeys(idle))}")
+            notes.append(f"these cases changed no answer, so they show little: {', '.join(dict.fromkeys(idle))}")
         if self.contamination is not None and not self.contamination.own:
-            notes.append("no answer held its own marker, so the contamination probe says little here")
+            notes.append("no answer held its own marker, so the contamination probe shows little")
         if not self.slots_after and not self.broken:
-            notes.append("KV slots were not counted: the server is never idle")
+            notes.append("KV slots were not counted: the server was never idle")
         return notes
 
     @property
@@ -203,7 +203,7 @@ class Report:
     def to_json(self, whole: bool) -> dict[str, Any]:
         """
         Args:
-            whole: every difference and refusal; else the first few, for one line.
+            whole: all differences; else only the first SHOWN of them.
         """
         found = list(self.found())
         return {

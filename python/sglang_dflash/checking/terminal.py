@@ -1,4 +1,4 @@
-"""A check's report as a person reads it."""
+"""Prints a check's report on a console."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from sglang_dflash.checking.compare import Acceptance, describe_token
+from sglang_dflash.checking.compare import OFF, ON, Acceptance, describe_token
 from sglang_dflash.checking.draft_kv import DraftKv
 from sglang_dflash.checking.report import SHOWN, CaseResult, Found, Report
 
 
 def show(report: Report, console: Console) -> None:
     """Prints everything that was found, the verdict last."""
-    _show_cases("Requests that got what they get alone with speculation off", report.results, console)
+    _show_cases("Requests with the same answer as alone with speculation off", report.results, console)
     if report.control:
         _show_cases("Control: speculation off, several at a time", report.control, console)
     _show_differences(report, console)
     _show_refusals(report, console)
     _show_probes(report, console)
     if not report.off.deterministic:
-        console.print(
-            "sampled requests: only servers with --enable-deterministic-inference can be compared", style="dim"
-        )
+        console.print("sampled requests were not compared: that needs --enable-deterministic-inference", style="dim")
     for note in report.notes():
         console.print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
     for reason in report.failures():
         console.print(f"[red]NOT LOSSLESS:[/red] {escape(reason)}", soft_wrap=True)
     if report.lossless:
-        ties = f"; {report.ties} requests part from it at a tie" if report.ties else ""
+        ties = f"; {report.ties} requests differ only by a tie" if report.ties else ""
         asked = f"{report.compared} requests, {report.tokens:,} tokens"
-        console.print(f"[green]Lossless:[/green] {asked}, as with speculation off{ties}.")
+        console.print(f"[green]Lossless:[/green] {asked}, the same as with speculation off{ties}.")
 
 
 def _show_cases(title: str, results: Sequence[CaseResult], console: Console) -> None:
@@ -54,7 +52,7 @@ def _show_cases(title: str, results: Sequence[CaseResult], console: Console) -> 
         shares = " ".join(f"{share:.0%}"[:-1] for share in first.acceptance.by_position)
         table.add_row(escape(case), *cells, str(first.changed), " / ".join(taus), shares)
     console.print(table)
-    console.print("changed: answers that the parameters changed, with speculation off", style="dim")
+    console.print("changed: number of answers that the parameters change, with speculation off", style="dim")
 
 
 def _tau(acceptance: Acceptance) -> str:
@@ -70,7 +68,7 @@ def _cell(result: CaseResult) -> str:
     if result.refused:
         parts.append(f"{sum(result.refused.values())} refused")
     if result.unknown:
-        parts.append(f"{result.unknown} only on")
+        parts.append(f"{result.unknown} without a baseline")
     return ", ".join(parts)
 
 
@@ -88,13 +86,15 @@ def _difference_line(one: Found, report: Report) -> str:
     words = [f"{label}: {escape(one.case)}, prompt {escape(one.prompt_id)}, {one.concurrency} at a time:"]
     if d.kind in ("token", "length"):
         off, on = (escape(describe_token(token, report.token_texts)) for token in (d.off_id, d.on_id))
-        words.append(f"token {d.index} is {off} off and {on} on")
+        words.append(f"token {d.index} is {off} {OFF} and {on} {ON}")
     else:
         words.append(d.kind)
     if d.gap is not None:
-        words.append(f"(gap {'over ' if d.said else ''}{d.gap:.2e}, a tie up to {report.tolerance.tie_gap:.2e})")
+        words.append(
+            f"(logprob gap {'over ' if d.said else ''}{d.gap:.2e}; up to {report.tolerance.tie_gap:.2e} is a tie)"
+        )
     if d.said:
-        words.append(escape(d.said))
+        words.append(f"({escape(d.said)})")
     return " ".join(words)
 
 
@@ -114,11 +114,11 @@ def _show_probes(report: Report, console: Console) -> None:
     heard = report.contamination
     if heard is not None:
         console.print(
-            f"markers: {heard.asked} concurrent requests answered, {heard.own} with their own marker, "
-            f"{len(heard.foreign)} with another's"
+            f"markers: {heard.asked} concurrent requests answered; {heard.own} answers hold their own marker, "
+            f"{len(heard.foreign)} another request's"
         )
         for sentence in heard.foreign[:SHOWN]:
-            console.print(f"[red]heard:[/red] {escape(sentence)}", soft_wrap=True)
+            console.print(f"[red]foreign marker:[/red] {escape(sentence)}", soft_wrap=True)
         for sentence in heard.failed[:SHOWN]:
             console.print(f"[red]failed:[/red] {escape(sentence[:200])}", soft_wrap=True)
     for name, probe in (("draft KV", report.draft_kv), ("reference", report.reference)):
@@ -134,4 +134,4 @@ def _show_probes(report: Report, console: Console) -> None:
 
 def _draft_kv_line(name: str, probe: DraftKv) -> str:
     taus = ", ".join(f"{way} {tau:.2f}" for way, tau in probe.tau.items())
-    return f"{name}: tau of {probe.prompts} requests: {taus}"
+    return f"{name}: tau over {probe.prompts} requests: {taus}"

@@ -1,4 +1,4 @@
-"""`sglang-dflash check`: whether speculation changes an answer of one's own models."""
+"""`sglang-dflash check`: checks on your own models that speculation changes no answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sglang_dflash.checking.terminal import show
 from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, ServerError
 
 TINY_FLAGS = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "16"]
-_MODELS, _ASKED, _JUDGED, _KEPT = "The models", "What is asked", "How it is judged", "What is kept"
+_MODELS, _ASKED, _JUDGED, _KEPT = "Models and servers", "Prompts and parameters", "Comparison", "Files"
 
 
 def _option(panel: str, text: str, *names: str) -> Any:
@@ -37,47 +37,79 @@ def _option(panel: str, text: str, *names: str) -> Any:
 
 def check(
     server_flags: Annotated[
-        list[str] | None, typer.Argument(help="After --: flags of sglang.launch_server, for both arms.")
+        list[str] | None,
+        typer.Argument(
+            metavar="SERVER_FLAGS",
+            help="After --: flags of sglang.launch_server for both servers; the baseline gets no --speculative-* flag.",
+        ),
     ] = None,
     model_path: Annotated[
-        str | None, _option(_MODELS, "Folder or hub name of the target; default: the tiny pair.")
+        str | None, _option(_MODELS, "Target: folder or hub name. Default: the embedded tiny pair.")
     ] = None,
-    draft: Annotated[str | None, _option(_MODELS, "Folder or hub name of its DFlash draft.")] = None,
+    draft: Annotated[str | None, _option(_MODELS, "The target's DFlash draft: folder or hub name.")] = None,
     base_url: Annotated[
         list[str] | None,
-        _option(_MODELS, "Servers that run already: first speculation off, then on (on alone with --off-from)."),
+        _option(
+            _MODELS,
+            "URL of a running server; give the baseline, then the speculating one. With --off-from: only the latter.",
+        ),
     ] = None,
-    flush: Annotated[bool, _option(_MODELS, "With --base-url: the radix cache may be emptied.", "--flush")] = False,
+    flush: Annotated[
+        bool, _option(_MODELS, "With --base-url: allow the check to empty the radix cache.", "--flush")
+    ] = False,
     prompts: Annotated[
-        Path | None, _option(_ASKED, "JSONL; each row has text, messages or input_ids, and may have an id.")
+        Path | None,
+        _option(
+            _ASKED,
+            "JSONL file; each row has text, messages or input_ids, and optionally an id. Default: bundled prompts.",
+        ),
     ] = None,
-    num_prompts: Annotated[int, _option(_ASKED, "Prompts of every case, at most.")] = 12,
-    max_new_tokens: Annotated[int, _option(_ASKED, "Of every answer, at most.")] = 64,
-    concurrency: Annotated[int, _option(_ASKED, "Requests in flight in the second pass; the first has one.")] = 8,
-    cases: Annotated[str | None, _option(_ASKED, "Names with commas between; default: all; `plain` always.")] = None,
-    seed: Annotated[int, _option(_ASKED, "Of the random parameters.")] = 0,
+    num_prompts: Annotated[int, _option(_ASKED, "Maximum number of prompts per case.")] = 12,
+    max_new_tokens: Annotated[int, _option(_ASKED, "Maximum tokens per answer.")] = 64,
+    concurrency: Annotated[
+        int, _option(_ASKED, "Requests in flight in the second pass; the first pass sends one at a time.")
+    ] = 8,
+    cases: Annotated[
+        str | None, _option(_ASKED, "Case names, separated by commas; `plain` is always asked. Default: all.")
+    ] = None,
+    seed: Annotated[int, _option(_ASKED, "Seed of the random parameters.")] = 0,
     tie_ulps: Annotated[
         float | None,
         _option(
             _JUDGED,
-            "Logits this close tie: units in the last place of numbers from 16 to 32; default: 8 in float32, else 4.",
+            "Two tokens tie if their logits differ by at most this many units in the last place (of numbers 16 to 32). "
+            "Default: 8 in float32, else 4.",
         ),
     ] = None,
     control: Annotated[
-        bool, _option(_JUDGED, "Also ask the off arm several at a time: what rounding does without us.", "--control")
+        bool,
+        _option(
+            _JUDGED,
+            "Also send the baseline several requests at a time, to show the ties without speculation.",
+            "--control",
+        ),
     ] = False,
     reference: Annotated[
-        bool, _option(_JUDGED, "Also compare verify steps with the draft in transformers.", "--reference")
+        bool,
+        _option(_JUDGED, "Also compare the number of verify steps with our reference in transformers.", "--reference"),
     ] = False,
-    save_off: Annotated[Path | None, _option(_KEPT, "Keep the off arm's answers in this file.")] = None,
-    off_from: Annotated[Path | None, _option(_KEPT, "Compare with answers that --save-off kept.")] = None,
-    json_file: Annotated[Path | None, _option(_KEPT, "Write the whole report here.", "--json")] = None,
-    logs: Annotated[Path | None, _option(_KEPT, "Folder of the servers' logs; default: a temporary one.")] = None,
+    save_off: Annotated[Path | None, _option(_KEPT, "Save the baseline's answers to this file.")] = None,
+    off_from: Annotated[
+        Path | None, _option(_KEPT, "Use the baseline's answers from a file that --save-off wrote.")
+    ] = None,
+    json_file: Annotated[Path | None, _option(_KEPT, "Write the whole report to this file.", "--json")] = None,
+    logs: Annotated[Path | None, _option(_KEPT, "Folder for the servers' logs. Default: a temporary folder.")] = None,
 ) -> None:
-    """Prove on your own models that DFLASH answers as plain decoding does, and show how much it saves.
+    """Prove on your own models that DFLASH gives the same answers as plain decoding.
 
-    Asks every prompt under many sampling parameters, alone with speculation off (the oracle), then with speculation on,
-    one and several at a time. The last line on standard output is JSON. Exit code: 0 lossless, 1 not, 2 could not run.
+    The baseline, a server with speculation off, gets every prompt with many
+    sampling parameters, one request at a time. A server with speculation on
+    gets the same requests, one at a time and then several at a time. The
+    answers are compared token by token, and the acceptance is shown. The
+    command starts both servers in turn, unless --base-url is given.
+
+    The last line on standard output is JSON. Exit codes: 0 lossless,
+    1 not lossless, 2 the check could not run, 130 interrupted.
     """
 
     def plan() -> Plan:
@@ -102,7 +134,7 @@ def check(
 
 
 def _run(plan: Callable[[], Plan], json_file: Path | None) -> int:
-    """The exit code; what ends a check is told in a sentence."""
+    """Runs a check and returns the exit code; an error is printed as one sentence."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         report = run_check(plan(), Watch(Console(stderr=True, highlight=False)))
@@ -143,7 +175,7 @@ def _arms(
     off_from: Path | None,
     logs: Path | None,
 ) -> tuple[Arm | Recording, Arm]:
-    """The off arm, or what it answered before, and the on arm."""
+    """The off arm (or the recording of its answers), and the on arm."""
     recording = Recording.load(off_from) if off_from is not None else None
     folder = logs or Path(tempfile.mkdtemp(prefix="sglang-dflash-check-"))
     if base_url:
@@ -151,7 +183,7 @@ def _arms(
         if len(base_url) != needed or model_path or draft or server_flags:
             raise ValueError(
                 f"--base-url is given {len(base_url)} times; it must be given twice, or once with --off-from, and "
-                "neither --model-path nor --draft nor server flags with it."
+                "without --model-path, --draft and server flags."
             )
         off, on = (
             Arm(name, None, url.rstrip("/"), folder, {}, flush)
@@ -183,7 +215,7 @@ def _device() -> list[str]:
 
 
 def _split(flags: list[str]) -> tuple[list[str], list[str]]:
-    """Flags for both arms, and those on speculation, which the off arm is not to see."""
+    """Splits flags into those for both arms and the --speculative-* ones, which only the on arm gets."""
     both: list[str] = []
     speculative: list[str] = []
     current = both
@@ -197,7 +229,7 @@ def _split(flags: list[str]) -> tuple[list[str], list[str]]:
 def _print(report: Report, json_file: Path | None) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 160  # a log has room
+        console.width = 160  # not a terminal: wide lines are fine
     show(report, console)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The commands of `sglang-dflash`, and how their errors reach the user: a sentence, no traceback."""
+"""The commands of `sglang-dflash`, and how their errors reach the user: one sentence, no traceback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ app.command()(regenerate)
 
 @app.callback(invoke_without_command=True)
 def _root(show_version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
-    """DFlash speculative decoding for SGLang: tools around the server."""
+    """Tools for DFlash speculative decoding in SGLang."""
     if show_version:
         print(__version__)
         raise typer.Exit

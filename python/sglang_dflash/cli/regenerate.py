@@ -1,4 +1,4 @@
-"""`sglang-dflash regenerate`: the target's own answers to a file of conversations, through a server of our own."""
+"""`sglang-dflash regenerate`: replaces the answers in a file of conversations by the target's own, through a server."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from sglang_dflash.serving import Client, Server, ServerError
 
 T = TypeVar("T")
 _LINE_EVERY_S = 20.0
-_PATIENCE_S = 24 * 3600.0  # a request may wait long for its turn
+_PATIENCE_S = 24 * 3600.0  # a request may wait long in the server's queue
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How the target is asked: what a resumed regeneration must agree with."""
+    """The settings of a regeneration; a resumed one must have the same."""
 
     target: str
     source_sha256: str
@@ -37,16 +37,24 @@ class Asking:
 
 
 def regenerate(
-    data: Annotated[Path, typer.Argument(help="JSONL of conversations; what the assistant says in it is replaced.")],
-    output: Annotated[Path, typer.Argument(help="JSONL to write: messages, token ids, spans that the target said.")],
-    target: Annotated[str, typer.Option(help="Folder or hub name of the target.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 2048,
-    temperature: Annotated[float, typer.Option(help="0: greedy, the answers that a greedy server gives.")] = 0.0,
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="JSONL of conversations; the assistant's turns are replaced.")
+    ],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", help="JSONL to write: messages, token ids, spans of the answers.")
+    ],
+    target: Annotated[str, typer.Option(help="Target: folder or hub name.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 2048,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 64,
-    server_args: Annotated[str, typer.Option(help="More arguments of sglang.launch_server, as one text.")] = "",
-    chat_template_kwargs: Annotated[str, typer.Option(help='JSON, such as {"enable_thinking": false}.')] = "{}",
+    server_args: Annotated[str, typer.Option(help="More flags of sglang.launch_server, as one quoted string.")] = "",
+    chat_template_kwargs: Annotated[str, typer.Option(help='JSON object, such as {"enable_thinking": false}.')] = "{}",
 ) -> None:
-    """Replace every assistant turn of DATA by the target's own answer; started again, it goes on where it stopped."""
+    """Replace every assistant turn of DATA by the target's own answer.
+
+    Starts an SGLang server for the target. After an interruption, the same
+    command goes on where it stopped.
+    """
     template = parse_template_kwargs(chat_template_kwargs)
     for name, value in (("--max-new-tokens", max_new_tokens), ("--concurrency", concurrency)):
         if value < 1:
@@ -54,14 +62,14 @@ def regenerate(
     if temperature < 0:
         raise ValueError(f"--temperature is {temperature}; it must be 0 or more.")
     if not data.is_file():
-        raise ValueError(f"DATA is {data}; it must be a JSONL file, and there is none of that name.")
+        raise ValueError(f"DATA is {data}; it must be an existing JSONL file.")
     digest = hashlib.sha256(data.read_bytes()).hexdigest()
     asking = Asking(target, digest, max_new_tokens, temperature, json.dumps(template, sort_keys=True))
     Regeneration(data, output, asking).run(concurrency, shlex.split(server_args))
 
 
 def parse_template_kwargs(text: str) -> dict[str, Any]:
-    """Raises ValueError where `text` is no JSON object."""
+    """The value of --chat-template-kwargs; raises ValueError if it is not a JSON object."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
@@ -74,12 +82,12 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
 
 
 class Regeneration:
-    """One output file in the making. Finished conversations are kept in `OUTPUT.partial` until all are there."""
+    """Makes one output file. Finished conversations are kept in `OUTPUT.partial` until all are finished."""
 
     def __init__(self, data: Path, output: Path, asking: Asking) -> None:
         """
         Raises:
-            ValueError: DATA is no JSONL of conversations, or OUTPUT was begun in another way.
+            ValueError: DATA is not a JSONL of conversations, or OUTPUT was started with other data or options.
         """
         from transformers import AutoTokenizer
 
@@ -94,7 +102,7 @@ class Regeneration:
             raise ValueError(f"The target {asking.target} cannot be read: {str(error).splitlines()[0]}") from None
 
     def _recover(self) -> dict[int, list[dict[str, Any]]]:
-        """Conversations already asked: index -> samples."""
+        """Conversations that are already answered: index -> samples."""
         made = self.output if self.output.is_file() else self.partial
         if not made.is_file():
             return {}
@@ -103,27 +111,29 @@ class Regeneration:
             side = self.output.with_name(self.output.name + ".asking.json")
             begun = json.loads(side.read_text(encoding="utf-8")) if side.is_file() else None
         elif not lines or not lines[0].endswith("\n"):
-            return {}  # stopped before the first line was whole
+            return {}  # stopped before the first line was complete
         else:
             begun = json.loads(lines[0])
         if begun != asdict(self.asking):
             raise ValueError(f"{made} was made from other data or with other options; remove it or name another file.")
         if made == self.output:
             return {index: [] for index in range(len(self.conversations))}
-        # A line without its end was being written when the process stopped.
+        # A line without a newline at its end is incomplete: the process stopped while it wrote it.
         rows = [json.loads(line) for line in lines[1:] if line.endswith("\n")]
         return {row["index"]: row["samples"] for row in rows}
 
     def run(self, concurrency: int, server_args: Sequence[str]) -> None:
-        """Asks what is missing, then writes the output whole."""
+        """Gets the missing answers, then writes the whole output."""
         console = Console(stderr=True)
         missing = [index for index in range(len(self.conversations)) if index not in self.done]
         if self.output.is_file():
-            console.print(f"{self.output} is there already, made in the same way.", highlight=False)
+            console.print(
+                f"{self.output} already exists, made from the same data with the same options.", highlight=False
+            )
             return
         self.output.parent.mkdir(parents=True, exist_ok=True)
         fresh = self.partial.with_name(self.partial.name + ".fresh")
-        with fresh.open("w", encoding="utf-8") as file:  # without the line that a stop cut
+        with fresh.open("w", encoding="utf-8") as file:  # leaves out an incomplete line
             file.write(json.dumps(asdict(self.asking)) + "\n")
             for index, samples in self.done.items():
                 file.write(json.dumps({"index": index, "samples": samples}) + "\n")
@@ -153,31 +163,31 @@ class Regeneration:
                 for future in _shown(as_completed(waiting), len(missing), console):
                     keep(future)
             except httpx.HTTPError as error:
-                said = (str(error).splitlines() or [type(error).__name__])[0]
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise ServerError(
-                    f"The server stopped answering ({said}); see {log}. Its answers are kept: start again to go on."
+                    f"The server stopped answering ({reason}); see {log}. The answers are kept: start again to go on."
                 ) from None
             finally:
                 pool.shutdown(cancel_futures=True)
                 for future, index in waiting.items():
-                    # Answers that came while another one failed, or while the user stopped us.
+                    # Keep the answers that came while another request failed or the user interrupted.
                     if index not in self.done and not future.cancelled() and future.exception() is None:
                         keep(future)
 
     def answer(self, client: Client, messages: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
-        """The conversation with the target's answers: one sample where each prompt begins with all that came before."""
-        said: list[dict[str, str]] = []
+        """Samples with the target's answers; a prompt that does not extend the last sample starts a new one."""
+        history: list[dict[str, str]] = []
         samples: list[dict[str, Any]] = []
         turns = list(messages)
         if turns[-1]["role"] != "assistant":
             turns.append({"role": "assistant", "content": ""})
         for turn in turns:
             if turn["role"] != "assistant":
-                said.append(turn)
+                history.append(turn)
                 continue
             try:
                 text = self.tokenizer.apply_chat_template(
-                    said, tokenize=False, add_generation_prompt=True, **self.template
+                    history, tokenize=False, add_generation_prompt=True, **self.template
                 )
                 prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
                 answer = client.generate(
@@ -186,18 +196,19 @@ class Regeneration:
             except httpx.HTTPStatusError as error:
                 if error.response.status_code != 400:
                     raise
-                break  # refused, most likely longer than the context: the turns so far are kept
+                break  # refused, most likely longer than the context: keep the turns so far
             except TemplateError:
-                break  # a conversation that the chat template does not take
+                break  # the chat template refuses the conversation
             if answer.finish_reason == "abort":
                 break
-            said.append({"role": "assistant", "content": self.tokenizer.decode(answer.ids, skip_special_tokens=True)})
+            content = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
+            history.append({"role": "assistant", "content": content})
             span = [len(prompt), len(prompt) + len(answer.ids)]
             before = samples[-1]["input_ids"] if samples else None
             if before is not None and prompt[: len(before)] == before:
-                samples[-1] = _sample(said, prompt + answer.ids, [*samples[-1]["spans"], span])
+                samples[-1] = _sample(history, prompt + answer.ids, [*samples[-1]["spans"], span])
             else:
-                samples.append(_sample(said, prompt + answer.ids, [span]))
+                samples.append(_sample(history, prompt + answer.ids, [span]))
             if answer.finish_reason != "stop":
                 break
         return samples
@@ -222,7 +233,7 @@ class Regeneration:
 
 
 def _shown(finished: Iterable[T], total: int, console: Console) -> Iterator[T]:
-    """`finished`, with a bar where somebody watches and a line now and then in a log."""
+    """Yields `finished`, with a bar on a terminal or a line every 20 seconds in a log."""
     if console.is_terminal:
         yield from track(finished, "Asking the target", total=total, console=console, update_period=0.5)
         return
@@ -233,11 +244,11 @@ def _shown(finished: Iterable[T], total: int, console: Console) -> Iterator[T]:
         if now - said_at > _LINE_EVERY_S or count == total:
             said_at = now
             left_min = (now - began) / count * (total - count) / 60
-            console.print(f"Asked {count:,} of {total:,} conversations, {left_min:.1f} min left", highlight=False)
+            console.print(f"Answered {count:,} of {total:,} conversations, {left_min:.1f} min left", highlight=False)
 
 
-def _sample(said: list[dict[str, str]], ids: list[int], spans: list[list[int]]) -> dict[str, Any]:
-    return {"messages": list(said), "input_ids": ids, "spans": spans}
+def _sample(messages: list[dict[str, str]], ids: list[int], spans: list[list[int]]) -> dict[str, Any]:
+    return {"messages": list(messages), "input_ids": ids, "spans": spans}
 
 
 def _read_conversations(data: Path) -> list[list[dict[str, str]]]:

@@ -1,4 +1,4 @@
-"""`sglang-dflash train`: a draft for one's own target."""
+"""`sglang-dflash train`: trains a draft for your own target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_dflash.cli.regenerate import parse_template_kwargs, regenerate
 if TYPE_CHECKING:
     from sglang_dflash.training import TrainOptions
 
-_SHAPE, _LEARNING, _RUN, _DATA = "The draft", "Learning", "The run", "The data"
+_SHAPE, _LEARNING, _RUN, _DATA = "Draft", "Learning", "Run", "Target and data"
 
 
 def _option(panel: str, text: str, *names: str) -> Any:
@@ -22,52 +22,86 @@ def _option(panel: str, text: str, *names: str) -> Any:
 
 
 def train(
-    target: Annotated[str, _option(_DATA, "Folder or hub name of any Hugging Face causal language model.")],
-    data: Annotated[list[Path], _option(_DATA, "JSONL of conversations; may be given several times.")],
-    output: Annotated[Path, _option(_RUN, "Folder for the checkpoint, its card, curves and metrics.")],
-    layers: Annotated[int, _option(_SHAPE, "Draft layers.")] = 5,
-    block_size: Annotated[int, _option(_SHAPE, "Rows of a block, anchor included.")] = 16,
-    taps: Annotated[str | None, _option(_SHAPE, "Target layers to read, such as 1,9,17; default: the formula.")] = None,
-    num_taps: Annotated[int | None, _option(_SHAPE, "How many, by the formula; default: one a layer.")] = None,
-    sliding_window: Annotated[int | None, _option(_SHAPE, "Window of the sliding layers.")] = None,
-    sliding_layers: Annotated[int | None, _option(_SHAPE, "How many slide; default: all but the last.")] = None,
-    is_causal: Annotated[bool | None, _option(_SHAPE, "In-block causality of all layers.")] = None,
-    mask_token_id: Annotated[int | None, _option(_SHAPE, "Default: the tokenizer's, else its first free id.")] = None,
-    init: Annotated[str | None, _option(_SHAPE, "A draft to go on from; its shape wins.")] = None,
-    loss: Annotated[str, _option(_LEARNING, "decay (the paper's) or dpace.")] = "decay",
-    gamma: Annotated[float | None, _option(_LEARNING, "Of the decay; default: the paper's for the block.")] = None,
-    dpace_alpha: Annotated[float, _option(_LEARNING, "Smoothing of dpace.")] = 0.5,
-    anchors: Annotated[int, _option(_LEARNING, "Blocks of a conversation and step, at most.")] = 512,
-    batch_size: Annotated[int, _option(_LEARNING, "Conversations of a micro-batch and process.")] = 1,
-    accumulate: Annotated[int, _option(_LEARNING, "Micro-batches of a step.")] = 1,
+    target: Annotated[str, _option(_DATA, "Target: folder or hub name of a Hugging Face causal language model.")],
+    data: Annotated[list[Path], _option(_DATA, "JSONL file of conversations; may be given several times.")],
+    output: Annotated[Path, _option(_RUN, "Folder for the draft, its model card, curves, metrics and checkpoints.")],
+    layers: Annotated[int, _option(_SHAPE, "Number of draft layers.")] = 5,
+    block_size: Annotated[int, _option(_SHAPE, "Rows per block, anchor included.")] = 16,
+    taps: Annotated[
+        str | None, _option(_SHAPE, "Target layers to read, such as 1,9,17. Default: by the published formula.")
+    ] = None,
+    num_taps: Annotated[
+        int | None, _option(_SHAPE, "Number of target layers for the formula. Default: one per draft layer.")
+    ] = None,
+    sliding_window: Annotated[
+        int | None, _option(_SHAPE, "Window of the sliding layers, in tokens. Default: no sliding layers.")
+    ] = None,
+    sliding_layers: Annotated[
+        int | None,
+        _option(_SHAPE, "With --sliding-window: number of sliding layers, from the first. Default: all but the last."),
+    ] = None,
+    is_causal: Annotated[
+        bool | None,
+        _option(
+            _SHAPE, "Whether rows see no later rows of their block, in all layers. Default: only in sliding layers."
+        ),
+    ] = None,
+    mask_token_id: Annotated[
+        int | None, _option(_SHAPE, "Mask token. Default: the tokenizer's mask token, else the id after its last one.")
+    ] = None,
+    init: Annotated[
+        str | None,
+        _option(_SHAPE, "Draft to start from: folder or hub name. Its config overrides the flags of this group."),
+    ] = None,
+    loss: Annotated[str, _option(_LEARNING, "Loss weights: decay (the paper's) or dpace.")] = "decay",
+    gamma: Annotated[
+        float | None, _option(_LEARNING, "Gamma of --loss decay. Default: the paper's for the block size.")
+    ] = None,
+    dpace_alpha: Annotated[float, _option(_LEARNING, "Smoothing of --loss dpace, from 0 to 1.")] = 0.5,
+    anchors: Annotated[int, _option(_LEARNING, "Maximum blocks per conversation and step.")] = 512,
+    batch_size: Annotated[int, _option(_LEARNING, "Conversations per micro-batch and process.")] = 1,
+    accumulate: Annotated[int, _option(_LEARNING, "Micro-batches per step.")] = 1,
     epochs: Annotated[int, _option(_LEARNING, "Passes over the data.")] = 6,
-    max_steps: Annotated[int | None, _option(_LEARNING, "Stop after so many steps.")] = None,
-    learning_rate: Annotated[float, _option(_LEARNING, "Its peak.")] = 6e-4,
-    warm_up: Annotated[float, _option(_LEARNING, "Share of the steps.")] = 0.04,
-    weight_decay: Annotated[float, _option(_LEARNING, "AdamW's.")] = 0.0,
-    clip: Annotated[float, _option(_LEARNING, "Largest norm of the gradient.")] = 1.0,
-    max_length: Annotated[int, _option(_DATA, "Tokens of a conversation; longer ones are cut.")] = 3072,
-    held_out: Annotated[float, _option(_DATA, "Share of the data kept for held-out tau.")] = 0.02,
-    held_out_data: Annotated[Path | None, _option(_DATA, "Or a JSONL of its own.")] = None,
-    held_out_limit: Annotated[int, _option(_DATA, "Conversations that an evaluation looks at.")] = 64,
-    chat_template_kwargs: Annotated[str, _option(_DATA, 'JSON, such as {"enable_thinking": false}.')] = "{}",
+    max_steps: Annotated[int | None, _option(_LEARNING, "Maximum number of steps.")] = None,
+    learning_rate: Annotated[float, _option(_LEARNING, "Peak learning rate.")] = 6e-4,
+    warm_up: Annotated[float, _option(_LEARNING, "Share of the steps in which the learning rate rises.")] = 0.04,
+    weight_decay: Annotated[float, _option(_LEARNING, "Weight decay of AdamW.")] = 0.0,
+    clip: Annotated[float, _option(_LEARNING, "Maximum norm of the gradient.")] = 1.0,
+    max_length: Annotated[int, _option(_DATA, "Maximum tokens per conversation; longer ones are cut.")] = 3072,
+    held_out: Annotated[float, _option(_DATA, "Share of the data kept to measure held-out tau.")] = 0.02,
+    held_out_data: Annotated[
+        Path | None, _option(_DATA, "JSONL file for held-out tau, instead of a share of --data.")
+    ] = None,
+    held_out_limit: Annotated[int, _option(_DATA, "Maximum conversations per evaluation.")] = 64,
+    chat_template_kwargs: Annotated[str, _option(_DATA, 'JSON object, such as {"enable_thinking": false}.')] = "{}",
     regenerated: Annotated[
-        bool, _option(_DATA, "First replace the answers by the target's own, through a server.", "--regenerate")
+        bool, _option(_DATA, "First replace the answers by the target's own; starts a server for it.", "--regenerate")
     ] = False,
-    max_new_tokens: Annotated[int, _option(_DATA, "With --regenerate: of each answer.")] = 2048,
+    max_new_tokens: Annotated[int, _option(_DATA, "With --regenerate: maximum tokens per answer.")] = 2048,
     concurrency: Annotated[int, _option(_DATA, "With --regenerate: requests in flight.")] = 64,
-    server_args: Annotated[str, _option(_DATA, "With --regenerate: more arguments of the server.")] = "",
-    precision: Annotated[str, _option(_RUN, "Of the draft's forward: auto, bf16 or float32.")] = "auto",
-    target_dtype: Annotated[str, _option(_RUN, "auto, bfloat16, float16 or float32.")] = "auto",
-    attention: Annotated[str, _option(_RUN, "flex (no dense mask), dense, or auto: flex on CUDA.")] = "auto",
-    seed: Annotated[int, _option(_RUN, "Decides order, anchors and first weights.")] = 0,
-    eval_every: Annotated[int, _option(_RUN, "Steps between two evaluations.")] = 200,
-    save_every: Annotated[int, _option(_RUN, "Steps between two checkpoints.")] = 500,
-    log_every: Annotated[int, _option(_RUN, "Steps between two rows of metrics.jsonl.")] = 10,
-    keep_checkpoints: Annotated[int, _option(_RUN, "How many of them stay.")] = 2,
-    resume: Annotated[bool, _option(_RUN, "Go on from the last checkpoint in OUTPUT.", "--resume")] = False,
+    server_args: Annotated[
+        str, _option(_DATA, "With --regenerate: more flags of sglang.launch_server, as one quoted string.")
+    ] = "",
+    precision: Annotated[
+        str, _option(_RUN, "Of the draft's forward pass: bf16, float32, or auto (bf16 on CUDA, else float32).")
+    ] = "auto",
+    target_dtype: Annotated[
+        str, _option(_RUN, "bfloat16, float16, float32, or auto (the checkpoint's; float32 on a CPU).")
+    ] = "auto",
+    attention: Annotated[
+        str, _option(_RUN, "flex (holds no dense mask), dense, or auto (flex on CUDA, else dense).")
+    ] = "auto",
+    seed: Annotated[int, _option(_RUN, "Seed of data order, anchors and initial weights.")] = 0,
+    eval_every: Annotated[int, _option(_RUN, "Steps between evaluations.")] = 200,
+    save_every: Annotated[int, _option(_RUN, "Steps between checkpoints.")] = 500,
+    log_every: Annotated[int, _option(_RUN, "Steps between loss rows in metrics.jsonl.")] = 10,
+    keep_checkpoints: Annotated[int, _option(_RUN, "Number of checkpoints to keep.")] = 2,
+    resume: Annotated[bool, _option(_RUN, "Go on from the last checkpoint in --output.", "--resume")] = False,
 ) -> None:
-    """Train a DFlash draft for TARGET. On N devices: torchrun --nproc-per-node N -m sglang_dflash.cli train ..."""
+    """Train a DFlash draft for your own target.
+
+    On N devices: torchrun --nproc-per-node N -m sglang_dflash.cli train ...
+    """
     given = dict(locals())
     files = [str(path) for path in data]
     for name in ("regenerated", "max_new_tokens", "concurrency", "server_args"):
@@ -103,11 +137,11 @@ def _layer_list(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"--taps is {text!r}; it must be layer numbers with commas between, such as 1,9,17.") from None
+        raise ValueError(f"--taps is {text!r}; it must be layer numbers separated by commas, such as 1,9,17.") from None
 
 
 def _check_before_asking(options: TrainOptions) -> None:
-    """What would end the run only after hours of answers."""
+    """Checks before regeneration what would otherwise end the run hours later."""
     from sglang_dflash.training.frozen import check_target
     from sglang_dflash.training.trainer import check_output
 
@@ -115,7 +149,9 @@ def _check_before_asking(options: TrainOptions) -> None:
         raise ValueError("--regenerate runs in one process; under torchrun, first run `sglang-dflash regenerate`.")
     names = [Path(path).name for path in (*options.data, *filter(None, [options.held_out_data]))]
     if len(set(names)) < len(names):
-        raise ValueError(f"--data has files of one name: {', '.join(names)}; with --regenerate they must differ.")
+        raise ValueError(
+            f"--data has files of the same name: {', '.join(names)}; with --regenerate, names must differ."
+        )
     check_target(options)
     check_output(options)
 

@@ -1,1 +1,1 @@
-"""Decides: plain Python and torch, knows no SGLang."""
+"""Makes the decisions of a decode step, in plain Python and torch, without SGLang."""

@@ -1,4 +1,4 @@
-"""What a decode step passes from box to box: the block, the proposal, the plan of what is verified."""
+"""The values that the stages of a decode step pass on: the drafted block and the plan of the rows to verify."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class Block:
     """The rows the draft fills: `[bonus, MASK x (K-1)]` per request.
 
     Fields:
-        ids, positions, slots: [B, K] int64.
+        ids, positions, slots: [B, K] int64. Here K is the rows of this step: with adaptive widths it may be less than
+            the block size that the draft was trained for.
         prefix_lens: [B] int64; committed tokens whose KV exists, the bonus not counted.
     """
 
@@ -28,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:
-    """The rows the target sees: a chain, the anchor and then the drafts.
+    """The rows that the target verifies. They form a chain: the anchor, then the drafts.
 
     Fields:
         ids, positions, slots: [B, W] int64, W <= K.
@@ -44,7 +45,7 @@ class VerifyPlan:
 
 
 def plan_chain(block: Block, draft_ids: torch.Tensor, width: int) -> VerifyPlan:
-    """Verifies the first `width` rows of every block.
+    """Plans the first `width` rows of every block: its anchor and `width - 1` drafts.
 
     Args:
         draft_ids: [B, K-1] int64; the draft's proposal for positions 1..K-1 of the block.

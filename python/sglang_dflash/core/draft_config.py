@@ -1,4 +1,4 @@
-"""The draft checkpoint's `config.json` as a validated value: every key a plain DFlash draft may carry."""
+"""Reads and validates the `config.json` of a draft checkpoint: all keys that a plain DFlash draft may have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 PLAIN_ARCHITECTURE = "DFlashDraftModel"
-# A key of `dflash_config` that asks for more than the plain head -> the head's name.
+# Config keys, at either level, that ask for more than the plain head -> the name of what they ask for.
 SPECIAL_HEADS = {
     "projector_type": "a projector",
     "conv_kernel_size": "DFlash2's convolution",
@@ -24,11 +24,11 @@ USE_BUILTIN = "start with SGLANG_DFLASH_WORKER=builtin, which may serve it"
 
 
 class LayerAttention(NamedTuple):
-    """What a block row of one draft layer sees.
+    """The keys that a block row sees in one draft layer.
 
     Fields:
-        causal: only rows before it in the block, or all of them.
-        window: of HF size w, keys less than w positions behind a row are seen; None: all.
+        causal: whether a row sees, of its block, only itself and the rows before it. Otherwise it sees all of them.
+        window: size w as in Hugging Face configs: a row sees keys less than w positions behind it. None: no limit.
     """
 
     causal: bool
@@ -41,12 +41,12 @@ class DraftConfig:
 
     Fields:
         block_size: rows the draft was trained to fill, anchor included.
-        mask_token_id: None where only `mask_token` names it.
+        mask_token_id: None if the config has only `mask_token`.
         mask_token: the mask's text in the target's tokenizer.
         target_layer_ids: 0-based target layers whose residual output is a context feature.
-        hidden_size: of draft and target alike.
+        hidden_size: of the draft; the target's must be equal.
         num_layers, num_heads, num_kv_heads, intermediate_size: of the draft.
-        attention: of each draft layer. `is_causal` decides for all layers where it is given; without it, sliding
+        attention: one value per draft layer. If the config has `is_causal`, it holds for all layers. Otherwise sliding
             layers are causal in the block and full ones are not (z-lab/dflash, SpecForge, SGLang 0.5.23).
     """
 
@@ -66,14 +66,14 @@ class DraftConfig:
         """Reads `config.json` as published (z-lab layout).
 
         Raises:
-            ValueError: a sentence that names the key, what came and what is allowed.
+            ValueError: one sentence with the key, its value and what is allowed.
         """
         dflash = config.get("dflash_config") or {}
         if not isinstance(dflash, Mapping):
             raise ValueError(f"dflash_config is {dflash!r}; it must be an object.")
         _refuse_special_heads(config, dflash)
         num_layers, num_heads = _positive(config, "num_hidden_layers"), _positive(config, "num_attention_heads")
-        # Older checkpoints keep at top level what newer ones keep in dflash_config.
+        # Older checkpoints have some keys at top level that newer ones have in dflash_config, which wins.
         merged = {**config, **{key: value for key, value in dflash.items() if value is not None}}
         mask_token_id, mask_token = merged.get("mask_token_id"), merged.get("mask_token")
         if mask_token_id is None and mask_token is None:
@@ -94,36 +94,37 @@ class DraftConfig:
         )
 
     def check_target(self, num_layers: int, hidden_size: int, vocab_size: int) -> None:
-        """Raises ValueError, in one sentence, where this draft cannot draft for a target of that shape."""
+        """Raises ValueError, in one sentence, if this draft does not fit a target of that shape."""
         if hidden_size != self.hidden_size:
             raise ValueError(
-                f"The draft's hidden_size is {self.hidden_size} and the target's {hidden_size}: "
-                "they must be equal, since the draft uses the target's embedding and head."
+                f"The draft's hidden_size is {self.hidden_size} and the target's is {hidden_size}: "
+                "they must be equal, because the draft uses the target's embedding and head."
             )
-        # The last layer's output exists only normed (`hidden_states[-1]`); the host has no place to capture it.
+        # The host cannot capture the last layer's output: it exists only after the norm (`hidden_states[-1]`).
         outside = [layer for layer in self.target_layer_ids if not 0 <= layer < num_layers - 1]
         if outside:
             raise ValueError(
-                f"dflash_config.target_layer_ids has {outside}, but a draft can read layers 0 to {num_layers - 2} "
+                f"dflash_config.target_layer_ids has {outside}, but a draft can read only layers 0 to {num_layers - 2} "
                 f"of the target's {num_layers}."
             )
         if self.mask_token_id is None or self.mask_token_id >= vocab_size:
             raise ValueError(
-                f"dflash_config.mask_token_id is {self.mask_token_id}, outside the target's {vocab_size} token ids."
+                f"dflash_config.mask_token_id is {self.mask_token_id}; it must be one of the target's {vocab_size} "
+                "token ids."
             )
 
     def check_ranks(self, tp_size: int) -> None:
-        """Raises ValueError, in one sentence, where the draft cannot be split over so many tensor-parallel ranks."""
+        """Raises ValueError, in one sentence, if the draft cannot be split over `tp_size` tensor-parallel ranks."""
         sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size}
-        if tp_size % self.num_kv_heads:  # else each rank has one, which others may have, too
+        if tp_size % self.num_kv_heads:  # else each rank has one KV head, alone or as a copy
             sizes["num_key_value_heads"] = self.num_kv_heads
         for key, size in sizes.items():
             if size % tp_size:
-                raise ValueError(f"--tp-size is {tp_size} and the draft's {key} {size}: the former must divide it.")
+                raise ValueError(f"--tp-size is {tp_size} and the draft's {key} is {size}: --tp-size must divide it.")
 
 
 def build_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
-    """The published formula for taps where a checkpoint names none (z-lab/dflash, `dflash/model.py`)."""
+    """The published formula for the tapped layers of a checkpoint that names none (z-lab/dflash, `dflash/model.py`)."""
     if num_taps == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -159,12 +160,12 @@ def _layer_attention(config: Mapping[str, Any], num_layers: int) -> tuple[LayerA
     full, sliding = "full_attention", "sliding_attention"
     layer_types, slides = config.get("layer_types"), config.get("use_sliding_window", False)
     if layer_types is None:
-        # As the Qwen3 config, which hosts read a draft's config with, fills it in.
+        # The default of transformers' Qwen3Config, with which the host reads a draft's config.
         first = num_layers
         if slides and config.get("sliding_window", True) is not None:
             first = config.get("max_window_layers", 28)
             if type(first) is not int or first < 0:
-                raise ValueError(f"The draft's max_window_layers is {first!r}; it must be a number of layers.")
+                raise ValueError(f"The draft's max_window_layers is {first!r}; it must be an integer of 0 or more.")
         layer_types = [sliding if index >= first else full for index in range(num_layers)]
     if (
         not isinstance(layer_types, list)
@@ -177,8 +178,8 @@ def _layer_attention(config: Mapping[str, Any], num_layers: int) -> tuple[LayerA
         )
     if sliding in layer_types and not slides:
         raise ValueError(
-            f"The draft's layer_types has '{sliding}' and use_sliding_window is {slides!r}; it must be true, or the "
-            "host drops the window."
+            f"The draft's layer_types has '{sliding}' and its use_sliding_window is {slides!r}; use_sliding_window "
+            "must be true, or the host drops the window."
         )
     window = _positive(config, "sliding_window") if sliding in layer_types else None
     is_causal = config.get("is_causal")
@@ -199,7 +200,7 @@ def _target_layer_ids(config: Mapping[str, Any], num_layers: int) -> tuple[int, 
         layer_ids = list(build_target_layer_ids(_positive(config, "num_target_layers"), num_layers))
     if not isinstance(layer_ids, list) or not layer_ids or any(type(i) is not int for i in layer_ids):
         raise ValueError(f"dflash_config.target_layer_ids is {layer_ids!r}; it must be a list of layer numbers.")
-    # The host captures each layer once and in the model's order, whatever the list says.
+    # Whatever the list says, the host captures each layer once, in the model's order.
     if any(second <= first for first, second in pairwise(layer_ids)):
         raise ValueError(f"dflash_config.target_layer_ids is {layer_ids}; the layer numbers must rise.")
     return tuple(layer_ids)

@@ -1,1 +1,1 @@
-"""The boundary: the only folder that imports sglang (pinned in `version.py`)."""
+"""The boundary: the only folder that imports sglang (release pinned in `version.py`). "The host" is SGLang."""

@@ -30,7 +30,7 @@ def asks_for_dflash(server_args: Any) -> bool:
 
 
 def check_features(server_args: Any, previous: Any) -> None:
-    """Goes before all of the host's checks, or some would end in a traceback before our sentence.
+    """Runs before all of the host's checks, because some of them would end in a traceback before our sentence.
 
     Raises:
         SystemExit: the sentence of `refuse_features`.
@@ -44,7 +44,7 @@ def check_features(server_args: Any, previous: Any) -> None:
 
 
 def check(server_args: Any, previous: Any) -> None:
-    """Wraps the host's own speculative checks; asked for another algorithm, it is out of the way.
+    """Checks what DFLASH needs, then runs the host's own speculative checks. For another algorithm only the host's run.
 
     Raises:
         SystemExit: one sentence that names the value that came, what is allowed, and the flag.
@@ -84,7 +84,7 @@ def check(server_args: Any, previous: Any) -> None:
 
 
 def read_draft_config(cfg: Any) -> DraftConfig:
-    """The draft's config, its mask token id resolved.
+    """The draft's config, with its mask token id resolved.
 
     Args:
         cfg: server arguments, or the host's view of them.
@@ -107,7 +107,7 @@ def read_draft_config(cfg: Any) -> DraftConfig:
         _raise_exceptions_for_missing_entries=False,
     )
     if side_car is not None:
-        raise ValueError(f"the draft brings a trained mask embedding ({side_car}): {USE_BUILTIN}.")
+        raise ValueError(f"the draft has a trained mask embedding ({side_car}), which we do not read: {USE_BUILTIN}.")
     return draft
 
 
@@ -130,7 +130,7 @@ def _config_dict(path: str, revision: str | None) -> dict[str, Any]:
         reason = str(error).splitlines()[0]
         raise ValueError(f"the draft's config.json at {path!r} cannot be read: {reason}") from None
     if not config:
-        raise ValueError(f"there is no config.json of a draft at {path!r} (--speculative-draft-model-path).")
+        raise ValueError(f"there is no draft config.json at {path!r} (--speculative-draft-model-path).")
     return config
 
 
@@ -143,7 +143,7 @@ def _check_target(target: Any, draft: DraftConfig) -> None:
         )
     if target.is_multimodal:
         raise ValueError(
-            f"the target {target.hf_config.architectures} reads more than text, which no machine has run with this "
+            f"the target {target.hf_config.architectures} reads more than text, which was never run with this "
             f"worker: {USE_BUILTIN}."
         )
     draft.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
@@ -154,8 +154,8 @@ def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:
     asked = next((value for value in flags if value is not None), draft.block_size)
     if not 2 <= asked <= draft.block_size:
         raise ValueError(
-            f"--speculative-num-draft-tokens is {asked}; this draft fills 2 to {draft.block_size} rows, "
-            "the size it was trained with."
+            f"--speculative-num-draft-tokens is {asked}; allowed: 2 to {draft.block_size}, the block size that this "
+            "draft was trained with."
         )
     if asked >= context_len:
         raise ValueError(
@@ -168,8 +168,8 @@ def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:
 def _refuse_unserved(cfg: Any) -> None:
     if cfg.speculative_draft_model_quantization is not None:
         raise ValueError(
-            f"--speculative-draft-model-quantization is {cfg.speculative_draft_model_quantization} (the target's "
-            "--quantization is its default); only unquantised drafts are served: pass 'unquant'."
+            f"--speculative-draft-model-quantization is {cfg.speculative_draft_model_quantization} (its default is the "
+            "target's --quantization); only unquantised drafts are served: pass 'unquant'."
         )
     if cpu_platform_in_use():
         backends = {cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend} - {None}

@@ -1,6 +1,6 @@
-"""Where SGLang 0.5.23 treats the tokens of a verified block unlike single tokens, and plain decoding's answer instead.
+"""Hooks where SGLang 0.5.23 treats a verified block differently from the same tokens decoded one by one.
 
-Each hook says what the host does and why ours differs.
+Each restores plain decoding's result, and says what the host does and why ours differs.
 """
 
 from __future__ import annotations
@@ -23,19 +23,25 @@ GRAMMAR = (
 
 
 def order_penalizers(result: Any, orchestrator: Any, *_: Any, **__: Any) -> None:
-    """The host holds its penalizers in a set of classes, so that without overlap their order, and with it the result
-    of a repetition penalty beside another one, changes from process to process. With overlap, and under speculation,
-    it adds first and scales last; so does every server with this plugin."""
+    """Makes every server with this plugin add penalties first and scale last.
+
+    The host keeps its penalizers in a set of classes. So without overlap their order can change from process to
+    process, and with it the result of a repetition penalty combined with another penalty. With overlap, and under
+    speculation, the host itself adds first and scales last.
+    """
     ordered = sorted(orchestrator.penalizers.items(), key=lambda item: (item[1].is_multiplicative, item[0].__name__))
     orchestrator.penalizers = dict(ordered)
 
 
 def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) -> None:
-    """The host looks for stops in the block as a whole: stop strings before regexes before stop tokens, the first
-    listed before the first reached. Plain decoding ends at whatever comes first."""
+    """Ends a request at the first stop in the block, as plain decoding does.
+
+    The host searches the block as a whole: stop strings before regexes before stop tokens. Among strings, or among
+    regexes, the first in the request's list wins over the first in the text.
+    """
     params, grammar = req.sampling_params, req.grammar
     if grammar is not None and _owes_a_token(req):
-        req.grammar = None  # its end is not yet the request's
+        req.grammar = None  # the grammar has ended, but the request emits one more token
     if new_accepted_len > 1 and (params.stop_strs or params.stop_regex_strs):
         _finish_at_first(original, req, new_accepted_len)
     else:
@@ -52,20 +58,20 @@ def _finish_at_first(original: Any, req: Any, new_accepted_len: int) -> None:
     ids, grammar = req.output_ids, req.grammar
     block = ids[-new_accepted_len:]
     del ids[-new_accepted_len:]
-    req.grammar = None  # it has already gone over the whole block
+    req.grammar = None  # it has already accepted the whole block
     for place, token in enumerate(block, start=1):
         ids.append(token)
         if place == len(block):
             req.grammar = grammar
         original(req, 1)
         if req.finished():
-            ids.extend(block[place:])  # what reads the block later expects its full length
+            ids.extend(block[place:])  # later readers expect the whole block
             break
 
 
 def accept_past_the_end(original: Any, processor: Any, req: Any, tokens: int | list[int]) -> list[int]:
-    """With `ignore_eos`, plain decoding notices the end of a grammar one token late and emits that token too; the
-    host drops it from a block."""
+    """With `ignore_eos`, plain decoding notices a grammar's end one token late and emits that token, too. The host
+    drops it from a block; we keep it."""
     if not (req.sampling_params.ignore_eos and get_spec().speculative_algorithm == "DFLASH"):
         return original(processor, req, tokens)
     run = [tokens] if isinstance(tokens, int) else tokens
@@ -80,7 +86,7 @@ def accept_past_the_end(original: Any, processor: Any, req: Any, tokens: int | l
 
 
 def _owes_a_token(req: Any) -> bool:
-    """Whether the grammar has ended and the one token past its end is not out."""
+    """Whether the grammar has ended and the one token past its end is not emitted yet."""
     return (
         req.sampling_params.ignore_eos
         and get_spec().speculative_algorithm == "DFLASH"
@@ -90,7 +96,7 @@ def _owes_a_token(req: Any) -> bool:
 
 
 def defer_reasoning_tokens(original: Any, processor: Any, req: Any, tokens: Any) -> None:
-    """The host counts a block's reasoning tokens before it looks for the stop, and so those past it."""
+    """Counts a block's reasoning tokens once its stop is found. The host counts earlier, also tokens past the stop."""
     if isinstance(tokens, list) and len(tokens) > 1:
         req.dflash_reasoning = (lambda *arguments: original(processor, *arguments)), tokens
     else:
@@ -105,8 +111,11 @@ HOOKS: dict[str, tuple[Any, HookType]] = {
 
 
 def restore_prefill_only() -> None:
-    """Requests for no new token are sampled by the host where speculation is on, which changes the logprobs of
-    scoring; a property, which SGLang's registry cannot hook."""
+    """Keeps requests with `max_new_tokens` 0 prefill-only under DFLASH.
+
+    With speculation on, the host samples them, which changes the logprobs of scoring. `is_prefill_only` is a property,
+    which SGLang's hook registry cannot hook, so it is replaced here.
+    """
     from sglang.srt.managers.schedule_batch import Req
 
     Req.is_prefill_only = property(_is_prefill_only)

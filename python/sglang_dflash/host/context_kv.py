@@ -11,18 +11,21 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang_dflash import ops
 
 logger = logging.getLogger(__name__)
-ROWS = 2048  # per product: bounds the temporaries of a long prefill
+ROWS = 2048  # rows of one product; bounds the temporary memory of a long prefill
 
 
 class ContextKVWriter:
-    """Holds the draft layers' key and value projections stacked, so that all layers take one product."""
+    """Computes the context KV of all draft layers in one product, from their stacked key and value projections."""
 
     def __init__(self, draft_model: Any) -> None:
         """draft_model: SGLang's `DFlashDraftModel`, weights loaded, unquantised."""
         attentions = [layer.self_attn for layer in draft_model.layers]
         first = attentions[0]
         if not first.rotary_emb.is_neox_style or not hasattr(first.rotary_emb, "cos_sin_cache"):
-            raise ValueError("The draft's rotary embedding is not of the neox style with a table, which we need.")
+            raise ValueError(
+                f"The draft's rotary embedding is a {type(first.rotary_emb).__name__}; "
+                "allowed: neox style (halves paired) with a cos_sin_cache."
+            )
         self._model = draft_model
         self._layers = [attention.attn for attention in attentions]
         self._rotary = first.rotary_emb
@@ -32,8 +35,10 @@ class ContextKVWriter:
         self._rows = ops.TORCH_ROWS
 
     def bind(self, pool: Any) -> None:
-        """Chooses how rows reach the draft's KV pool: all layers in one call where it holds plain slots in the draft's
-        own dtype and an op takes them; else layer by layer through the host, which quantises and knows other layouts.
+        """Chooses how rows are written to the draft's KV pool.
+
+        One call writes all layers if the pool holds plain rows of the draft's dtype and an op supports them. Otherwise
+        the host writes layer by layer: it quantises and knows other layouts.
         """
         k, v = getattr(pool, "k_buffer", ()), getattr(pool, "v_buffer", ())
         scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)]
@@ -42,18 +47,18 @@ class ContextKVWriter:
         if same and (k[0].is_cuda or ops.serves(k[0].device, k[0].dtype)):
             self._buffers = ops.KVBuffers(k, v)
             self._rows = ops.choose_rows(k[0].device, k[0].dtype)
-        way = "one call for all layers" if self._buffers else "a write per layer"
-        logger.info("sglang-dflash writes context KV by %s.", way)
+        way = "one call for all layers" if self._buffers else "one write per layer"
+        logger.info("sglang-dflash writes context KV with %s.", way)
 
     def refresh(self) -> None:
-        """Takes up the draft's weights after they changed, in place: a forward may still be reading."""
+        """Copies the draft's weights after they changed. In place, because a forward may still read the tensors."""
         stacked = (self._kv_weight, self._kv_bias, self._k_norm_weight)
         for held, weight in zip(stacked, self._projections(), strict=True):
             if held is not None:
                 held.copy_(weight)
 
     def _projections(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """[L, 2, Hkv, D, H] and [L, 2, Hkv, D] of this rank's heads, and [L, D]."""
+        """Of this rank's heads: weight [L, 2, Hkv, D, H], bias [L, 2, Hkv, D] or None; and key norm weight [L, D]."""
         attentions = [layer.self_attn for layer in self._model.layers]
         first = attentions[0]
         shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
@@ -63,18 +68,18 @@ class ContextKVWriter:
         return weight, bias, torch.stack([a.k_norm.weight for a in attentions])
 
     def write(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Writes every given row. A verified row beyond the committed ones may be among them: its slot holds no
-        committed token, and nothing reads it before a later step writes it again.
+        """Writes every given row, also the rejected rows of a verified block. A rejected row's slot holds no committed
+        token, and a later step overwrites it before anything reads it.
 
         Args:
             pool: the draft's KV pool.
-            hidden: [N, taps * H]; the target's tapped layers, concatenated.
+            hidden: [N or more, taps * H]; the target's tapped layers, concatenated.
             positions: [N] int64, absolute.
-            slots: [N] int64, in the draft pool's ids.
+            slots: [N] int64; ids of the draft's pool.
         """
         count = len(slots)
         for begin in range(0, count, ROWS):
-            rows = slice(begin, min(begin + ROWS, count))  # hidden may have more
+            rows = slice(begin, min(begin + ROWS, count))  # hidden may have more rows
             self._write_rows(pool, hidden[rows], positions[rows], slots[rows])
 
     def _write_rows(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:

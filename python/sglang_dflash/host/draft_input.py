@@ -75,10 +75,11 @@ class DraftInput(DFlashDraftInputV2):
 
 
 def known_kv_lens(batch: Any, extra: int) -> tuple[torch.Tensor, int]:
-    """How far a step that adds `extra` rows to the prefixes may read, at most: [B] int64 on the CPU, and their sum.
+    """Upper bounds of the KV that a step reads if it adds `extra` rows to the prefixes: [B] int64 on the CPU, and their
+    sum.
 
-    Where no attention backend asks for lengths on the CPU, the host keeps none under overlap, and what was reserved
-    is the bound.
+    Under overlap, if no attention backend asks for lengths on the CPU, the host keeps none there. Then the reserved
+    lengths are the bounds.
     """
     lens_cpu = batch.seq_lens_cpu
     if lens_cpu is None:
@@ -96,14 +97,14 @@ def _no_fields(batch: int, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def upload(tensor_cpu: torch.Tensor, device: Any) -> torch.Tensor:
-    """The tensor on `device`; through pinned memory where there is any, so that the copy does not wait."""
+    """Copies a tensor to `device`, through pinned memory where available, so that the CPU does not wait."""
     if is_pin_memory_available(device):
         tensor_cpu = tensor_cpu.pin_memory()
     return tensor_cpu.to(device, non_blocking=True)
 
 
 def reserve_lens(committed: list[int], allocated: list[int], reserve: int, page_size: int) -> list[int]:
-    """Slots each request must own before the step: committed + reserve in whole pages, never fewer than it owns."""
+    """Slots that each request must own before the step: committed + reserve in whole pages, or more if it owns more."""
     ahead = reserve + page_size - 1
     return [
         max(owned, (length + ahead) // page_size * page_size)

@@ -53,7 +53,7 @@ class DraftHead:
         weight = getattr(lm_head, "weight", None)
         shard = getattr(lm_head, "shard_indices", None)
         if not is_dense_head_weight(weight) or (shard is not None and shard.num_added_elements):
-            raise ValueError("DFLASH drafts need a target whose lm_head is dense and has no added vocabulary.")
+            raise ValueError("DFLASH needs a target whose lm_head is dense and has no added vocabulary.")
         self._vocab_size = shard.num_org_elements if shard is not None else weight.shape[0]  # of this rank
         self._first_id = shard.org_vocab_start_index if shard is not None else 0
         tp_group = get_parallel().tp_group
@@ -66,7 +66,7 @@ class DraftHead:
         """hidden: [B * K, H], K = `block_size`. Returns [B, K-1] int64."""
         rows = hidden.view(-1, block_size, hidden.shape[-1])[:, 1:]
         weight = self._lm_head.weight[: self._vocab_size]  # [V, H] without the host's padding
-        # Made dense, so that all rows go through one product: of a slice, torch multiplies request by request.
+        # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
         logits = F.linear(rows.reshape(-1, rows.shape[-1]).to(weight.dtype), weight)
         if self._group is None:
             return ops.row_argmax(logits).view(rows.shape[:2])
@@ -81,7 +81,7 @@ class DraftHead:
         return ids.gather(0, best.argmax(0, keepdim=True))[0].long()
 
     def reserve(self, max_batch: int) -> None:
-        """Fixes the buffer that graph replays write."""
+        """Allocates the buffer that graph replays write."""
         shape = (max_batch, self._block_size - 1)
         self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._lm_head.weight.device)
 
@@ -92,7 +92,7 @@ class DraftHead:
 
 
 def _lookup(embedding: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A plain table's rows without the layer around it, whose Python costs a small batch more than the rows."""
+    """Reads a plain table without its layer: for a small batch, the layer's Python costs more than the lookup."""
     plain = type(embedding) is VocabParallelEmbedding and type(embedding.quant_method) is UnquantizedEmbeddingMethod
     if not plain or embedding.tp_size > 1 or embedding.output_dtype is not None:
         return embedding
@@ -126,9 +126,9 @@ class DraftRunner:
         self.model.set_block_size(block_size)
         if self.runner.device == "cpu":
             for layer in self.model.layers:
-                layer.self_attn.use_table_qk_norm_rope = False  # Triton, not gated on CUDA (models/dflash.py:383)
+                layer.self_attn.use_table_qk_norm_rope = False  # Triton, also without CUDA (models/dflash.py:383)
         target_model = target_runner.model
-        self._embed = _lookup(unwrap_lora_layer(target_model.get_input_embeddings()))  # adapters are the target's alone
+        self._embed = _lookup(unwrap_lora_layer(target_model.get_input_embeddings()))  # LoRA is for the target only
         scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
         self._embed_scale = float(scale()) if scale else 1.0
         self._head = DraftHead(unwrap_lora_layer(target_model.lm_head), block_size)
@@ -140,8 +140,8 @@ class DraftRunner:
         }
 
     def alloc_memory_pool(self, config: Any, req_to_token_pool: Any, allocator: Any) -> None:
-        """Shares the target's slots, and its table of them unless the draft sees only a window: one RadixAttention
-        tree serves both models."""
+        """Shares the target's slots, and also its slot table unless the draft has a window. So one RadixAttention tree
+        serves both models."""
         window_size = get_spec().speculative_draft_window_size
         self.worker.alloc_memory_pool(
             memory_pool_config=config,
@@ -158,7 +158,7 @@ class DraftRunner:
             self.worker.init_attention_backends()
 
     def init_graphs(self) -> None:
-        """Captures the draft forward with the head in it where the host captures decode graphs."""
+        """Captures the draft forward, head included, if the host captures decode graphs."""
         graphs = get_exec().graph.cuda_graph_config
         capture = graphs.decode.backend != Backend.DISABLED
         if capture and current_platform.is_out_of_tree():
@@ -173,13 +173,13 @@ class DraftRunner:
             self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
 
     def _free_memory_gb(self) -> float:
-        """The least of all ranks': they must all capture, or none."""
+        """The lowest value of all ranks, because either all of them capture or none."""
         return self._tp_sync.available_memory_gb(
             SpecTpSyncSite.DFLASH_MEM, self.runner.device, self.runner.gpu_id, group=get_parallel().tp_group
         )
 
     def weights(self) -> DraftWeights:
-        """What the host changes when it changes the draft's weights."""
+        """The runner through which the host updates the draft's weights."""
         return DraftWeights(self.runner, taken_up=self._context_kv.refresh)
 
     def propose(self, block: Block, batch: Any, kv_plan: Any) -> torch.Tensor:
@@ -236,10 +236,10 @@ class DraftRunner:
         )
 
     def write_context(self, hidden: torch.Tensor, positions: torch.Tensor, kv_plan: Any) -> None:
-        """Draft KV of the rows the target has just run; see `ContextKVWriter.write`.
+        """Writes the draft's KV of the rows that the target has just run; see `ContextKVWriter.write`.
 
         Args:
-            hidden: [N or more, taps * H]; the host may pad behind the rows.
+            hidden: [N or more, taps * H]; the host may pad after the rows.
             positions: [N] int64.
             kv_plan: the `KVLocPlan` whose write ids are the rows' slots.
         """

@@ -1,4 +1,4 @@
-"""The draft's own table of KV slots, where it sees only the latest tokens (`--speculative-draft-window-size`)."""
+"""The draft's own table of KV slots when it sees only the latest tokens (`--speculative-draft-window-size`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from sglang_dflash.core.block import Block
 
 
 class DraftWindow:
-    """The latest tokens of each request and its block, from column 0 of its row on; positions stay absolute."""
+    """Each row holds the slots of a request's latest tokens, then of its block. Positions stay absolute."""
 
     def __init__(self, size: int, page_size: int, target_table: torch.Tensor, draft_table: torch.Tensor) -> None:
         """
         Args:
-            size: tokens that the draft sees before the block; up to a page more, since backends read whole pages.
+            size: tokens that the draft sees before the block. It may see up to `page_size` - 1 more, because backends
+                read whole pages.
             target_table, draft_table: [R, C] int32; slot of each position of each request row.
         """
         self._size = size
@@ -33,7 +34,7 @@ class DraftWindow:
             rows: [B] int; the requests' rows in both tables.
 
         Returns:
-            [B] int64: the tokens before the block that the draft sees.
+            [B] int64: number of tokens before the block that the draft sees.
         """
         width = min(self.max_len + block.block_size, self._draft_table.shape[1])
         starts, slots = ops.recent_slots(

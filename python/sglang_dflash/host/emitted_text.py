@@ -12,7 +12,7 @@ from sglang_dflash.core.block import VerifyPlan
 
 
 class EmittedText:
-    """The emitted tokens of requests with custom logit processors, on the host and up to date.
+    """The emitted tokens of requests with custom logit processors, on the CPU and up to date.
 
     `Req.output_ids` lags one step under overlap. Every step of a batch with processors waits for its drafts.
     """
@@ -22,12 +22,12 @@ class EmittedText:
         self._pending: list[tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]] = []
 
     def prefill(self, batch: Any) -> None:
-        """Starts anew with what the host knows of a prefill's requests, which is all.
+        """Starts a prefill's requests with the host's `output_ids`, which are complete at a prefill.
 
-        Of the running requests of a mixed batch it may lack a step: processors are shown what is kept here.
+        For the running requests of a mixed batch the host may lack one step, so processors get the tokens kept here.
         """
-        self._read_pending()  # before a slot of a finished request goes to another one
-        info = batch.sampling_info  # a copy of this forward's own
+        self._read_pending()  # first: a finished request's slot may go to another one
+        info = batch.sampling_info  # this forward's own copy
         info.custom_params = list(info.custom_params)
         tails = batch.decoding_reqs or ()
         for i, slot, req in _tracked(batch):
@@ -37,7 +37,7 @@ class EmittedText:
                 info.custom_params[i] = self._params(req, info.custom_params[i], [])
 
     def commit(self, batch: Any, ids: torch.Tensor, lens: torch.Tensor) -> None:
-        """The first `lens` ([B]) of the `ids` ([B, W]) of every request are emitted; read when next needed."""
+        """Of every request, the first `lens` ([B]) of its `ids` ([B, W]) are emitted; read when next needed."""
         self._pending.append(([(i, slot) for i, slot, _ in _tracked(batch)], ids, lens))
 
     def row_params(self, batch: Any, plan: VerifyPlan) -> list[Any]:
@@ -52,7 +52,7 @@ class EmittedText:
         return rows
 
     def _params(self, req: Any, params: dict[str, Any], drafts: list[int]) -> dict[str, Any]:
-        row_req = copy.copy(req)  # what the host computes from `output_ids`, such as `seqlen`, follows
+        row_req = copy.copy(req)  # so that what depends on `output_ids`, such as `seqlen`, follows
         row_req.output_ids = self._ids[req.kv.req_pool_idx] + array("q", drafts)
         return params | {"__req__": row_req}
 
@@ -65,5 +65,5 @@ class EmittedText:
 
 
 def _tracked(batch: Any) -> list[tuple[int, int, Any]]:
-    """Place, slot and `Req` of every request with a processor."""
+    """Index in the batch, slot and `Req` of every request with a processor."""
     return [(i, req.kv.req_pool_idx, req) for i, req in enumerate(batch.reqs) if req.custom_logit_processor]

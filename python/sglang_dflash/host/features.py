@@ -1,4 +1,4 @@
-"""What SGLang offers around DFLASH: each feature, the flags that ask for it, and whether this worker serves it."""
+"""SGLang's features that can be combined with DFLASH: their flags, and whether this worker serves them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.core.draft_config import USE_BUILTIN
 
-UNTESTED = "no machine has run the two together"
+UNTESTED = "the two have never been run together"
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A thing that a user may ask for beside `--speculative-algorithm DFLASH`.
+    """A feature that a user may ask for together with `--speculative-algorithm DFLASH`.
 
     Fields:
-        name: what it is called in a sentence.
-        flags: server arguments that ask for it where they differ from their defaults.
-        refusal: why it is refused; None where it is served.
-        builtin: whether SGLang's own worker may serve what we refuse.
-        tests: where it is served, the end-to-end tests that show it.
+        name: its name in a refusal.
+        flags: server arguments that ask for it if they differ from their defaults.
+        refusal: why it is refused; None if it is served.
+        builtin: whether SGLang's own worker may serve it if we refuse it.
+        tests: the end-to-end tests of a served feature.
     """
 
     name: str
@@ -51,9 +51,7 @@ FEATURES = (
         ("enable_lora", "lora_paths", "max_lora_rank", "lora_backend"),
         "test_lora_and_kv_in_fewer_bits",
     ),
-    _served(
-        "KV in fewer bits", ("kv_cache_dtype", "speculative_draft_kv_cache_dtype"), "test_lora_and_kv_in_fewer_bits"
-    ),
+    _served("quantised KV", ("kv_cache_dtype", "speculative_draft_kv_cache_dtype"), "test_lora_and_kv_in_fewer_bits"),
     _served("mixed chunks", ("enable_mixed_chunk",), "test_mixed_chunks"),
     _served(
         "priorities and preemption",
@@ -62,13 +60,13 @@ FEATURES = (
     ),
     _served("no radix cache", ("disable_radix_cache",), "test_mixed_chunks", "test_preemption"),
     _served("chunked prefill", ("chunked_prefill_size",), "test_prompt_in_chunks", "test_mixed_chunks"),
-    _served("few running requests", ("max_running_requests",), "test_preemption"),
+    _served("a limit of running requests", ("max_running_requests",), "test_preemption"),
     _served("schedule policies", ("schedule_policy",), "test_sliding_draft"),
     _served("streaming intervals", ("stream_interval",), "test_replicas"),
     _served("metrics", ("enable_metrics",), "test_replicas"),
     _served("sessions", ("enable_streaming_session",), "test_sessions"),
     _served(
-        "answers that depend on nothing else",
+        "deterministic inference",
         ("enable_deterministic_inference",),
         "test_drawn_combinations_of_seeded_requests",
     ),
@@ -80,9 +78,9 @@ FEATURES = (
     _served("pausing", (), "test_pause_and_continue"),
     _served("aborts", (), "test_aborted_requests_free_their_slots"),
     _served("weight updates", (), "test_target_weights_change", "test_draft_weights_change"),
-    _served("a window of the draft's context", ("speculative_draft_window_size",), "test_mixed_chunks"),
+    _served("a window for the draft", ("speculative_draft_window_size",), "test_mixed_chunks"),
     _served("sliding-window drafts", (), "test_sliding_draft"),
-    _served("pages", ("page_size",), "test_tokens_equal_speculation_off"),
+    _served("page sizes", ("page_size",), "test_tokens_equal_speculation_off"),
     _served("scheduling without overlap", ("disable_overlap_schedule",), "test_tokens_equal_speculation_off"),
     _served("a shorter context", ("context_length",), "test_context_limit_and_retraction"),
     _served("a shorter block", ("speculative_num_draft_tokens",), "test_tokens_equal_with_a_shorter_block"),
@@ -95,17 +93,17 @@ FEATURES = (
     _refused(
         "disaggregation",
         ("disaggregation_mode", "encoder_only", "language_only"),
-        "the draft's keys and values would stay behind",
+        "the draft's KV would not be transferred",
     ),
     _refused(
-        "KV outside of the device",
+        "KV outside the device",
         ("enable_hierarchical_cache", "hicache_storage_backend", "enable_hisparse"),
-        "the draft's keys and values would stay behind",
+        "the draft's KV would not be transferred",
     ),
     _refused(
         "KV in another program",
         ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
-        "the draft's keys and values would stay behind",
+        "the draft's KV would not be transferred",
         builtin=False,
     ),
     _refused(
@@ -113,32 +111,32 @@ FEATURES = (
         ("enable_unified_memory", "enable_page_major_kv_layout", "enable_kv_cache_sharding"),
         UNTESTED,
     ),
-    _refused("prefill without a KV cache", ("prefill_only_disable_kv_cache",), "drafts need one", builtin=False),
+    _refused("prefill without a KV cache", ("prefill_only_disable_kv_cache",), "the draft needs one", builtin=False),
     _refused("releasing memory", ("enable_memory_saver", "weight_cache_mode"), UNTESTED),
-    _refused("weights outside of the device", ("cpu_offload_gb", "offload_group_size"), UNTESTED),
-    _refused("weights that load late", ("startup_weight_load_mode",), "the draft's are taken up at the start"),
+    _refused("weights outside the device", ("cpu_offload_gb", "offload_group_size"), UNTESTED),
+    _refused("loading weights late", ("startup_weight_load_mode",), "the draft's weights are read at the start"),
     _refused("overlapping two batches", ("enable_two_batch_overlap", "enable_single_batch_overlap"), UNTESTED),
-    _refused("prefill and decode in turns", ("enable_pdmux",), UNTESTED),
+    _refused("prefill-decode multiplexing", ("enable_pdmux",), UNTESTED),
     _refused(
         "returning layers' outputs",
         ("enable_return_aux_hidden_states", "return_aux_hidden_state_layer_ids"),
-        "the draft has taken the place where they are captured",
+        "the draft already uses the place where they are captured",
     ),
-    _refused("another config for the draft", ("decrypted_draft_config_file",), "its config.json is what is checked"),
+    _refused("another config for the draft", ("decrypted_draft_config_file",), "only its config.json is checked"),
     _refused("strict thinking", ("enable_strict_thinking",), UNTESTED),
-    _refused("several items in a scoring request", ("enable_mis",), UNTESTED),
+    _refused("multi-item scoring", ("enable_mis",), UNTESTED),
     _refused("diffusion targets", ("dllm_algorithm",), "they have no next token to verify", builtin=False),
-    _refused("embedding models", ("is_embedding",), "they generate nothing to draft", builtin=False),
+    _refused("embedding models", ("is_embedding",), "they generate no tokens", builtin=False),
     _refused(
-        "acceptance of other than the target's tokens",
+        "accepting tokens that are not the target's",
         ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
-        "it changes the answers, and only 1.0 keeps them",
+        "it changes the answers; only 1.0 keeps them",
     ),
     _refused("block verification", ("speculative_use_block_verification",), "drafts are proposed greedily"),
 )
-"""Every feature; those that need a look at more than one flag are checked in `arguments.py`."""
+"""Every feature; checks that need more than one flag are in `arguments.py`."""
 
-# What DFLASH has of SGLang's speculative flags; those of other algorithms are refused rather than ignored.
+# SGLang's speculative flags that DFLASH uses. Flags of other algorithms are refused, not ignored.
 SPECULATIVE_FLAGS = {
     "speculative_algorithm",
     "speculative_draft_model_path",
@@ -149,17 +147,17 @@ SPECULATIVE_FLAGS = {
     "speculative_dflash_block_size",
 }
 OTHER_ALGORITHMS = {"enable_multi_layer_eagle", "uno_lora_path", "decoupled_spec_role"}
-ONE_STEP = {"speculative_num_steps": 1, "speculative_eagle_topk": 1}  # what the host sets for DFLASH, if told
+ONE_STEP = {"speculative_num_steps": 1, "speculative_eagle_topk": 1}  # the host sets these for DFLASH
 
 
 def refuse_features(asked: Mapping[str, Any]) -> None:
-    """Ends a start that asks for what is not served.
+    """Refuses a start that asks for a feature that is not served.
 
     Args:
         asked: server arguments as the user gave them, defaults included.
 
     Raises:
-        ValueError: one sentence that names the flag, what came and why not.
+        ValueError: one sentence that names the flag, its value and the reason.
     """
     defaults = {field.name: field.default for field in record_fields(ServerArgs)}
     known = set(SPECULATIVE_FLAGS)
@@ -171,7 +169,7 @@ def refuse_features(asked: Mapping[str, Any]) -> None:
     for flag, value in asked.items():
         foreign = (flag.startswith("speculative_") and flag not in known) or flag in OTHER_ALGORITHMS
         if foreign and value not in (defaults[flag], ONE_STEP.get(flag)):
-            raise ValueError(f"{spelled(flag, value)} belongs to other algorithms than DFLASH; leave it out.")
+            raise ValueError(f"{spelled(flag, value)} belongs to other algorithms, not to DFLASH; leave it out.")
 
 
 def spelled(flag: str, value: Any) -> str:
@@ -182,7 +180,8 @@ def spelled(flag: str, value: Any) -> str:
 
 def _sentence(feature: Feature, flag: str, value: Any) -> str:
     way_out = f"leave it out, or {USE_BUILTIN}" if feature.builtin else "leave it out"
-    return f"{spelled(flag, value)} asks for {feature.name}, not served with DFLASH: {feature.refusal}; {way_out}."
+    asked = f"{spelled(flag, value)} asks for {feature.name}"
+    return f"{asked}, which is not served with DFLASH: {feature.refusal}; {way_out}."
 
 
 def _keep_thresholds(original: Any, controller: Any, key: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""The target's last hidden states for requests that ask for them, beside the tapped layers that the draft reads."""
+"""Returns the target's last hidden states to requests that ask for them, while the draft reads the tapped layers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sglang.srt.model_executor.forward_batch_info import get_server_return_hidde
 
 
 class ReturnedHiddenStates:
-    """Hands the host what plain decoding returns: the states after the final norm.
+    """Returns what plain decoding returns: the states after the final norm.
 
-    Where the target captures its tapped layers, the host returns those in their place (logits_processor.py:869).
+    When the target captures its tapped layers, the host would return those instead (logits_processor.py:869).
     """
 
     def __init__(self, target_model: Any) -> None:
-        """To be made before graphs are captured."""
+        """To be constructed before graphs are captured."""
         self._server_mode = get_server_return_hidden_states_mode()
         if self._server_mode.need_capture():
             for module in target_model.modules():
@@ -24,10 +24,11 @@ class ReturnedHiddenStates:
                     module.keep_last_hidden_states = True
 
     def put(self, batch: Any, output: Any, rows_of_last_tokens: list[int] | None = None) -> None:
-        """Puts them in the place of the tapped layers in `output`, a `LogitsProcessorOutput`; or nothing.
+        """Replaces the tapped layers in `output`, a `LogitsProcessorOutput`, by the last states if a request asks for
+        them, else by None.
 
         Args:
-            rows_of_last_tokens: of a prefill, whose rows the host may want one per request.
+            rows_of_last_tokens: for a prefill, the row of each request's last token; the host may want only these.
         """
         states: torch.Tensor | None = output.last_hidden_states
         output.hidden_states = output.last_hidden_states = None

@@ -1,4 +1,4 @@
-"""What we hang into SGLang, and the proof that it hangs there: never a silent fall-back."""
+"""Our hooks into SGLang, and the check that each is in place, so that SGLang never falls back silently."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def install() -> None:
         shims.install()
         deterministic.install()
         layers.install()
-    register_resolution_hook("handle_deprecated_dp_attention")(_check_features)  # the host's first
+    register_resolution_hook("handle_deprecated_dp_attention")(_check_features)  # the host's first check
     register_resolution_hook("handle_speculative_decoding")(_check_arguments)
 
 
@@ -39,7 +39,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
     """Every hook target of this process -> (our function, `HookType`)."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    from sglang_dflash.host import block_results, features, sampler, sessions, weights
+    from sglang_dflash.host import block_results, features, requests, sampler, sessions, weights
 
     hooks: dict[str, tuple[Any, Any]] = {
         ROW_HEADROOM: (_row_headroom, HookType.AROUND),
@@ -49,7 +49,8 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
     if not builtin_worker_requested():
         hooks[CREATE_WORKER] = (_create_worker, HookType.AROUND)
         hooks[VALIDATE_REQUEST] = (_validate_request, HookType.REPLACE)
-        hooks |= block_results.HOOKS | sampler.HOOKS | sessions.HOOKS | weights.HOOKS | features.HOOKS
+        for module in (block_results, sampler, sessions, weights, features, requests):
+            hooks |= module.HOOKS
     if cpu_platform_in_use():
         from sglang_dflash.host.cpu import compiled, deterministic, shims, threads
 
@@ -60,7 +61,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
 def missing_hooks() -> list[str]:
     """Targets that SGLang failed to patch, or where another plugin's replacement came after ours.
 
-    SGLang's registry only logs the former and lets the last replacement win.
+    SGLang's registry only logs a failed patch, and lets the last replacement win.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -100,7 +101,7 @@ def _check_arguments(server_args: Any, previous: Any) -> None:
 
 def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if algorithm.is_dflash():
-        require_hooks()  # the scheduler is a process of its own
+        require_hooks()  # again: the scheduler is a separate process
         from sglang_dflash.host.block_results import restore_prefill_only
         from sglang_dflash.host.worker import DFlashWorker
 
@@ -116,8 +117,8 @@ def _validate_request(req: Any, enable_overlap: bool) -> str | None:
 
 
 def _row_headroom(original: Any) -> int:
-    """The host gives a request's row room for one block beyond the context at page size 1, and reserves two:
-    the last blocks before the context limit would overwrite the next request's row (SGLang issue 33579)."""
+    """At page size 1, the host gives a request's row room for one block beyond the context, but reserves two. The last
+    blocks before the context limit would overwrite the next request's row (SGLang issue 33579)."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, get_alloc_reserve_per_decode
     from sglang.srt.runtime_context import get_spec
 

@@ -1,4 +1,4 @@
-"""Penalties of running requests: who asks for which, and what each has emitted."""
+"""Penalties of running requests: which requests ask for them, and what each has emitted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Group(NamedTuple):
     """The requests of a batch that ask for penalties.
 
     Fields:
-        requests: [P] int64; their places in the batch.
+        requests: [P] int64; their indices in the batch.
         rows: [P] int64; their rows in `ops.EmittedTokens`.
-        most: no row holds more tokens than this.
+        most: upper bound of the tokens that a row holds.
     """
 
     requests: torch.Tensor
@@ -27,10 +27,10 @@ class Group(NamedTuple):
 
 
 class RequestPenalties:
-    """Counts per request slot, rebuilt from the request's tokens at every prefill, so also after a retraction.
+    """Token counts per request slot. Every prefill rebuilds them from the request's tokens, so also after a retraction.
 
-    The host's own counts see no committed token under speculation, and one late under overlap; ours are kept on the
-    device in the order of the steps.
+    The host's own counts miss committed tokens under speculation, and are one step late under overlap. Ours are kept
+    on the device, in the order of the steps.
     """
 
     def __init__(self, vocab_size: int, max_width: int, device: Any) -> None:
@@ -40,10 +40,10 @@ class RequestPenalties:
         self._row_of_slot: dict[int, int] = {}
 
     def prefill(self, batch: Any) -> Group | None:
-        """Starts the counts of a prefill's requests, and gives the host's sampler what they imply.
+        """Starts the counts of a prefill's requests, and sets the penalties that the host's sampler applies.
 
-        A request that comes back after a retraction has emitted tokens, and so have the running ones of a mixed batch;
-        the host's counts know of neither, and under overlap its `output_ids` lack the last.
+        A request that comes back after a retraction has already emitted tokens, and so have the running requests of a
+        mixed batch. The host counts neither. Under overlap, a running request's `output_ids` also lack the last token.
         """
         tails = batch.decoding_reqs or ()  # running requests of a mixed batch: already counted
         for req in batch.reqs:
@@ -52,7 +52,7 @@ class RequestPenalties:
                 ids = torch.tensor(list(req.output_ids), dtype=torch.int64)
                 self._emitted.start(row, upload(ids, self._device), req.sampling_params.frequency_penalty)
         group = self.group(batch)
-        info = batch.sampling_info  # a copy of this forward's own
+        info = batch.sampling_info  # this forward's own copy
         if group is not None and (tails or any(req.output_ids for req in batch.reqs)):
             additive, scaling = ops.penalties_of(self._emitted.of(group.rows, group.most), group.params)
             info.acc_additive_penalties[group.requests] = additive
@@ -61,8 +61,8 @@ class RequestPenalties:
         return group
 
     def group(self, batch: Any) -> Group | None:
-        """The batch's requests with penalties; None where there are none."""
-        if batch.sampling_info.acc_additive_penalties is None:  # the host's own quick answer
+        """The batch's requests with penalties; None if there are none."""
+        if batch.sampling_info.acc_additive_penalties is None:  # the host knows that none asks
             return None
         asking = [i for i, req in enumerate(batch.reqs) if asks_for_penalties(req.sampling_params)]
         if not asking:
@@ -72,7 +72,7 @@ class RequestPenalties:
             self._upload(asking, torch.int64),
             self._upload([self._row_of_slot[req.kv.req_pool_idx] for req in reqs], torch.int64),
             self._params(reqs),
-            # Under overlap the host knows the tokens of all steps but the one before.
+            # Under overlap the host does not know the previous step's tokens yet.
             max(len(req.output_ids) for req in reqs) + 2 * self._max_width,
         )
 
@@ -100,7 +100,7 @@ class RequestPenalties:
         ops.penalize(logits, group.requests, block_ids[group.requests], emitted, group.params)
 
     def commit(self, group: Group, ids: torch.Tensor, lens: torch.Tensor) -> None:
-        """Counts the first `lens` ([B]) of the `ids` ([B, W]) of every request."""
+        """Counts, for every request, the first `lens` ([B]) of its `ids` ([B, W])."""
         self._emitted.append(group.rows, ids[group.requests], lens[group.requests], group.most, group.params)
 
 
@@ -112,7 +112,7 @@ def asks_for_penalties(params: Any) -> bool:
 
 
 def stop_ids(req: Any) -> set[int]:
-    """The ids that the host masks until `min_new_tokens` are out (penaltylib/min_new_tokens.py)."""
+    """The ids that the host masks until `min_new_tokens` tokens are emitted (penaltylib/min_new_tokens.py)."""
     tokenizer = req.tokenizer
     ids = (req.sampling_params.stop_token_ids or set()) | (req.eos_token_ids or set())
     ids = ids | (tokenizer.additional_stop_token_ids or set()) | {tokenizer.eos_token_id}

@@ -1,10 +1,23 @@
-"""Which requests this worker refuses: whatever it would not honour exactly."""
+"""Which requests are refused: those that the worker would not honour exactly, and those that would end the server."""
 
 from __future__ import annotations
 
+import logging
+from http import HTTPStatus
 from typing import Any
 
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+MAX_ANSWERS = 4096  # of one HTTP request: the host makes a task and a copy of the request for each, before any check
+LARGEST = 1e30  # of a temperature or a bias: their quotient must fit float32, or probabilities are NaN
+NORMALIZE = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
+VERIFY_SAMPLING = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
+VALIDATE_IN_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+HANDLE_IN_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.handle_generate_request"
 
 
 def refuse_unsupported(req: Any) -> str | None:
@@ -46,3 +59,83 @@ def _complaint(req: Any) -> str | None:
     if req.input_embeds is not None or req.positional_embed_overrides is not None:
         return "input_embeds and embedding overrides are not served; send text or input_ids"
     return None
+
+
+def _normalize(original: Any, request: Any) -> None:
+    """Refuses more answers than a server can make tasks for.
+
+    Raises:
+        ValueError: the host answers it with HTTP 400.
+    """
+    if _serves_dflash():
+        parameters = request.sampling_params
+        for one in parameters if isinstance(parameters, list) else [parameters]:
+            answers = one.get("n", 1) if isinstance(one, dict) else 1
+            if isinstance(answers, int) and answers > MAX_ANSWERS:
+                raise ValueError(f"n is {answers}; allowed: 1 to {MAX_ANSWERS}.")
+    original(request)
+
+
+def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> None:
+    """Refuses numbers that are infinite in float32: probabilities become NaN, and drawing from them ends the scheduler.
+
+    Raises:
+        ValueError: the host answers it with HTTP 400.
+    """
+    original(params, vocab_size)
+    if not _serves_dflash():
+        return
+    if params.temperature > LARGEST:
+        raise ValueError(f"temperature is {params.temperature}; allowed: 0 to {LARGEST:g}.")
+    for token, bias in (params.logit_bias or {}).items():
+        if not isinstance(bias, int | float) or not abs(bias) <= LARGEST:
+            raise ValueError(f"logit_bias of token {token} is {bias!r}; allowed: {-LARGEST:g} to {LARGEST:g}.")
+
+
+def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids: Any) -> None:
+    """Checks what the host does not: these values end the scheduler.
+
+    Raises:
+        ValueError: the host answers it with HTTP 400.
+    """
+    original(manager, request, input_ids)
+    if not _serves_dflash() or not isinstance(request, GenerateReqInput):
+        return
+    vocab_size = manager.model_config.vocab_size
+    alternatives, start = request.top_logprobs_num, request.logprob_start_len
+    if alternatives is not None and not (isinstance(alternatives, int) and 0 <= alternatives <= vocab_size):
+        raise ValueError(f"top_logprobs_num is {alternatives!r}; allowed: 0 to {vocab_size}.")
+    if request.positional_embed_overrides is not None:
+        raise ValueError("positional_embed_overrides is not served; send text or input_ids.")
+    if request.return_logprob and start is not None and not (isinstance(start, int) and start >= -1):
+        raise ValueError(f"logprob_start_len is {start!r}; allowed: -1, or 0 and more.")
+
+
+def _serves_dflash() -> bool:
+    return get_spec().speculative_algorithm == "DFLASH"
+
+
+def _handle_in_scheduler(original: Any, scheduler: Any, request: Any, **more: Any) -> None:
+    """Ends a request alone where the host fails to take it in. The host would end with it, and so every other request.
+
+    A request that fails here has no KV slot yet and stands in no queue. All ranks take in the same requests and fail
+    alike.
+    """
+    try:
+        original(scheduler, request, **more)
+    except Exception as error:
+        if not scheduler.spec_algorithm.is_dflash():
+            raise
+        logger.exception("A request could not be taken in and is refused: rid %s.", request.rid)
+        message = f"The request could not be taken in: {type(error).__name__}: {error}"
+        reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
+        scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=request.rid, finished_reason=reason), request)
+
+
+HOOKS: dict[str, tuple[Any, HookType]] = {
+    NORMALIZE: (_normalize, HookType.AROUND),
+    VERIFY_SAMPLING: (_verify_sampling, HookType.AROUND),
+    VALIDATE_IN_TOKENIZER: (_validate_in_tokenizer, HookType.AROUND),
+    HANDLE_IN_SCHEDULER: (_handle_in_scheduler, HookType.AROUND),
+}
+"""Hook target -> (our function, how it is applied)."""

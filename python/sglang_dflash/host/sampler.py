@@ -1,4 +1,4 @@
-"""SGLang's sampler, mended: a request's token depends on no other request of its batch."""
+"""SGLang's sampler, fixed so that a request's token does not depend on other requests of its batch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ def sample_as_if_alone(
 ) -> tuple[torch.Tensor, Any]:
     """Every row takes the path that it would take alone; the host chooses one path for the whole batch.
 
-    Beside a sampled row, a greedy one (top_k 1) goes through the filters, where a tie falls to whatever the sort puts
-    first; alone it is the argmax, the lowest id of a tie. With seeds, a row without filters goes through them too,
-    where its noise is hashed from the rank of a token; alone, from its id. All is selected on the device.
+    If another row is sampled, the host sends a greedy row (top_k 1) through the filters, too: a tie then goes to the
+    token that the sort puts first. Alone, the row takes the argmax: the lowest id of a tie. With seeds, the host also
+    sends a row without filters through them if another row has filters, and hashes the row's noise from each token's
+    rank. Alone, it hashes the noise from the token's id. The selection runs on the device.
     """
     if info.grammars:
-        # Where a grammar leaves only the end, and `min_new_tokens` forbids it, a row has no token and its softmax no
-        # number, on which the host's draw ends the scheduler. Whatever is drawn instead, the grammar then aborts.
+        # If a grammar allows only the end and `min_new_tokens` forbids it, the row has no token and its softmax is NaN.
+        # The host's draw from NaN would end the scheduler. So any token is drawn, at which the grammar aborts.
         probs.nan_to_num_(nan=1.0 / probs.shape[-1])
     tokens, capture = original(sampler, probs, info, positions, simple)  # [N] int32; it leaves `probs` as it was
     if simple or not (info.is_any_greedy or info.sampling_seed is not None):
         return tokens, capture
     if info.sampling_seed is not None:
         unfiltered = (info.top_ks == TOP_K_ALL) & (info.top_ps == 1.0) & (info.min_ps <= 0.0)
-        plain = sampling_from_probs_torch(probs, sampling_seed=info.sampling_seed, positions=positions)
-        tokens = torch.where(unfiltered, plain.to(tokens.dtype), tokens)
+        alone = sampling_from_probs_torch(probs, sampling_seed=info.sampling_seed, positions=positions)
+        tokens = torch.where(unfiltered, alone.to(tokens.dtype), tokens)
     if info.is_any_greedy:
         tokens = torch.where(info.top_ks <= 1, probs.argmax(-1).to(tokens.dtype), tokens)
     if capture is not None:
-        # The weight of the token that the host chose; without it, the host looks up that of ours.
+        # This is the weight of the host's token. With None, the host looks up the weight of ours.
         capture = capture._replace(selected_weight=None)
     return tokens, capture
 
@@ -49,10 +50,10 @@ def seeded_min_p(
     positions: torch.Tensor,
     **options: Any,
 ) -> Any:
-    """`min_p` with a seed, which the host asserts away: it holds that the weights must be renormalised first.
+    """Makes `min_p` work with a seed. The host refuses it by an assert, because the weights are not renormalised.
 
-    They need not be: the token is the argmax of log weight + noise, and a row's norm adds the same to all of its
-    tokens. What min_p leaves is a prefix of the sorted row, so its length is a top_k.
+    They need not be: the token is the argmax of log weight + noise, and renormalising a row adds the same value to all
+    of its tokens. The tokens that min_p keeps are a prefix of the sorted row, so their number works as a top_k.
     """
     if need_min_p_sampling and sampling_seed is not None:
         kept = (probs >= probs.amax(-1, keepdim=True) * min_ps[:, None]).sum(-1)  # [N] int64, at least 1
@@ -64,4 +65,4 @@ HOOKS: dict[str, tuple[Any, HookType]] = {
     "sglang.srt.layers.sampler.Sampler._sample_from_probs": (sample_as_if_alone, HookType.AROUND),
     "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": (seeded_min_p, HookType.AROUND),
 }
-"""Hook target -> (our function, how it is applied). `hooks.install` registers them and proves them in place."""
+"""Hook target -> (our function, how it is applied); see `hooks.install` and `hooks.require_hooks`."""

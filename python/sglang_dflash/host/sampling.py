@@ -16,31 +16,31 @@ from sglang_dflash.host.penalties import RequestPenalties
 
 
 class RowSampler:
-    """Row i sees what plain decoding sees at that position once the drafts before it are emitted.
+    """Samples each row as plain decoding would at that position, once the drafts before the row are emitted.
 
-    Penalties are ours; grammar masks, filters, seeds, processors and logprobs are the host's, over B * W rows. A draft
-    is accepted where it equals the row's token: as a draft is no random choice given what precedes it, that leaves the
-    sampled distribution as it is.
+    Our code applies penalties. The host applies grammar masks, filters, seeds, processors and logprobs, over B * W
+    rows. A draft is accepted if it equals the row's token. Given the tokens before it, a draft is not random, so this
+    leaves the sampled distribution unchanged.
     """
 
     def __init__(self, target_runner: Any, max_width: int) -> None:
         self._runner = target_runner
         self._penalties = RequestPenalties(target_runner.model_config.vocab_size, max_width, target_runner.device)
         self._text = EmittedText()
-        self._group: Any = None
+        self._group: Any = None  # set by `prefill` and `choose` for the `commit` after them
 
     def prefill(self, batch: Any) -> None:
-        """Before the target's prefill, which samples the first tokens."""
+        """To be called before the target's prefill, which samples the first tokens."""
         self._group = self._penalties.prefill(batch)
         if batch.sampling_info.has_custom_logit_processor:
             self._text.prefill(batch)
 
     def prefilled(self, batch: Any, ids: torch.Tensor) -> None:
-        """ids: [B] int; the first tokens."""
+        """To be called after the target's prefill. ids: [B] int; the first tokens."""
         self.commit(batch, ids[:, None].long(), torch.ones_like(ids))  # the sampler gives int32, its argmax int64
 
     def plain(self, batch: Any) -> bool:
-        """Whether the rows' tokens are the argmax of the target's logits as they are."""
+        """Whether every row's token is the argmax of the target's unchanged logits."""
         info = batch.sampling_info
         return (
             info.is_all_greedy
@@ -52,15 +52,15 @@ class RowSampler:
         )
 
     def grammar_tree(self, batch: Any, plan: VerifyPlan) -> GrammarTree | None:
-        """To be called before the verify forward is launched, which the copy of the ids must not wait for."""
+        """To be called before the verify forward is launched: otherwise the copy of the ids would wait for it."""
         return GrammarTree.from_linear_chain(plan.ids) if batch.has_grammar else None
 
     def choose(self, batch: Any, plan: VerifyPlan, target_out: Any, tree: GrammarTree | None, barrier: Any):
-        """The target's tokens of all rows; fills in `target_out`'s logprobs where a request asks for them.
+        """Chooses the target's token of every row; fills in `target_out`'s logprobs if a request asks for them.
 
         Args:
             target_out: the verify forward's `LogitsProcessorOutput`; its logits are overwritten.
-            barrier: advances the grammars over the step before (`GrammarTree`'s use); None without overlap.
+            barrier: advances the grammars over the previous step's tokens; None without overlap.
 
         Returns:
             [B, W] int64.
@@ -95,7 +95,7 @@ class RowSampler:
         return ids.view(plan.ids.shape).long()
 
     def commit(self, batch: Any, ids: torch.Tensor, lens: torch.Tensor) -> None:
-        """Counts what a step has emitted: the first `lens` ([B]) of the `ids` ([B, W]) of every request."""
+        """Records what a step emitted: of every request, the first `lens` ([B]) of its `ids` ([B, W])."""
         if self._group is not None:
             self._penalties.commit(self._group, ids, lens)
             self._group = None
@@ -104,10 +104,10 @@ class RowSampler:
 
 
 def expand(info: SamplingBatchInfo, width: int, row_params: list[Any] | None) -> SamplingBatchInfo:
-    """The sampling of `width` rows per request: what is already in the logits is left out.
+    """The sampling info of `width` rows per request, without what is already applied to the logits.
 
     Args:
-        row_params: custom parameters of every row, where there are processors.
+        row_params: custom parameters of every row; None without processors.
     """
 
     def each(values: torch.Tensor | None) -> torch.Tensor | None:

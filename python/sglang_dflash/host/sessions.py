@@ -1,4 +1,4 @@
-"""Sessions: a turn continues what the turn before answered, and nothing that was verified beyond its end."""
+"""Sessions: the next turn's prompt holds the last answer up to its end, without tokens verified beyond it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from sglang.srt.plugins.hook_registry import HookType
 
 
 def _whole_answer(original: Any, last_req: Any, req: Any, session_params: Any) -> Any:
-    """A block may commit tokens behind a stop token. The host cuts them from the answer, but a session's next prompt
-    (other than a streaming session's) is made of the uncut ids (session_controller.py:184)."""
+    """A block may commit tokens after a stop token. The host cuts them from the answer, but builds a session's next
+    prompt from the uncut ids (session_controller.py:184). Streaming sessions are not affected."""
     if last_req.finished_len is not None:
         last_req.output_ids = last_req.output_ids[: last_req.finished_len]
     return original(last_req, req, session_params)

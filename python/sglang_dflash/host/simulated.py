@@ -1,4 +1,4 @@
-"""Simulated acceptance, a switch of the host's for benchmarks alone: commit lengths are drawn, answers are nobody's."""
+"""Simulated acceptance, SGLang's benchmark switch: commit lengths are drawn, so the answers are not the target's."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ METHODS = ("match-expected", "multinomial")
 
 
 def simulates() -> bool:
-    """Whether this process was asked to draw commit lengths instead of comparing tokens."""
+    """Whether this process draws commit lengths instead of comparing tokens."""
     return envs.SGLANG_SIMULATE_ACC_LEN.get() > 0
 
 
 def check(block_size: int, tp_size: int = 1) -> None:
-    """Raises ValueError where the host's variables ask for what it cannot draw, or ranks would each draw their own."""
+    """Raises ValueError if the host's variables are out of range, or if several ranks would each draw lengths."""
     if tp_size > 1:
         raise ValueError(f"{VARIABLE} is set and --tp-size is {tp_size}: acceptance is simulated on one rank only.")
     mean = envs.SGLANG_SIMULATE_ACC_LEN.get()
     if not 1 <= mean <= block_size:
-        raise ValueError(f"{VARIABLE} is {mean}: the mean commit_len to simulate is 1 to {block_size}, the block size.")
+        raise ValueError(f"{VARIABLE} is {mean}; allowed: a mean commit_len of 1 to {block_size}, the block size.")
     for name, value, allowed in (
         ("SGLANG_SIMULATE_ACC_METHOD", envs.SGLANG_SIMULATE_ACC_METHOD.get(), METHODS),
         ("SGLANG_SIMULATE_ACC_TOKEN_MODE", envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get(), TOKEN_MODES),
     ):
         if value not in allowed:
-            raise ValueError(f"{name} is {value!r}; the host knows {' and '.join(allowed)}.")
+            raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}.")
 
 
 def warning() -> str:
-    """What the log must say while it is on."""
+    """The log line of a server that simulates."""
     return (
         f"{VARIABLE}={envs.SGLANG_SIMULATE_ACC_LEN.get()}: acceptance is SIMULATED. Speeds may be measured; "
         "THE ANSWERS ARE NOT THE TARGET'S. Unset it to serve."
@@ -42,7 +42,7 @@ def warning() -> str:
 
 
 def accept(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
-    """In the place of `ops.accept_chain`, after the same forwards: one commit_len, drawn by the host, for all requests.
+    """Replaces `ops.accept_chain`: the host draws one commit_len for all requests. Both forwards still run.
 
     Args:
         target_ids, ids: [B, W] int64, as in `ops.accept_chain`.

@@ -1,4 +1,4 @@
-"""Which SGLang we are made for, and which DFLASH worker the user asked for."""
+"""The SGLang release that we support, and the DFLASH worker that the user asked for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ WORKER_VARIABLE = "SGLANG_DFLASH_WORKER"
 
 
 def builtin_worker_requested() -> bool:
-    """True where `SGLANG_DFLASH_WORKER=builtin` asks for SGLang's own worker.
+    """True if `SGLANG_DFLASH_WORKER=builtin` asks for SGLang's own worker.
 
     Raises:
-        SystemExit: the variable holds something else than `builtin` or `plugin`.
+        SystemExit: the variable is neither `builtin` nor `plugin`.
     """
     choice = os.environ.get(WORKER_VARIABLE, "plugin")
     if choice not in ("plugin", "builtin"):
@@ -22,7 +22,7 @@ def builtin_worker_requested() -> bool:
 
 
 def require_supported_sglang() -> None:
-    """Ends the process where the installed SGLang is not the pinned one: its internals move every release.
+    """Ends the process if the installed SGLang is not the pinned release: its internals change in every release.
 
     Raises:
         SystemExit: another version is installed.
@@ -30,6 +30,6 @@ def require_supported_sglang() -> None:
     installed = metadata.version("sglang")
     if installed != SUPPORTED_SGLANG:
         raise SystemExit(
-            f"sglang-dflash works with sglang=={SUPPORTED_SGLANG} and found {installed}: "
+            f"sglang-dflash needs sglang=={SUPPORTED_SGLANG}, but {installed} is installed: "
             f"install that version, or uninstall sglang-dflash."
         )

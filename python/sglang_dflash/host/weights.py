@@ -1,10 +1,11 @@
-"""Weights that change while the server runs: target and draft are two checkpoints whose tensors bear the same names."""
+"""Weight updates while the server runs: target and draft are two checkpoints whose tensors have the same names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_spec
@@ -19,7 +20,7 @@ UPDATE_FROM_DISK = (
 
 
 class DraftWeights:
-    """The draft's model runner as the host's weight updates see it: after each of them, `taken_up` is called."""
+    """The draft's model runner for the host's weight updates; calls `taken_up` after each."""
 
     def __init__(self, runner: Any, taken_up: Callable[[], None]) -> None:
         self._runner = runner
@@ -30,7 +31,7 @@ class DraftWeights:
 
 
 class _Notifying:
-    """A weight updater that says when it has changed something, or may have."""
+    """A weight updater that calls `changed` after each of its methods, because any of them may change weights."""
 
     def __init__(self, updater: Any, changed: Callable[[], None]) -> None:
         self._updater = updater
@@ -49,19 +50,22 @@ class _Notifying:
 
 
 class _Bystander:
-    """The draft in an update of the target: it can be checked, and keeps its weights."""
+    """Stands for the draft in an update of the target: it can be checked, and keeps its weights."""
 
     def __init__(self, runner: Any) -> None:
         self.check_weights = runner.check_weights
         self.weight_updater = self
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: (True, "Succeeded to update the target's weights; the draft keeps its own.")
+        return lambda *args, **kwargs: (True, "The target's weights are updated; the draft keeps its own.")
 
 
 def _select_runners(original: Any, manager: Any, selector: str = "all") -> list[tuple[str, Any]]:
-    """Whom an update is for. The host's default, "all", loads the same tensors into both models, and a target's
-    `layers.0` fits into a draft's: for us it is what the open update session named, else the target."""
+    """Selects the models that an update changes.
+
+    The host's default, "all", loads the same tensors into both models, and a target's `layers.0` fits into a draft's.
+    Here, "all" means what the open update session selected, else the target.
+    """
     if selector == "all" and manager._session is not None:
         selector = manager._session.selector
     runners = original(manager, selector)
@@ -71,21 +75,29 @@ def _select_runners(original: Any, manager: Any, selector: str = "all") -> list[
 
 
 def _update_from_disk(original: Any, manager: Any, request: Any) -> Any:
-    """Updates from disk are the target's; a draft's folder would fill the target's first layers."""
-    if get_spec().speculative_algorithm == "DFLASH" and _holds_draft(request.model_path):
-        return UpdateWeightFromDiskReqOutput(
-            success=False,
-            message=f"{request.model_path} holds a DFlash draft, and updates from disk are for the target: begin a "
-            "weight update with selector 'draft' and send the draft's tensors.",
+    """Refuses a draft's folder: updates from disk are for the target, and a draft would fill its first layers.
+
+    Refuses an unknown format, too, which would end the scheduler.
+    """
+    message = ""
+    formats = [one.value for one in LoadFormat]
+    if get_spec().speculative_algorithm != "DFLASH":
+        return original(manager, request)
+    if request.load_format is not None and request.load_format not in formats:
+        message = f"load_format is {request.load_format!r}; allowed: {', '.join(formats)}."
+    elif _holds_draft(request.model_path):
+        message = (
+            f"{request.model_path} holds a DFlash draft, and updates from disk are for the target: begin a weight "
+            "update with selector 'draft' and send the draft's tensors."
         )
-    return original(manager, request)
+    return UpdateWeightFromDiskReqOutput(success=False, message=message) if message else original(manager, request)
 
 
 def _holds_draft(path: str) -> bool:
     try:
         config, _ = PretrainedConfig.get_config_dict(path)
     except (OSError, ValueError):
-        return False  # the host says what is wrong with it
+        return False  # the host reports what is wrong with it
     return config.get("architectures") == [PLAIN_ARCHITECTURE]
 
 

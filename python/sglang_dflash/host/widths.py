@@ -1,4 +1,4 @@
-"""Which policy chooses the width of a step."""
+"""Chooses the policy that sets the width of each step."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ POLICIES = ("adaptive", "full")
 
 
 def check(device: str, tp_size: int) -> None:
-    """Raises ValueError where the variable is none of POLICIES, or asks for what cannot be had."""
+    """Raises ValueError if the variable is none of POLICIES, or is adaptive on a server that needs full width."""
     asked = os.environ.get(VARIABLE, "")
     if asked and asked not in POLICIES:
         raise ValueError(f"{VARIABLE} is {asked!r}; allowed: {', '.join(POLICIES)}.")
     reason = why_full(device, tp_size)
     if asked == "adaptive" and reason is not None:
-        raise ValueError(f"{VARIABLE} is adaptive, but {reason}: full is what can be had.")
+        raise ValueError(f"Adaptive width ({VARIABLE}) needs {reason}. Use full.")
 
 
 def why_full(device: str, tp_size: int) -> str | None:
-    """What rules adaptive widths out; None where nothing does."""
+    """What adaptive width needs and this server lacks, and why; None if it lacks nothing."""
     if device != "cpu":
-        return "an accelerator's graphs are captured for whole blocks"
+        return f"--device cpu, not {device}, because an accelerator's graphs are captured for whole blocks"
     if tp_size > 1:
-        return f"of --tp-size {tp_size} ranks each would choose a width of its own"
+        return f"--tp-size 1, not {tp_size}, because ranks could choose different widths"
     if simulated.simulates():
-        return f"{simulated.VARIABLE} draws commit lengths for whole blocks"
+        return f"{simulated.VARIABLE} unset, because it draws commit lengths for whole blocks"
     return None
 
 
 def choose_width_policy(block_size: int, device: str, tp_size: int) -> WidthPolicy:
-    """What the variable says; where it says nothing, adaptive wherever it can be had."""
+    """The policy that the variable names; without it, adaptive if this server can adapt, else full."""
     if os.environ.get(VARIABLE) == "full" or why_full(device, tp_size) is not None:
         return FullWidth(block_size)
-    logger.info("Steps draft and verify 1 to %d rows, by what they bring; %s=full fixes it.", block_size, VARIABLE)
+    message = "Steps draft and verify 1 to %d rows, for the most tokens per second; %s=full fixes the width."
+    logger.info(message, block_size, VARIABLE)
     return AdaptiveWidth(block_size)

@@ -44,7 +44,7 @@ class DFlashWorker(BaseSpecWorker):
         self._target = target_worker.model_runner
         self.device = target_worker.device
         self.block_size = int(get_spec().speculative_num_draft_tokens)
-        self.speculative_num_draft_tokens = self.block_size  # the scheduler's name for the stride of a result row
+        self.speculative_num_draft_tokens = self.block_size  # the scheduler reads it: ids per request in a result
         self._mask_token_id = read_draft_config(resolving_view(server_args)).mask_token_id
         self._tp_sync = SpecTpSync(get_parallel().tp_group)
         self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
@@ -52,11 +52,11 @@ class DFlashWorker(BaseSpecWorker):
         self._hidden_states = ReturnedHiddenStates(self._target.model)
         self._rows = ops.choose_rows(self.device, self._target.dtype)
         self._accept_chain = simulated.accept if simulated.simulates() else ops.accept_chain
-        # Argmax and acceptance in one op, where neither another rank nor a simulation stands between them.
+        # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
         self._widths = choose_width_policy(self.block_size, self.device, get_parallel().tp_size)
 
-    # What the scheduler asks of a worker besides a step.
+    # What the scheduler needs from a worker besides steps.
 
     @property
     def draft_worker(self) -> Any:
@@ -93,7 +93,7 @@ class DFlashWorker(BaseSpecWorker):
         Args:
             on_publish: called with the new prefix lengths ([B] int64) as soon as they exist; the next step's
                 preparation waits for nothing else.
-            grammar_barrier: advances the grammars over the step before; given under overlap.
+            grammar_barrier: advances the grammars over the previous step's tokens; given under overlap.
         """
         if batch.forward_mode.is_decode():
             return self._decode(batch, on_publish, grammar_barrier)
@@ -111,7 +111,7 @@ class DFlashWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         self._sampler.prefilled(batch, result.next_token_ids)
-        # In this very call: once prefill returns, another request may hit these tokens in the radix tree.
+        # Within this call: once prefill returns, another request may hit these tokens in the radix tree.
         positions = upload(ops.extend_positions(batch.prefix_lens, batch.extend_lens), self.device)
         self._draft.write_context(result.logits_output.hidden_states, positions, kv_plan)
         logger.debug("draft KV of %d prompt tokens written", len(positions))
@@ -121,11 +121,11 @@ class DFlashWorker(BaseSpecWorker):
 
     def _decode(self, batch: Any, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
-            batch.seq_lens.record_stream(torch.cuda.current_stream())  # made on the schedule stream
+            batch.seq_lens.record_stream(torch.cuda.current_stream())  # allocated on the schedule stream
         width = self._widths.begin(len(batch.reqs))
         block = self._lay_out_block(batch, width)
         kv_plan = self._plan_kv(block, batch)
-        draft_ids = block.ids[:, 1:]  # nothing, in a block of one row
+        draft_ids = block.ids[:, 1:]  # empty in a block of one row
         if block.block_size > 1:
             with spec_stage_span("draft"):
                 draft_ids = self._draft.propose(block, batch, kv_plan)
@@ -186,7 +186,7 @@ class DFlashWorker(BaseSpecWorker):
         )
 
     def _verify(self, plan: VerifyPlan, batch: Any, kv_plan: Any) -> GenerationBatchResult:
-        """The target's forward over the planned rows, hidden states of its tapped layers included."""
+        """The target's forward over the planned rows; its result includes the tapped layers' hidden states."""
         verify_input = DFlashVerifyInput(
             draft_token=plan.ids.flatten(),
             positions=plan.positions.flatten(),
@@ -197,7 +197,7 @@ class DFlashWorker(BaseSpecWorker):
         batch.out_cache_loc = plan.slots.flatten()
         lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu, batch.seq_lens_sum = known_kv_lens(batch, plan.width)
-        # Without graphs, the forward lays out attention's metadata once more.
+        # Without graphs, the forward prepares the attention metadata itself.
         eager = self.device == "cpu"
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker, defer_metadata_init=eager)
         batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum

@@ -1,8 +1,8 @@
-"""Public ops. `reference.py` is the specification of each.
+"""The public ops. `reference.py` specifies each of them.
 
-Bodies are chosen here, by the device of the tensors (Triton on CUDA, native or torch elsewhere), and in `bodies.py`,
-once for whoever asks (native, Triton or torch). Triton is imported by the first such call: without a GPU
-nothing loads it.
+An op may have torch, native and Triton bodies. `row_argmax` and `accept_chain` choose theirs here at every call, by the
+tensors' device and dtype. The others are chosen in `bodies.py`, once, when a caller is constructed. The first choice of
+a Triton body imports Triton, so without a GPU nothing loads it.
 """
 
 from __future__ import annotations

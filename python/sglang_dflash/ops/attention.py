@@ -1,7 +1,7 @@
-"""Attention of B-row queries over paged KV with torch's SDPA: decode, verify and extend on a plain CPU.
+"""Attention over paged KV with torch's SDPA: decode, verify and extend on a plain CPU.
 
-Queries are never padded to the KV length. Requests with the same number of rows go through one call, unless
-padding their KV to the longest would cost more than it saves.
+Queries are never padded to the KV length. Requests with equally many rows share one SDPA call, unless padding their KV
+to the longest would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch.nn.functional as F
 
 from sglang_dflash.ops.reference import visible_keys
 
-EXTEND_ROWS = 512  # rows per SDPA call in a long extend: bounds the mask and skips the keys ahead of the chunk
-FOLDED_ROWS = 32  # up to here the heads of a group are folded into the rows; above, the mask would weigh too much
-BATCHED_TOKENS = 2048  # padded KV up to which requests share one call; beyond it one by one stays in the cache
-MAX_PADDING = 1.5  # padded KV over real KV up to which requests share one call
+EXTEND_ROWS = 512  # rows per SDPA call in a long extend: bounds the mask, and keys ahead of a causal chunk are skipped
+FOLDED_ROWS = 32  # up to this many rows, a group's heads are folded into the rows; with more, the mask is too large
+BATCHED_TOKENS = 2048  # padded KV tokens up to which requests share one call; above, one by one stays in the cache
+MAX_PADDING = 1.5  # ratio of padded to real KV tokens up to which requests share one call
 
 
 class KVScratch:
-    """Memory that gathered keys and values reuse: fresh pages at every call cost more than the copy itself."""
+    """Memory that gathered keys and values reuse: new memory pages in every call cost more than the copy itself."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -38,15 +38,16 @@ class KVScratch:
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Where a batch's query rows stand and where their KV lies; made once per forward, shared by all layers.
+    """The positions of a batch's query rows and the slots of their KV; built once per forward for all layers.
 
     Fields:
-        slots: [B, S] int64; KV slots of positions 0.. of each request, padded beyond its length with its first.
-        prefix_lens: per request, the tokens before its first row.
-        row_lens: per request, its query rows. Rows of the requests follow each other in the query tensor.
-        kv_lens: per request, the sum of both.
+        slots: [B, S] int64; KV slots of each request's positions 0 to S-1. Beyond its length, its first slot repeats.
+        prefix_lens: per request, the tokens before its first query row.
+        row_lens: per request, its query rows. The query tensor holds the requests' rows one after the other.
+        kv_lens: per request, prefix_lens + row_lens.
         batched: whether all requests go through one SDPA call.
-        tile_masks: what `invariant_attention` keeps for the layers to come.
+        scratch: memory for gathered KV.
+        tile_masks: masks that `invariant_attention` keeps for the next layers.
     """
 
     slots: torch.Tensor
@@ -69,13 +70,13 @@ class PagedRows:
     ) -> PagedRows:
         """Reads the slots of every request from its row in `req_to_token` ([R, C] int32).
 
-        Forwards that run one after the other may share a `scratch`.
+        Forwards may share a `scratch` if they never run at the same time.
         """
         kv_lens = [prefix + rows for prefix, rows in zip(prefix_lens, row_lens, strict=True)]
         longest = max(kv_lens, default=0)
         slots = req_to_token[req_pool_indices.long(), :longest].long()
-        # Behind its length a row still holds what an earlier request left there: slots of somebody else by now,
-        # whose NaN would pass a mask that only weighs them with zero.
+        # Beyond its length a row still holds slots of an earlier request, which another request may own by then. Their
+        # NaN would pass the mask, because a weight of zero times NaN is NaN.
         beyond = torch.arange(longest) >= torch.tensor(kv_lens, dtype=torch.int64)[:, None]
         slots = torch.where(beyond, slots[:, :1], slots)
         uniform = len(set(row_lens)) == 1 and row_lens[0] <= FOLDED_ROWS
@@ -86,11 +87,11 @@ class PagedRows:
     def uniform(
         cls, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, width: int
     ) -> PagedRows:
-        """`width` rows of every request; prefix_lens: [B] int."""
+        """`gather` for `width` rows of every request; prefix_lens: [B] int."""
         return cls.gather(req_to_token, req_pool_indices, prefix_lens.tolist(), [width] * len(prefix_lens))
 
     def folded_mask(self, index: int, causal: bool, window_left: int | None, groups: int) -> torch.Tensor | None:
-        """[1 or B, 1, groups * W, S] bool: what request `index` sees, or all requests (-1); None where all is seen."""
+        """[1 or B, 1, groups * W, S] bool: what request `index` sees, or each one (-1). None: each row sees all."""
         key = (index, causal, window_left, groups)
         if key not in self._masks:
             if index < 0:
@@ -127,7 +128,7 @@ def paged_attention(
     Args:
         q: [T, Hq, D], the requests' rows one after the other.
         k_cache, v_cache: [slots, Hkv, D and Dv]; the rows' own KV is already in them.
-        rows: of this forward.
+        rows: built for this forward.
         causal, window_left: see `reference.attention_rows`.
 
     Returns:
@@ -161,8 +162,11 @@ def _folded(
     causal: bool,
     window_left: int | None,
 ) -> torch.Tensor:
-    """One SDPA call for request `index`, or for all (-1). A query group shares its KV head: folding the group into
-    the rows spares SDPA a copy of the keys per head."""
+    """One SDPA call for request `index`, or for all requests (-1).
+
+    The query heads of a group share one KV head. They are folded into the rows, because SDPA would copy the keys for
+    each head otherwise.
+    """
     slots = rows.slots if index < 0 else rows.slots[index : index + 1, : rows.kv_lens[index]]
     batch, longest = slots.shape
     kv_heads = k_cache.shape[1]

@@ -1,10 +1,11 @@
-"""Products and activations that give a row the same bits whatever stands beside it, for a plain CPU.
+"""Products and activations for a plain CPU in which a row's result does not depend on other rows, bit for bit.
 
-Torch's CPU kernels do not: a product of one row takes another path than one of eight, and an activation computes the
-elements behind the last full vector, of the tensor or of a thread's share, with other functions. RMSNorm, softmax,
-log_softmax, sorting and sums over a row go row by row already. Products are those of the native `linear`, whose rows
-depend on nothing else by construction; without it, torch's of a fixed number of rows, and `place_matters` asks the
-machine whether that is enough.
+Torch's CPU kernels do not ensure this. A product of one row takes another path than a product of eight rows. An
+activation uses other functions for the elements after the last full vector, of the tensor or of a thread's share.
+RMSNorm, softmax, log_softmax, sorting and sums over a row do go row by row.
+
+Products use the native `linear`, whose rows are independent by construction. Without native ops they use torch's
+product with a fixed number of rows, and `place_matters` tests whether that is enough on this machine.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import torch
 
 from sglang_dflash.ops import native
 
-TILE_ROWS = 8  # rows per product: fewer leave a product no faster, more cost a decode of one request more
-ASKED = 1 << 20  # elements that `place_matters` compares, at least: a 16-bit result hides most of what differs
+TILE_ROWS = 8  # rows per product: fewer make it no faster, more make a decode step of one request slower
+COMPARED = 1 << 20  # elements that `place_matters` compares, at least: 16-bit rounding hides most differences
 
 
 @cache
 def tile_rows(dtype: torch.dtype) -> int:
-    """Rows per product. Without instructions for a 16-bit type torch computes its rows one by one, or, of bfloat16 with
-    AVX-512, rounds them by their place, at the price of each: there a tile is one row, and nothing is padded."""
+    """Rows per product; 1 where the CPU has no instructions for a 16-bit type, so that nothing is padded.
+
+    Torch then computes the rows one by one. For bfloat16 with AVX-512 its rounding depends on the row's position
+    instead, and each row costs its full time, so one row at a time is no slower.
+    """
     if dtype == torch.bfloat16:
-        emulated = not torch.cpu.get_capabilities().get("avx512_bf16", True)  # another architecture's have no such name
+        emulated = not torch.cpu.get_capabilities().get("avx512_bf16", True)  # other architectures lack this key
         return TILE_ROWS if torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulated else 1
     if dtype == torch.float16:
         return TILE_ROWS if torch.ops.mkldnn._is_mkldnn_fp16_supported() else 1
@@ -48,14 +52,14 @@ def _native_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _tiled_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`torch.mm` in products of `tile_rows` rows, each of which reads and writes the same memory: MKL rounds by the
-    alignment, too."""
+    """`torch.mm` in products of `tile_rows` rows. All of them read and write the same memory, because MKL's rounding
+    also depends on alignment."""
     tile = tile_rows(a.dtype)
     rows, product = a.new_zeros(tile, a.shape[1]), a.new_empty(tile, b.shape[1])
     out = a.new_empty(len(a), b.shape[1])
     for source, result in zip(torch.split(a, tile), torch.split(out, tile), strict=True):
-        rows[: len(source)] = source  # behind the last ones stand those of the tile before, which is all the same
-        torch.mm(rows, b, out=product)  # another kernel of torch's dispatcher than `mm`, which we replace
+        rows[: len(source)] = source  # other rows of the last tile keep old values, which are not used
+        torch.mm(rows, b, out=product)  # calls the kernel `mm.out`, which `BODIES` does not replace
         result.copy_(product[: len(source)])
     return out
 
@@ -67,8 +71,8 @@ def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float =
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """`torch.sigmoid`. Built, like all here, of exact operations and functions whose kernels treat every element
-    alike: exp, tanh and erf."""
+    """`torch.sigmoid`. Like all activations here, it uses only basic arithmetic and functions whose kernels treat every
+    element alike: exp, tanh and erf."""
     return (1 / (1 + torch.exp(-_wide(x)))).to(x.dtype)
 
 
@@ -102,7 +106,7 @@ BODIES: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def install_batch_invariant_kernels() -> torch.library.Library:
-    """Makes `BODIES` the CPU kernels of this process, for as long as the returned library lives."""
+    """Replaces torch's CPU kernels by `BODIES` in this process, as long as the returned library lives."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, body in BODIES.items():
         library.impl(name, body, "CPU")  # type: ignore[no-untyped-call]
@@ -110,14 +114,16 @@ def install_batch_invariant_kernels() -> torch.library.Library:
 
 
 def place_matters(weight: torch.Tensor) -> bool:
-    """Whether a row's product with `weight` ([N, K]) depends on where in a tile it stands: what `mm` without native ops
-    needs of the machine's BLAS, and no standard promises. MKL's does for a few columns and an odd K, where rows are
-    aligned differently, with AVX-512 for a few columns at all."""
+    """Whether a row's product with `weight` ([N, K]) depends on its place in a tile.
+
+    `mm` without native ops needs a BLAS where it does not, and no standard promises that. With MKL the place matters if
+    N is small and K is odd, because rows are then aligned differently; with AVX-512 it matters if N is small.
+    """
     tile, weight = tile_rows(weight.dtype), weight.detach()
     if tile == 1:
         return False
     generator = torch.Generator().manual_seed(0)
-    for _ in range(1 + ASKED // (tile * tile * len(weight))):
+    for _ in range(1 + COMPARED // (tile * tile * len(weight))):
         rows = torch.randn(tile, weight.shape[1], generator=generator).to(weight.dtype)
         straight = mm(rows, weight.t())
         rolled = (mm(rows.roll(shift, 0), weight.t()).roll(-shift, 0) for shift in range(1, tile))

@@ -1,7 +1,8 @@
-"""Ops with a native or Triton body beside torch's: a caller chooses once, when it is constructed.
+"""Chooses between the torch, native and Triton bodies of the ops: once, when a caller is constructed.
 
-A native body takes what its torch body takes and gives the same, up to the rounding that a test allows. Its results
-depend neither on the number of threads nor, but for `accept_greedy`'s reading less, on the other requests of a batch.
+A native body takes the arguments of its torch body and gives the same result, up to the rounding that the tests allow.
+A request's result depends neither on the number of threads nor on the other requests of the batch. The native
+`accept_greedy` reads no logits after a request's first rejected draft.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from sglang_dflash.ops.tiled_attention import invariant_attention
 
 @dataclass(frozen=True, slots=True)
 class PagedTable:
-    """Where a batch's query rows stand and where their KV lies, as `reference.paged_attention` takes it.
+    """The positions of a batch's query rows and the slots of their KV, as `reference.paged_attention` takes them.
 
     Fields:
         req_to_token: [R, C] int32; slot of each position of each request row.
         req_pool_indices: [B] int64; the batch's rows.
         prefix_lens: [B] int64; per request, the tokens before its first query row.
-        row_starts: [B + 1] int64; where its query rows begin and end in the query tensor.
+        row_starts: [B + 1] int64; request b has the rows `row_starts[b] : row_starts[b + 1]` of the query tensor.
     """
 
     req_to_token: torch.Tensor
@@ -45,13 +46,13 @@ class PagedTable:
     def uniform(
         cls, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, width: int
     ) -> PagedTable:
-        """`width` rows of every request; prefix_lens: [B] int."""
+        """`gather` for `width` rows of every request; prefix_lens: [B] int."""
         row_starts = _uniform_starts(len(prefix_lens), width)
         return cls(req_to_token, req_pool_indices.long(), prefix_lens.long(), row_starts)
 
     @property
     def fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """In the order in which the native ops take them."""
+        """The fields in the order of the native ops' arguments."""
         return self.req_to_token, self.req_pool_indices, self.prefix_lens, self.row_starts
 
 
@@ -72,7 +73,8 @@ def native_attention(
 ) -> torch.Tensor:
     """`reference.paged_attention` in one native call that reads the pages in place.
 
-    A row's bits depend on its own keys alone: not on threads, other requests, or rows beside it.
+    A row's result depends only on its query and the keys and values it sees, bit for bit: not on threads, other
+    requests or other rows.
     """
     out: torch.Tensor = torch.ops.sglang_dflash.paged_attention(
         q,
@@ -117,13 +119,15 @@ def native_write_and_attend(
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """An attention and how it wants the rows of a forward.
+    """An attention body and how to lay out the rows of a forward for it.
 
     Fields:
-        lay_out: once per forward; (req_to_token, req_pool_indices, prefix_lens, row_lens) with lists.
-        lay_out_uniform: the same where every request has as many rows; (..., prefix_lens [B] int, width).
-        attend: per layer; (q, k_cache, v_cache, rows, scaling, causal, window_left).
-        write_and_attend: `reference.write_and_attend` with `rows`, where it saves a call; else None.
+        lay_out: called once per forward with (req_to_token, req_pool_indices, prefix_lens, row_lens), the last two
+            lists. Returns `rows`.
+        lay_out_uniform: the same if all requests have `width` rows: (..., prefix_lens [B] int, width).
+        attend: called per layer with (q, k_cache, v_cache, rows, scaling, causal, window_left).
+        write_and_attend: `reference.write_and_attend` with `rows` in place of its tables; None if attention has no
+            such body, and the caller writes and attends in two calls.
     """
 
     lay_out: Callable[..., Any]
@@ -145,7 +149,7 @@ INVARIANT_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, invariant_a
 
 @dataclass(frozen=True, slots=True)
 class RowOps:
-    """The ops that go row by row; each has the signature of its namesake in `reference`."""
+    """The row-wise ops; each has the signature of the function of the same name in `reference`."""
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
@@ -190,5 +194,5 @@ def choose_rows(device: torch.device | str, *dtypes: torch.dtype) -> RowOps:
 
 
 def bodies(device: torch.device | str = "cpu") -> str:
-    """What the start-up line says of the ops that serve on this device."""
+    """The ops in use on this device, for the start-up log line."""
     return f"native ops: {native.described()}" if torch.device(device).type == "cpu" else "ops: triton and torch"

@@ -1,5 +1,8 @@
-"""A model's weights on huge pages: each step reads all of them, and every page of 4 KiB is a walk through the page
-tables and an end for the processor's prefetchers."""
+"""Moves a model's weights to huge pages.
+
+Each decode step reads all weights. With pages of 4 KiB, each page costs a walk through the page tables, and the
+processor's prefetchers stop at its end.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,14 @@ VARIABLE = "SGLANG_DFLASH_HUGE_PAGES"
 KERNEL = Path("/sys/kernel/mm/transparent_hugepage")
 MAPPINGS = Path("/proc/self/smaps")
 ALIGNMENT = 64  # bytes: a cache line
-LARGEST_PAGE = 32 << 20  # a region takes whole pages: beyond, a small draft would take too much
+LARGEST_PAGE = 32 << 20  # bytes; a region takes whole pages, so larger ones would waste much memory on a small draft
 
 
 def page_bytes(kernel: Path = KERNEL) -> int | None:
-    """Bytes of a huge page that the kernel gives where it is asked to; None where it gives none, or `VARIABLE` is 0."""
+    """Bytes of a huge page that the kernel gives on request (`madvise`).
+
+    None if it gives none, if they are larger than LARGEST_PAGE, or if `VARIABLE` is 0.
+    """
     if os.environ.get(VARIABLE, "1") == "0" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     try:
@@ -31,23 +37,23 @@ def page_bytes(kernel: Path = KERNEL) -> int | None:
 
 
 def move(tensors: Iterable[torch.Tensor], page: int) -> tuple[int, int]:
-    """Moves tensors of the CPU into one region of huge pages; what shares memory shares it afterwards.
+    """Moves CPU tensors into one region of huge pages. Tensors that share memory still share it afterwards.
 
     Args:
         tensors: of any dtypes and strides; each keeps its identity, its `data` is replaced.
         page: bytes of a huge page.
 
     Returns:
-        The bytes moved, and how many of them the kernel has put on huge pages.
+        The bytes moved, and how many of them are on huge pages.
 
     Raises:
-        OSError: the memory is not to be had; no tensor has moved then.
+        OSError: the memory cannot be mapped; then no tensor has moved.
     """
     tensors = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes()]
-    sizes: dict[int, int] = {}  # of what lies at an address
+    sizes: dict[int, int] = {}  # address of a storage -> its bytes
     for storage in (tensor.untyped_storage() for tensor in tensors):
         sizes[storage.data_ptr()] = max(storage.nbytes(), sizes.get(storage.data_ptr(), 0))
-    places: dict[int, int] = {}  # of an address in the region
+    places: dict[int, int] = {}  # address of a storage -> its offset in the region
     total = 0
     for address, size in sizes.items():
         places[address] = total
@@ -71,8 +77,8 @@ def _move_one(tensor: torch.Tensor, region: torch.Tensor, place: int) -> None:
 
 
 def _region(size: int, page: int) -> torch.Tensor:
-    """Bytes [size] that begin at a huge page; they are the kernel's again when the last tensor in them is gone."""
-    pages = -(-size // page) + 1  # the mapping begins anywhere
+    """[size] uint8 from the start of a huge page. The memory is freed with the last tensor in it."""
+    pages = -(-size // page) + 1  # one more, because the mapping may begin inside a page
     region = mmap.mmap(-1, pages * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     region.madvise(mmap.MADV_HUGEPAGE)
     mapped = torch.frombuffer(region, dtype=torch.uint8)
@@ -81,14 +87,14 @@ def _region(size: int, page: int) -> torch.Tensor:
 
 
 def _give_back_heap() -> None:
-    """The C library keeps freed weights for itself, and SGLang sizes its KV pool by what the machine has left."""
+    """Returns freed memory to the kernel. The C library would keep it, and SGLang sizes its KV pool by free memory."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _on_huge_pages(address: int, mappings: Path = MAPPINGS) -> int:
-    """Bytes on huge pages in the mapping around an address; 0 where the kernel does not say."""
+    """Bytes on huge pages in the mapping that holds `address`; 0 if the kernel does not tell."""
     inside = False
     try:
         for line in mappings.read_text().splitlines():

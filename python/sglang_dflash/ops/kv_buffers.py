@@ -1,4 +1,4 @@
-"""The KV buffers of all draft layers behind one table of addresses, so that one launch can write them all."""
+"""The KV buffers of all draft layers and a table of their addresses, so that one kernel launch can write them all."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import torch
 
 
 class KVBuffers:
-    """Holds the buffers, so that their addresses stay good.
+    """The buffers and their addresses. Holding the buffers keeps the addresses valid.
 
     Fields:
-        k, v: per layer, [slots, Hkv, D], all of one shape, dtype and spacing of slots; a slot is contiguous.
+        k, v: per layer, [slots, Hkv, D]. All have the same shape, strides and dtype, and each slot is contiguous.
         pointers: [2, L] int64 on the buffers' device; the addresses of `k`, then of `v`.
-        slot_stride: elements from a slot to the next.
+        slot_stride: elements from one slot to the next.
     """
 
     def __init__(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError where the buffers are not alike, or a slot is not contiguous: see `fits`."""
+        """Raises ValueError if the buffers do not fit, see `fits`."""
         if not fits(k, v):
-            raise ValueError(f"KV buffers of {len(k)} and {len(v)} layers that are not all [slots, heads, dim] alike.")
+            raise ValueError(
+                f"The KV buffers of {len(k)} key and {len(v)} value layers do not fit one table: all must be "
+                "[slots, heads, dim] with the same shape, strides, dtype and device."
+            )
         self.k, self.v = tuple(k), tuple(v)
         first = self.k[0]
         addresses = [[buffer.data_ptr() for buffer in buffers] for buffers in (self.k, self.v)]
@@ -27,15 +30,18 @@ class KVBuffers:
         self.slot_stride = first.stride(0)
 
     def check(self, kv: torch.Tensor) -> None:
-        """kv: [N, L, 2, Hkv, D]; asserts that its rows are what the buffers hold."""
+        """Asserts that the rows of `kv` ([N, L, 2, Hkv, D]) have the buffers' layers, shape, dtype and device."""
         slot = self.k[0]
         assert kv.shape[1:] == (len(self.k), 2, *slot.shape[1:]), (kv.shape, len(self.k), slot.shape)
         assert kv.dtype == slot.dtype and kv.device == slot.device, (kv.dtype, slot.dtype, kv.device, slot.device)
 
 
 def fits(k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> bool:
-    """Whether `KVBuffers` can hold these: floating, [slots, heads, dim], all alike, each slot contiguous, each buffer
-    aligned to 16 bytes."""
+    """Whether `KVBuffers` can hold these.
+
+    They must be [slots, heads, dim] in float32, bfloat16 or float16, and have the same shape, strides, dtype and
+    device. Each slot must be contiguous, and each buffer aligned to 16 bytes.
+    """
     if not k or len(k) != len(v):
         return False
     first = k[0]

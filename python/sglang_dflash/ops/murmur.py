@@ -1,24 +1,24 @@
-"""The hash by which SGLang turns a request's seed, a position and a token id into noise (`kernels/ops/sampling`)."""
+"""SGLang's hash of a seed, a position and a token id: the noise of seeded sampling (`kernels/ops/sampling`)."""
 
 from __future__ import annotations
 
 import torch
 
 LOW = 0xFFFFFFFF
-BYTES = 16  # of a key: 8 of the seed, 4 of the position, 4 of the column
+BYTES = 16  # length of a key: 8 for the seed, 4 for the position, 4 for the column
 
 
 def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (x86, 32 bits, hash seed 0) of the key (seed, position, column), bit for bit SGLang's Triton kernel.
+    """MurmurHash3 (x86, 32 bits, hash seed 0) of (seed, position, column), bit for bit as SGLang's Triton kernel.
 
     Args:
-        seeds: [N] int64 or uint64, of which all 64 bits count, the low half first.
-        positions: [N] integers; columns: [M] integers. Of both the low 32 bits count.
+        seeds: [N] int64 or uint64; all 64 bits are hashed, the low half first.
+        positions: [N] integers; columns: [M] integers. Only the low 32 bits are hashed.
 
     Returns:
         [N, M] uint32.
     """
-    # In int64 a product wraps at 64 bits, and its low 32 are right: torch has no arithmetic on uint32.
+    # Torch has no uint32 arithmetic. An int64 product wraps at 64 bits, so its low 32 bits are right.
     seed = seeds.to(torch.int64)
     rows = torch.zeros_like(seed)
     for block in (seed & LOW, (seed >> 32) & LOW, positions.to(torch.int64) & LOW):

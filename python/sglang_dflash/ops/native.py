@@ -1,7 +1,8 @@
-"""The compiled ops of `csrc/`: whether they are there, what they take, and their torch signatures.
+"""Loads the compiled ops of `csrc/`, and tells whether they are there and what they take.
 
-They are `torch.ops.sglang_dflash.*`, for CPU tensors of float32 and bfloat16. `SGLANG_DFLASH_NATIVE=0` leaves them
-out; `SGLANG_DFLASH_ISA=avx512|avx2|scalar` (the compiler's baseline) takes other kernels than the machine's widest.
+They are `torch.ops.sglang_dflash.*`, for CPU tensors of float32 and bfloat16. `SGLANG_DFLASH_NATIVE=0` leaves them out.
+Their kernels are those of the machine's widest instruction set, unless `SGLANG_DFLASH_ISA=avx512|avx2|scalar` names
+another (scalar: the compiler's baseline).
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16)
 SWITCH = "SGLANG_DFLASH_NATIVE"
 LIBRARY = "SGLANG_DFLASH_NATIVE_LIBRARY"  # another build of the ops, e.g. one with sanitizers
-LATEST = ("linear", "row_argmax", "write_and_attend", "block_layout")  # what a library of older sources lacks
+LATEST = ("linear", "row_argmax", "write_and_attend", "block_layout")  # missing in a build from older sources
 
 
 @cache
 def isa() -> str | None:
-    """The instruction set of the kernels that serve in this process; None where torch serves instead.
+    """The instruction set of the native kernels in this process; None if torch's ops are used instead.
 
     Raises:
-        ImportError: the ops were built for another torch, or of older sources.
+        ImportError: the ops were built for another torch, or from older sources.
+        RuntimeError: SGLANG_DFLASH_ISA names an instruction set that this machine lacks.
     """
     path = library_path()
     if path is None or not enabled():
@@ -33,13 +35,13 @@ def isa() -> str | None:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(
-            f"{path} was built for another torch than {torch.__version__}: build it anew (python setup.py build_ext "
+            f"{path} was built for another torch than {torch.__version__}: rebuild it (python setup.py build_ext "
             f"--inplace) or leave it out ({SWITCH}=0)."
         ) from error
     missing = [name for name in LATEST if not hasattr(torch.ops.sglang_dflash, name)]
     if missing:
         raise ImportError(
-            f"{path} was built of older sources, it has no {', '.join(missing)}: build it anew (python setup.py "
+            f"{path} was built from older sources and lacks {', '.join(missing)}: rebuild it (python setup.py "
             f"build_ext --inplace) or leave it out ({SWITCH}=0)."
         )
     _register_fakes()
@@ -51,7 +53,7 @@ def enabled() -> bool:
 
 
 def library_path() -> Path | None:
-    """Where the compiled ops are; None where they were not built."""
+    """Path of the compiled ops; None if they were not built."""
     if LIBRARY in os.environ:
         return Path(os.environ[LIBRARY])
     places = (Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES)
@@ -59,7 +61,7 @@ def library_path() -> Path | None:
 
 
 def described() -> str:
-    """For the start-up line: what serves, and why if it is torch."""
+    """For the start-up log: the instruction set in use, or why torch is used instead."""
     if not enabled():
         return f"left out ({SWITCH}=0), torch instead"
     return isa() or "not built, torch instead"
@@ -71,16 +73,19 @@ def serves(device: torch.device | str, *dtypes: torch.dtype) -> bool:
 
 
 def install_linear() -> None:
-    """From now on torch's own products of few float32 or bfloat16 rows with a dense weight (`F.linear`, `mm`, `addmm`,
-    on a CPU) are the op `linear` in this process: a row's bits no longer depend on the rows beside it, and a weight is
-    read once for all rows. Up to 128 rows (of bfloat16, any number where no instructions multiply it), and not without
-    AVX2: else torch's BLAS is the better one."""
+    """Replaces torch's CPU products of few rows with a dense weight (`F.linear`, `mm`, `addmm`) by the op `linear`.
+
+    It holds for the rest of this process and for float32 and bfloat16. A row's result then does not depend on other
+    rows, bit for bit, and a weight is read once for all rows. It applies to up to 128 rows, and to any number of
+    bfloat16 rows if the CPU has no instructions that multiply bfloat16. For more rows, and without AVX2, torch's BLAS
+    is faster and stays in use.
+    """
     if isa() is not None:
         torch.ops.sglang_dflash.install_linear()
 
 
 def _register_fakes() -> None:
-    """Shapes and dtypes of the results, so that `torch.compile` can trace through the ops."""
+    """Registers the shapes and dtypes of the results, so that `torch.compile` can trace through the ops."""
 
     @torch.library.register_fake("sglang_dflash::paged_attention")
     def _(q, k_cache, v_cache, *rest):  # type: ignore[no-untyped-def]

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 
 class PenaltyParams(NamedTuple):
-    """What P requests ask for.
+    """Penalty parameters of P requests.
 
     Fields:
-        frequency, presence, repetition: [P] float32; 0, 0 and 1 ask for nothing.
+        frequency, presence, repetition: [P] float32; 0, 0 and 1 mean no penalty.
         min_new_tokens: [P] int64.
-        stop_ids: [P, S] int64; masked until `min_new_tokens` are out. Short lists repeat one of their ids.
+        stop_ids: [P, S] int64; masked until `min_new_tokens` tokens are emitted. Shorter lists repeat one of their ids.
     """
 
     frequency: torch.Tensor
@@ -25,14 +25,14 @@ class PenaltyParams(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """What P requests have emitted, the block's anchor included.
+    """The tokens that P requests have emitted, the block's anchor included.
 
     Fields:
-        ids: [P, L] int64; their tokens, in any order and as often as one likes: they say which logits to look at, and
-            `seen` says what counts. Padding is any id.
+        ids: [P, L] int64; their tokens, in any order, repeated or not. They only select the logits to look at: `seen`
+            tells which ids count. Padding may be any id.
         seen: [P, V] bool.
-        sums: [P, V] float32; the frequency penalty, added up once per occurrence as the host's penalizer does.
-        lens: [P] int64; tokens emitted.
+        sums: [P, V] float32; the frequency penalty, added once per occurrence, as the host's penalizer does.
+        lens: [P] int64; numbers of tokens emitted.
     """
 
     ids: torch.Tensor
@@ -44,16 +44,16 @@ class Emitted(NamedTuple):
 def penalize(
     logits: torch.Tensor, requests: torch.Tensor, block_ids: torch.Tensor, emitted: Emitted, params: PenaltyParams
 ) -> None:
-    """Changes, in place, the logits of the rows of P requests to what plain decoding would sample from there.
+    """Applies the penalties in place: rows of P requests get the logits that plain decoding would sample from.
 
-    Row i of a request stands after drafts 1..i, so they count as emitted. The arithmetic per logit is that of SGLang's
-    penalizers: minus the frequency sum, minus the presence penalty, then divided (positive) or multiplied (negative)
-    by the repetition penalty; stop ids are -inf while fewer than `min_new_tokens` are out. Only emitted and drafted
-    ids are touched.
+    In row i, drafts 1..i count as emitted. The arithmetic per logit is that of SGLang's penalizers: subtract the
+    frequency sum, subtract the presence penalty, then divide (positive) or multiply (negative) by the repetition
+    penalty. Stop ids are -inf while fewer than `min_new_tokens` tokens are emitted. Only the logits of emitted, drafted
+    and stop ids change.
 
     Args:
-        logits: [B, W, V] float32, strided as it likes.
-        requests: [P] int64; which of the B requests these are, each at most once.
+        logits: [B, W, V] float32, with any strides.
+        requests: [P] int64; their indices among the B requests, each at most once.
         block_ids: [P, W] int64; anchor first, then the drafts.
     """
     width = logits.shape[1]
@@ -66,23 +66,23 @@ def penalize(
     presence = torch.where(seen, params.presence[:, None, None], 0.0)
     repetition = torch.where(seen, params.repetition[:, None, None], 1.0)
 
-    # Places in [B, W, V], not in a flat view: the host's float32 logits may be a slice of a padded vocabulary.
+    # Indices into [B, W, V], not into a flat view: the host's float32 logits may be a slice of a padded vocabulary.
     columns = torch.arange(width, device=logits.device)
-    where = (requests[:, None, None], columns[:, None], entries[:, None])  # of [P, W, E]
+    where = (requests[:, None, None], columns[:, None], entries[:, None])  # broadcast to [P, W, E]
     x = logits[where] - sums - presence
-    logits[where] = torch.where(x < 0, x * repetition, x / repetition)  # equal entries carry equal values
+    logits[where] = torch.where(x < 0, x * repetition, x / repetition)  # equal entries write equal values
 
     too_short = emitted.lens[:, None] + columns < params.min_new_tokens[:, None]  # [P, W], before the row's token
-    where = (requests[:, None, None], columns[:, None], params.stop_ids[:, None])  # of [P, W, S]
+    where = (requests[:, None, None], columns[:, None], params.stop_ids[:, None])  # broadcast to [P, W, S]
     logits[where] = torch.where(too_short[:, :, None], float("-inf"), logits[where])
 
 
 def penalties_of(emitted: Emitted, params: PenaltyParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same penalties for one row per request, over the whole vocabulary, in the host's two parts.
+    """The same penalties for one row per request, over the whole vocabulary, in the two parts that the host applies.
 
     Returns:
         additive: [P, V] float32, to be added to the logits; -inf at masked stop ids.
-        scaling: [P, V] float32, by which the sum is then divided (positive) or multiplied (negative).
+        scaling: [P, V] float32; the sum is then divided by it (positive) or multiplied with it (negative).
     """
     additive = -(emitted.sums + torch.where(emitted.seen, params.presence[:, None], 0.0))
     too_short = (emitted.lens < params.min_new_tokens)[:, None]
@@ -91,7 +91,7 @@ def penalties_of(emitted: Emitted, params: PenaltyParams) -> tuple[torch.Tensor,
 
 
 def drafted_before(entries: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """How often each entry stands among drafts 1..i, for every row i.
+    """How often each entry occurs among drafts 1..i, for every row i.
 
     Args:
         entries: [P, E] int64.
@@ -107,7 +107,7 @@ def drafted_before(entries: torch.Tensor, block_ids: torch.Tensor) -> torch.Tens
 class EmittedTokens:
     """The tokens that requests have emitted, one row each, kept on the device from step to step.
 
-    Rows and columns grow as they are needed. A row starts with `start`; nothing frees it but the next `start`.
+    Rows and columns are added as needed. `start` begins a row; only the next `start` replaces it.
     """
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
@@ -129,7 +129,7 @@ class EmittedTokens:
             self._lens = F.pad(self._lens, (0, rows - have_rows))
 
     def start(self, row: int, ids: torch.Tensor, frequency: float) -> None:
-        """Makes the row hold exactly `ids` ([N] int64, on the device)."""
+        """Sets the row to exactly `ids` ([N] int64, on the device)."""
         self._reserve(row + 1, len(ids) + 1)
         self._seen[row] = False
         self._sums[row] = 0.0
@@ -141,19 +141,19 @@ class EmittedTokens:
     def append(
         self, rows: torch.Tensor, ids: torch.Tensor, lens: torch.Tensor, most: int, params: PenaltyParams
     ) -> None:
-        """Adds the first `lens` of the `ids` to each row.
+        """Appends the first `lens` of its `ids` to each row.
 
         Args:
-            rows: [P] int64, each once.
-            ids: [P, W] int64; those beyond `lens` are any id.
+            rows: [P] int64, each at most once.
+            ids: [P, W] int64; those beyond `lens` may be any id.
             lens: [P] int.
-            most: a bound that the host knows: no row holds more tokens than this beforehand.
+            most: bound, known on the host, of the tokens that any of these rows holds before.
         """
         width = ids.shape[1]
         self._reserve(0, most + width)
         columns = torch.arange(width, device=ids.device)
         valid = columns < lens[:, None]  # [P, W]
-        # Ids beyond `lens` land where later appends overwrite them; until then `seen` says they do not count.
+        # Ids beyond `lens` are stored, too. Later appends overwrite them; until then `seen` does not count them.
         self._ids[rows[:, None], self._lens[rows][:, None] + columns] = ids
         where = rows[:, None] * self._vocab_size + ids  # [P, W]
         self._seen.view(-1)[where] |= valid if width == 1 else _any_equal(ids, valid)
@@ -161,10 +161,10 @@ class EmittedTokens:
         self._lens[rows] += lens.long()
 
     def of(self, rows: torch.Tensor, most: int) -> Emitted:
-        """The rows' tokens ([P] int64 rows); `most` as in `append`."""
+        """The tokens of `rows` ([P] int64); `most` as in `append`."""
         return Emitted(self._ids[rows, :most], self._seen[rows], self._sums[rows], self._lens[rows])
 
 
 def _any_equal(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """[P, W] bool: whether an equal id of the row is valid; so that writes of equal ids agree."""
+    """[P, W] bool: whether the row has an equal id that is valid. So all writes of one id agree."""
     return ((ids[:, :, None] == ids[:, None]) & valid[:, None]).any(-1)

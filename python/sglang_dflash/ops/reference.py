@@ -1,4 +1,4 @@
-"""The specification of every op, in plain torch: any device, no host."""
+"""The specification of every op, in plain torch, for any device and without SGLang."""
 
 from __future__ import annotations
 
@@ -46,18 +46,19 @@ def recent_slots(
     page_size: int,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The table of a draft that sees only the latest `size` tokens of each request, and those before them in their
-    page.
+    """The slot table of a draft that sees only the latest `size` tokens of each request.
+
+    It starts at a page boundary, so it includes the tokens before them in the same page.
 
     Args:
         req_to_token: [R, C] int32; slot of each position of each request row.
         req_pool_indices: [B] int; the batch's rows.
         prefix_lens: [B] int.
-        width: columns to fill.
+        width: columns of the table.
 
     Returns:
-        [B] int64: the first position of each; [B, width] int32: the slots from there on, of the row's last position
-        where it ends before.
+        [B] int64: the first position of each request; [B, width] int32: the slots from there on. Beyond the end of
+        `req_to_token` its last slot repeats.
     """
     starts = (prefix_lens.long() - size).clamp(min=0) // page_size * page_size
     positions = starts[:, None] + torch.arange(width, device=starts.device)
@@ -72,7 +73,7 @@ def block_layout(
     block_size: int,
     mask_token_id: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The drafted block: `[bonus, MASK x (K-1)]` at absolute positions `prefix_len ..` (paper, section 4).
+    """The drafted block: `[bonus, MASK x (K-1)]` from absolute position `prefix_len` on (paper, section 4).
 
     Args:
         bonus_ids: [B] int64.
@@ -92,7 +93,7 @@ def block_layout(
 
 
 def extend_positions(prefix_lens: list[int], row_lens: list[int]) -> torch.Tensor:
-    """Positions of the rows of an extend: `prefix_lens[b] ..` for each request, one after the other.
+    """Positions of an extend's rows: for each request in turn, `row_lens[b]` positions from `prefix_lens[b]` on.
 
     Returns:
         [sum(row_lens)] int64 on the CPU.
@@ -102,7 +103,7 @@ def extend_positions(prefix_lens: list[int], row_lens: list[int]) -> torch.Tenso
 
 
 def accept_chain(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
-    """Longest prefix of drafts equal to the tokens that the target chose (paper, section 3).
+    """Accepts the longest prefix of drafts that equals the tokens chosen by the target (paper, section 3).
 
     Args:
         target_ids: [B, W] int64; row i is the target's token after `ids[:, i]`, so draft i+1 is compared with it.
@@ -111,14 +112,14 @@ def accept_chain(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptanc
     matches = (ids[:, 1:] == target_ids[:, :-1]).long()
     accept_lens = matches.cumprod(1).sum(1)  # [B] int64, 0..W-1
     bonus_ids = target_ids.gather(1, accept_lens[:, None]).squeeze(1)
-    # Up to the bonus, the committed ids are the target's own: its choice equals each accepted draft.
+    # All committed ids are the target's own choices, because each accepted draft equals one.
     columns = torch.arange(ids.shape[1], device=ids.device)
     out_ids = target_ids.masked_fill(columns > accept_lens[:, None], 0)
     return GreedyAcceptance(out_ids, (accept_lens + 1).int(), bonus_ids)
 
 
 def row_argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The argmax of every row. Ties: the lowest id wins; NaN is the largest of all; -0 equals 0.
+    """The argmax of every row. Ties: the lowest id wins; NaN is larger than all numbers; -0 equals 0.
 
     Args:
         logits: [N, V] floating.
@@ -130,10 +131,10 @@ def row_argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def accept_greedy(logits: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
-    """`accept_chain` by the target's `row_argmax`, with its rules for ties and NaN.
+    """`accept_chain` with the target's `row_argmax`, and its rules for ties and NaN.
 
     Args:
-        logits: [B, W, V] floating; the target's, one row per verified id.
+        logits: [B, W, V] floating; the target's logits, one row per verified id.
         ids: [B, W] int64; anchor first, then the drafts.
     """
     return accept_chain(row_argmax(logits), ids)
@@ -149,7 +150,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS norm of the sum of `x` and `residual` (same shape and dtype), and the sum itself, rounded once."""
+    """RMS norm of `x + residual` (same shape and dtype), and that sum. Each result is rounded only once."""
     total = x.float() + residual.float()
     return rms_norm(total, weight, eps).to(x.dtype), total.to(x.dtype)
 
@@ -174,7 +175,7 @@ def rope_neox(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -
 def norm_rope_(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, positions: torch.Tensor, cos_sin: torch.Tensor
 ) -> None:
-    """Norms every head and rotates it, in place: what attention does to its queries and keys.
+    """Normalises and rotates every head in place, as attention does with queries and keys.
 
     Args:
         x: [N, heads, D], the last dimension dense.
@@ -195,7 +196,7 @@ def context_kv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draft keys and values of committed tokens, for all draft layers (paper, "KV injection").
 
-    The features are what `fc` and `hidden_norm` made of the target's tapped layers; the layers'
+    `features` are the outputs of the target's tapped layers after `fc` and `hidden_norm`. The draft layers'
     `input_layernorm` is not applied to them.
 
     Args:
@@ -216,7 +217,7 @@ def context_kv(
 
 
 def project_context(features: torch.Tensor, kv_weight: torch.Tensor, kv_bias: torch.Tensor | None) -> torch.Tensor:
-    """The product of `context_kv`: one for all layers, keys not yet normed or turned.
+    """The matrix product of `context_kv`, one for all layers. Keys are not yet normalised or rotated.
 
     Returns:
         [N, L, 2, Hkv, D] in the features' dtype.
@@ -235,13 +236,13 @@ def write_context_kv(
     slots: torch.Tensor,
     buffers: KVBuffers,
 ) -> None:
-    """The rest of `context_kv`, and the write of its keys and values into their slots.
+    """Does the rest of `context_kv` and writes its keys and values into their slots.
 
     Args:
-        kv: [N, L, 2, Hkv, D]; what `project_context` gave.
+        kv: [N, L, 2, Hkv, D]; from `project_context`.
         k_norm_weight, eps, positions, cos_sin: as in `context_kv`.
-        slots: [N] int, each within the buffers; where one occurs twice, either row may stay.
-        buffers: the L layers', in `kv`'s dtype.
+        slots: [N] int, each within the buffers; if one occurs twice, either row may be kept.
+        buffers: of the L layers, in `kv`'s dtype.
     """
     buffers.check(kv)
     k = rope_neox(rms_norm(kv[:, :, 0], k_norm_weight[:, None], eps), positions, cos_sin)  # [N, L, Hkv, D]
@@ -263,7 +264,7 @@ def paged_attention(
     window_left: int | None = None,
     row_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attention_rows` of every request over its KV in pages.
+    """`attention_rows` of every request over its paged KV.
 
     Args:
         q: [T, Hq, D], the requests' rows one after the other.
@@ -271,7 +272,7 @@ def paged_attention(
         req_to_token: [R, C] int32; slot of each position of each request row.
         req_pool_indices: [B] int64; the batch's rows.
         prefix_lens: [B] int64; tokens before a request's first row.
-        row_starts: [B + 1] int64, from 0 to T; where its rows begin and end in `q`.
+        row_starts: [B + 1] int64, from 0 to T; request b has the rows `row_starts[b] : row_starts[b + 1]` of `q`.
         row_mask: [B, W, W] bool with W >= any request's rows, or None; see `attention_rows`.
 
     Returns:
@@ -303,12 +304,12 @@ def write_and_attend(
     causal: bool,
     window_left: int | None = None,
 ) -> torch.Tensor:
-    """What an attention layer does to a batch: the rows' own keys and values go to their slots, then `paged_attention`.
+    """An attention layer's work: writes the rows' own keys and values to their slots, then calls `paged_attention`.
 
     Args:
         q: [T, Hq * D] or [T, Hq, D].
         k, v: [T, Hkv * D and Dv] or [T, Hkv, D and Dv], in the caches' dtype.
-        slots: [T] int64; those that `req_to_token` names for the rows. No slot occurs twice.
+        slots: [T] int64; the slots of the rows' positions in `req_to_token`. No slot occurs twice.
 
     Returns:
         [T, Hq * Dv] in `q`'s dtype.
@@ -331,15 +332,15 @@ def attention_rows(
     window_left: int | None,
     row_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Grouped-query attention of one request's rows over its prefix and themselves, in float32.
+    """Grouped-query attention of one request's rows over its prefix and its own rows, in float32.
 
-    Row i stands at position `prefix_len + i`. A window of HF size w is `window_left` = w - 1: a causal row sees
+    Row i is at position `prefix_len + i`. A window of HF size w is `window_left` = w - 1: a causal row sees
     the keys from `window_left` before it up to itself; a bidirectional row sees every key whose distance behind
     it is at most `window_left`, and all keys ahead of it.
 
     Args:
         q: [T, Hq, D]; k, v: [prefix_len + T, Hkv, D and Dv], Hq a multiple of Hkv.
-        row_mask: [T, T] bool, which rows each row sees of its own block, in place of `causal`; see `masked_keys`.
+        row_mask: [T, T] bool; the rows of its block that each row sees. It replaces `causal`; see `masked_keys`.
 
     Returns:
         [T, Hq, Dv] in `q`'s dtype.
@@ -369,10 +370,10 @@ def visible_keys(
 
 
 def masked_keys(row_mask: torch.Tensor, prefix_len: int, window_left: int | None) -> torch.Tensor:
-    """[T, prefix_len + T] bool: the prefix, and the own rows that `row_mask` ([T, T] bool) names.
+    """[T, prefix_len + T] bool: which keys each row sees, the prefix and the rows that `row_mask` ([T, T] bool) allows.
 
-    A row stands as far behind the prefix as it sees own rows besides itself: its depth in a tree, its number in a
-    chain. A window counts in these positions.
+    A row's position is `prefix_len` plus the number of other rows of its block that it sees: its depth in a tree, its
+    index in a chain. A window counts in these positions.
     """
     depths = row_mask.sum(1) - 1  # [T]
     keys = torch.cat((torch.arange(-prefix_len, 0, device=row_mask.device), depths))  # positions behind the prefix

@@ -1,8 +1,8 @@
-"""Attention that gives a row the same bits in a decode, a verified block and a chunk of a prefill, on a plain CPU.
+"""Attention whose result for a row is the same bits in a decode step, a verified block and a prefill chunk, on a CPU.
 
-Torch's flash kernel walks a row's keys in blocks of 512 and computes blocks of rows. Here every block is full: queries
-in tiles of the same number of rows, keys padded to whole blocks. So every product inside has one shape, and a block
-that a row does not see leaves its result as it is.
+Torch's flash kernel computes blocks of rows over blocks of 512 keys. Here every block is full: queries form tiles with
+the same number of rows, and keys are padded to whole blocks. So all products inside have the same shape, and a block
+that a row does not see leaves the row's result unchanged.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from sglang_dflash.ops.attention import FOLDED_ROWS, MAX_PADDING, PagedRows
 from sglang_dflash.ops.reference import visible_keys
 
-TILE_ROWS = 8  # rows of a tile, heads of a group folded in; a group of more heads is a tile of its own
+TILE_ROWS = 8  # rows of a tile, a group's heads folded in; with more heads in a group, a tile is one token
 KEY_BLOCK = 512  # `kv_split_size` of torch's kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)
-MASK_ELEMENTS = 1 << 20  # of one call: bounds the mask of a long extend
-BATCHED_TOKENS = 8192  # padded KV up to which requests share one call
+MASK_ELEMENTS = 1 << 20  # mask elements of one call: bounds the mask of a long extend
+BATCHED_TOKENS = 8192  # padded KV tokens up to which requests share one call
 
 
 def invariant_attention(
@@ -28,9 +28,9 @@ def invariant_attention(
     causal: bool,
     window_left: int | None = None,
 ) -> torch.Tensor:
-    """As `paged_attention`, with keys and values of the same size; computed in float32 whatever the dtype.
+    """`paged_attention` for keys and values of the same head size, computed in float32 for every dtype.
 
-    For 16-bit types the kernel packs the keys or not, and so rounds differently, by how much there is to do.
+    For 16-bit types torch's kernel packs the keys or not, depending on the amount of work, and then rounds differently.
     """
     out = torch.empty_like(q)
     start = 0
@@ -43,7 +43,7 @@ def invariant_attention(
 
 
 def _groups(rows: PagedRows) -> list[range]:
-    """All requests together where few rows each make that cheaper, else one by one."""
+    """All requests in one group if they have few rows and little padding; else one by one."""
     each = range(len(rows.row_lens))
     padded = [_whole_blocks(length) for length in rows.kv_lens]
     if len(set(rows.row_lens)) == 1 and rows.row_lens[0] <= FOLDED_ROWS:
@@ -63,7 +63,7 @@ def _attend(
     causal: bool,
     window_left: int | None,
 ) -> torch.Tensor:
-    """One or more requests of as many rows: all tiles of one go through a call, or a tile of each."""
+    """Requests with equally many rows. A call takes several tiles of one request, or one tile of each request."""
     (_, heads, dim), batch, kv_heads = q.shape, len(requests), k_cache.shape[1]
     count, groups = len(q) // batch, heads // kv_heads
     tile = max(1, TILE_ROWS // groups)  # tokens
@@ -97,7 +97,7 @@ def _whole_blocks(length: int) -> int:
 def _keys_and_values(
     k_cache: torch.Tensor, v_cache: torch.Tensor, rows: PagedRows, requests: range
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, Hkv, S, D] float32 each, S whole blocks. Behind a request's length stands its first token, not seen."""
+    """[B, Hkv, S, D] float32 each, S whole blocks. Beyond a request's length its first token repeats, masked out."""
     longest = max(rows.kv_lens[index] for index in requests)
     slots = rows.slots[requests.start : requests.stop, :longest]
     slots = torch.cat([slots, slots[:, :1].expand(-1, _whole_blocks(longest) - longest)], dim=1)
@@ -109,7 +109,7 @@ def _keys_and_values(
 def _mask(
     rows: PagedRows, requests: range, first: int, count: int, causal: bool, window_left: int | None
 ) -> torch.Tensor:
-    """[B, count, keys] float32 of what each request's rows from `first` see: 0, or -inf where they do not."""
+    """[B, count, keys] float32: 0 for the keys that the rows from `first` on see, -inf for the others."""
     key = (requests.start, first, count, causal, window_left)
     if key in rows.tile_masks:
         return rows.tile_masks[key]
@@ -121,6 +121,7 @@ def _mask(
         if visible is not None:
             one.masked_fill_(~visible, -torch.inf)
         one[:, length:] = -torch.inf
-    if rows.row_lens[requests.start] <= max(count, FOLDED_ROWS):  # the parts of a long extend would be large together
+    # The masks of all parts of a long extend would be too large together.
+    if rows.row_lens[requests.start] <= max(count, FOLDED_ROWS):
         rows.tile_masks[key] = mask
     return mask

@@ -1,8 +1,8 @@
 """Greedy acceptance in Triton: the argmax of every row straight from the logits, then each block's committed ids.
 
-A vocabulary of 151,936 makes a row too long for one program and, at few requests, the rows too few for a GPU. So a row
-is split: one launch leaves the best entry of each split, packed into an int64 whose maximum is the row's argmax; the
-other reduces the splits and accepts. No float32 copy of the logits is made.
+A row of 151,936 logits is too long for one program, and a few requests have too few rows to fill a GPU. So each row is
+split. The first launch packs the best entry of each split into an int64; their maximum is the row's argmax. The second
+launch reduces the splits and accepts. No float32 copy of the logits is made.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import triton.language as tl
 
 from sglang_dflash.ops.reference import GreedyAcceptance
 
-PROGRAMS = 1024  # aimed at in the first launch: enough for every SM several times
+PROGRAMS = 1024  # target number for the first launch: several programs for every SM
 MAX_SPLITS = 64
-BLOCK = 2048  # columns of a program at a time
+BLOCK = 2048  # columns that a program reads at a time
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _ordered(x):
 def _split_argmax_kernel(
     logits, partials, vocab, row_stride, SPLIT_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """partials: [rows, SPLITS] int64; the high half orders the value, the low half the id downwards."""
+    """partials: [rows, SPLITS] int64; the high half orders by value, the low half by falling id."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     start = split * SPLIT_BLOCKS * BLOCK
@@ -39,12 +39,12 @@ def _split_argmax_kernel(
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for _ in range(SPLIT_BLOCKS):
         x = tl.load(logits + row * row_stride + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
-        # Strictly better only: within a lane ids ascend, so the lowest of equals stays.
+        # Only a strictly better value replaces the best: ids ascend within a lane, so the lowest id of a tie stays.
         better = (x > best) | ((x != x) & (best == best))
         best = tl.where(better, x, best)
         best_ids = tl.where(better, columns, best_ids)
         columns += BLOCK
-    # Lanes behind the vocabulary hold -inf under ids that lose to every real one.
+    # Lanes beyond the vocabulary hold -inf and ids larger than all real ones, so they lose every tie.
     packed = (_ordered(best).to(tl.int64) << 32) | (0x7FFFFFFF - best_ids).to(tl.int64)
     tl.store(partials + row * SPLITS + split, tl.max(packed, 0))
 
@@ -62,7 +62,7 @@ def _reduce_kernel(partials, target_ids, rows, SPLITS: tl.constexpr, ROWS: tl.co
 def _accept_kernel(
     choices, ids, out_ids, commit_lens, bonus_ids, WIDTH: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr
 ):
-    """One program per block. choices: [B, WIDTH] ids, or [B, WIDTH, SPLITS] partials where SPLITS > 0."""
+    """One program per block. choices: [B, WIDTH] ids, or [B, WIDTH, SPLITS] partials if SPLITS > 0."""
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     row = block * WIDTH + lane
@@ -82,7 +82,7 @@ def _accept_kernel(
 
 
 def _splits_of(rows: int, vocab: int) -> int:
-    """A power of two: as many splits of a row as fill the GPU, of at least one block of columns each."""
+    """Splits of a row, a power of two: enough to fill the GPU, each with at least one block of columns."""
     wanted = min(MAX_SPLITS, max(1, PROGRAMS // max(rows, 1)), triton.cdiv(vocab, BLOCK))
     return 1 << (wanted.bit_length() - 1)
 
@@ -102,7 +102,7 @@ def _split_argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def row_argmax(logits: torch.Tensor) -> torch.Tensor:
-    """`reference.row_argmax`; two launches. The last dimension is contiguous, the rows are evenly spaced."""
+    """`reference.row_argmax`; two launches. The last dimension must be contiguous; rows may be strided."""
     partials = _split_argmax(logits)
     rows, splits = partials.shape
     target_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -113,7 +113,7 @@ def row_argmax(logits: torch.Tensor) -> torch.Tensor:
 
 def _accept(choices: torch.Tensor, ids: torch.Tensor, splits: int) -> GreedyAcceptance:
     batch, width = ids.shape
-    # The anchor may come as a view of a wider block: rows evenly spaced, but not dense.
+    # `ids` may be a view of a wider block, whose rows are not dense.
     ids, choices = ids.contiguous(), choices.contiguous()
     out_ids = torch.empty((batch, width), dtype=torch.int64, device=ids.device)
     commit_lens = torch.empty(batch, dtype=torch.int32, device=ids.device)

@@ -20,7 +20,7 @@ def _block_layout_kernel(
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """out: [3, B, WIDTH] int64 (ids, positions, slots), `plane` = B * WIDTH apart."""
+    """out: [3, B, WIDTH] int64 (ids, positions, slots), `plane` = B * WIDTH elements apart."""
     request = tl.program_id(0)
     lane = tl.arange(0, LANES)
     valid = lane < WIDTH
@@ -42,7 +42,7 @@ def block_layout(
     block_size: int,
     mask_token_id: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`reference.block_layout`; one launch, one allocation. A row of the table is contiguous."""
+    """`reference.block_layout`; one launch, one allocation. Rows of `req_to_token` must be contiguous."""
     batch = len(bonus_ids)
     out = torch.empty((3, batch, block_size), dtype=torch.int64, device=bonus_ids.device)
     assert req_to_token.stride(1) == 1, req_to_token.stride()

@@ -40,7 +40,7 @@ def _write_context_kv_kernel(
     weights = k_norm_weight + layer * DIM
     k = k * scale[:, None] * tl.load(weights + column, mask=column < DIM, other=0.0).to(tl.float32)
 
-    # Element i of the first half turns with element i + ROTARY / 2; what lies behind ROTARY passes.
+    # Element i of the first half is rotated with element i + ROTARY / 2; elements from ROTARY on are unchanged.
     HALF: tl.constexpr = ROTARY // 2
     turns = column < ROTARY
     first = column < HALF
@@ -53,7 +53,7 @@ def _write_context_kv_kernel(
     k = k * cos + other * tl.where(first, -sin, sin)
 
     target = tl.load(slots + row).to(tl.int64) * slot_stride + head * DIM + column
-    # An address out of a table tells the compiler no alignment, and without it every element is a store of its own.
+    # The compiler cannot know the alignment of a loaded address. Without this hint it stores element by element.
     k_buffer = tl.multiple_of(tl.load(pointers + layer).to(tl.pointer_type(element)), 16)
     v_buffer = tl.multiple_of(tl.load(pointers + LAYERS + layer).to(tl.pointer_type(element)), 16)
     v = tl.load(source + HEADS * DIM + head * DIM + column, mask=valid)

@@ -1,4 +1,4 @@
-"""The plain DFlash draft in Hugging Face form, with `spec_generate`: oracle of the server's tests, and usable as is."""
+"""The plain DFlash draft in Hugging Face form, with `spec_generate`: usable alone, and compared with in tests."""
 
 from sglang_dflash.core.draft_config import LayerAttention, build_target_layer_ids
 from sglang_dflash.reference.generation import Generation, spec_generate

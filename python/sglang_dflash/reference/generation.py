@@ -20,13 +20,13 @@ _GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What `spec_generate` did.
+    """The result of `spec_generate`, with its statistics.
 
     Fields:
         output_ids: [B, P + N] int64; the prompts as they came, then the new ids, padded on the right.
         num_new_tokens: of each request, the end token included.
-        commit_lens: of each request's verify steps; a last step counts what it committed beyond the end, too.
-        prefill_s, decode_s: until the first token of all, and from there to the end.
+        commit_lens: of each request's verify steps; the last one also counts tokens committed beyond the end.
+        prefill_s, decode_s: seconds until every request has its first token, and from there to the end.
     """
 
     output_ids: torch.Tensor
@@ -48,10 +48,10 @@ class Generation:
 
 
 class PositionCache:
-    """Keys and values of every layer, one place for each position of each request, for target and draft alike.
+    """Keys and values of every layer, one entry per request and position, for target and draft alike.
 
-    Rejected rows need no cropping: the next row at their position replaces them. The place behind the last position
-    takes the padding of batches whose requests commit different numbers of tokens.
+    Rejected rows need no cropping: the next row at their position overwrites them. One more entry, after the last
+    position, takes the padding of batches whose requests commit different numbers of tokens.
     """
 
     def __init__(self, requests: int, positions: int) -> None:
@@ -63,7 +63,7 @@ class PositionCache:
         self._visible = 0
 
     def at(self, positions: torch.Tensor, visible: int) -> PositionCache:
-        """Where the next forward writes, [B, T] int64, and how many positions its rows may look at."""
+        """Sets the positions that the next forward writes, [B, T] int64, and how many positions its rows may see."""
         self._positions, self._visible = positions, visible
         return self
 
@@ -72,7 +72,7 @@ class PositionCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes [B, Hkv, T, D] and returns all visible positions, [B, Hkv, S, D]."""
         if layer_idx not in self._keys:
-            shape = (self._requests, self.padding + 1)  # position before head: one index for a request's rows
+            shape = (self._requests, self.padding + 1)  # position before head: one index selects all heads
             self._keys[layer_idx] = keys.new_zeros((*shape, keys.shape[1], keys.shape[3]))
             self._values[layer_idx] = values.new_zeros((*shape, values.shape[1], values.shape[3]))
         requests = torch.arange(len(keys), device=keys.device)[:, None]
@@ -82,7 +82,7 @@ class PositionCache:
         return tuple(store[:, : self._visible].transpose(1, 2) for store in stores)  # type: ignore[return-value]
 
     def keep(self, requests: torch.Tensor) -> None:
-        """Forgets all requests but these."""
+        """Drops all requests but these."""
         self._requests = len(requests)
         for stores in (self._keys, self._values):
             for layer_idx, store in stores.items():
@@ -94,7 +94,7 @@ class PositionCache:
 
 @dataclass(slots=True)
 class _State:
-    """Requests under way, all of them [B, ...]: `order` tells which of the caller's each one is."""
+    """The unfinished requests; tensors are [B, ...]. `order` holds each one's index in the caller's batch."""
 
     order: torch.Tensor
     ids: torch.Tensor
@@ -114,7 +114,7 @@ class _State:
 
 @dataclass(slots=True)
 class _Loop:
-    """One call of `spec_generate`: the two models and what holds for all of its steps."""
+    """One call of `spec_generate`: the two models and the settings of all steps."""
 
     draft: Any
     target: Any
@@ -129,7 +129,7 @@ class _Loop:
         requests, width = len(ids), int(prompt_lens.max())
         target_cache = PositionCache(requests, positions)
         columns = torch.arange(width, device=ids.device).expand(requests, -1)
-        # Padding rows write to no position that is read: what comes there replaces them first.
+        # Padding rows are written to positions that later rows overwrite before anything reads them.
         features, last = [], torch.zeros(requests, text_config(self.target).hidden_size, device=ids.device)
         for start in range(0, width, PREFILL_ROWS):
             rows = columns[:, start : start + PREFILL_ROWS]
@@ -153,7 +153,7 @@ class _Loop:
 
     def step(self, state: _State) -> torch.Tensor:
         """Drafts, verifies and commits one block of every request; returns commit_lens, [B] int64."""
-        starts = state.lens - 1  # the bonus: committed, but its own features do not exist yet
+        starts = state.lens - 1  # of the bonus, which is committed but has no features yet
         offsets = torch.arange(self.block_size, device=starts.device)
         positions = starts[:, None] + offsets  # [B, K] int64
         ids = torch.full_like(positions, self.mask_token_id)
@@ -163,7 +163,7 @@ class _Loop:
         accepted = accept_chain(self.sample(self.head(hidden)), ids)
         commit_lens = accepted.commit_lens.long()
         committed = offsets < commit_lens[:, None]
-        # Behind the committed ids stand zeros, where the next step writes.
+        # The committed ids are followed by zeros, which the next step overwrites.
         state.ids.scatter_(1, positions + 1, accepted.out_ids)
         state.lens = state.lens + commit_lens
         width = int(commit_lens.max())
@@ -223,21 +223,21 @@ def spec_generate(
     generator: torch.Generator | None = None,
     return_stats: bool = False,
 ) -> torch.Tensor | Generation:
-    """Generates with `target`, drafting with `draft`: at temperature 0 the target's greedy answer; above, a sample of
-    the target's distribution (a draft is committed where it equals the target's own sample).
+    """Generates with `target`, using drafts from `draft`: at temperature 0 the target's greedy answer; above, a sample
+    of the target's distribution (a draft is committed if it equals the target's own sample).
 
-    Equal token for token as far as the target gives a row the same logits alone and among others: float32 does but
-    for ties, bfloat16 may swap two tokens that nearly tie.
+    The greedy answer is equal token for token if the target gives a row the same logits alone and among other rows. In
+    float32 this holds except for ties; in bfloat16, two tokens that nearly tie may be swapped.
 
     Args:
         draft: a `DFlashDraftModel`.
         target: a Llama or Qwen3 causal language model, loaded with sdpa or eager attention.
         input_ids: [B, P] int64.
-        stop_token_ids: an answer ends behind the first of these; None: the target's own end tokens; []: never.
+        stop_token_ids: an answer ends after the first of these; None: the target's own end tokens; []: never.
         temperature: 0 is greedy.
         attention_mask: [B, P], 0 where `input_ids` is padding, on either side; None: no padding.
         block_size: K, 2 or more; default: the draft's.
-        mask_token_id: for a draft whose config gives only the token's text.
+        mask_token_id: default: the draft's; needed if the draft's config gives only the token's text.
         generator: for sampling; on the target's device.
         return_stats: return a `Generation` instead of its `output_ids`.
 
@@ -337,15 +337,15 @@ def _check(
 ) -> None:
     config = text_config(target)
     if config.model_type not in TARGETS:
-        raise ValueError(f"The target is of type {config.model_type!r}; spec_generate knows {', '.join(TARGETS)}.")
+        raise ValueError(f"The target's model_type is {config.model_type!r}; allowed: {', '.join(TARGETS)}.")
     if config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(
-            f"The target attends with {config._attn_implementation!r}, which takes no mask of ours: load it with "
+            f"The target's attention is {config._attn_implementation!r}, which does not take our mask: load it with "
             "attn_implementation='sdpa' (or 'eager')."
         )
     if mask_token_id is None:
         raise ValueError(
-            f"The draft's config names its mask only as {draft.draft_config.mask_token!r}: give mask_token_id."
+            f"The draft's config gives its mask only as the text {draft.draft_config.mask_token!r}: pass mask_token_id."
         )
     fitted = replace(draft.draft_config, mask_token_id=mask_token_id)
     fitted.check_target(config.num_hidden_layers, config.hidden_size, config.vocab_size)

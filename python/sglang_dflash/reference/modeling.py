@@ -1,4 +1,4 @@
-"""The plain DFlash draft as a Hugging Face model: published names and shapes, several draft backends' common source."""
+"""The plain DFlash draft as a Hugging Face model, with the names and shapes of published checkpoints."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ class DFlashConfig(Qwen3Config):
 
     @property
     def draft(self) -> DraftConfig:
-        """Raises ValueError, in one sentence, where this is not a plain DFlash draft."""
+        """The validated view. Raises ValueError, in one sentence, if this is not a plain DFlash draft."""
         return DraftConfig.from_dict(self.to_dict())
 
 
 def block_mask(
     row_positions: torch.Tensor, keys: int, attention: LayerAttention, ragged: bool = True
 ) -> torch.Tensor | None:
-    """Which keys the rows of one block a request see; key j stands at position j.
+    """Which keys the block rows of each request see, for one block per request. Key j is at position j.
 
-    A row sees the context and its block, hence nothing behind the block's last row (paper, section 4); see
+    A row sees the context and its block, so nothing after the block's last row (paper, section 4); see
     `LayerAttention` for causality and window.
 
     Args:
         row_positions: [B, K] int64, rising by one.
-        keys: S; those beyond a request's last row are not its own.
+        keys: S, the number of keys; those after a request's last row are not its own.
         ragged: whether requests end at different positions.
 
     Returns:
-        [B, 1, K, S] bool; None where every row sees every key.
+        [B, 1, K, S] bool; None if every row sees every key.
     """
     if not ragged and not attention.causal and attention.window is None:
         return None
@@ -95,7 +95,7 @@ class DFlashAttention(nn.Module):
             x: [B, Q, H]; input-normed block rows.
             context: [B, T, H]; context features, not input-normed.
             rope: cosines and sines, each [B, T + Q, D], context first.
-            mask: [B or 1, 1, Q, S] bool (True: sees), a flex BlockMask, or None where all is seen.
+            mask: [B or 1, 1, Q, S] bool (True: sees), a flex BlockMask, or None if every key is seen.
             past_key_values: a cache with the `update` of transformers', or None.
         """
         rows = torch.cat((context, x), dim=1)  # [B, T+Q, H]
@@ -105,7 +105,7 @@ class DFlashAttention(nn.Module):
         cos, sin = rope
         q, _ = apply_rotary_pos_emb(q, q, cos[:, -x.shape[1] :], sin[:, -x.shape[1] :])
         k, _ = apply_rotary_pos_emb(k, k, cos, sin)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the norms answer in float32
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the norms return float32
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         if isinstance(mask, BlockMask):
@@ -120,7 +120,7 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashDecoderLayer(nn.Module):
-    """Pre-norm attention and SwiGLU; the context features pass by the layer's input norm."""
+    """Pre-norm attention and SwiGLU; the context features bypass the layer's input norm."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
@@ -178,22 +178,22 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         """As in transformers, but strict.
 
         Raises:
-            ValueError: the checkpoint is not a plain DFlash draft, lacks a weight, or brings one of another
-                shape or one we have no place for.
+            ValueError: the checkpoint is not a plain DFlash draft, lacks a weight, or has an unknown weight or one
+                of another shape.
         """
         revision = kwargs.get("revision")
         side_car = cached_file(
             name, "mask_embedding.pt", revision=revision, _raise_exceptions_for_missing_entries=False
         )
         if side_car is not None:
-            raise ValueError(f"The draft {name} brings a trained mask embedding ({side_car}), which we do not read.")
+            raise ValueError(f"The draft {name} has a trained mask embedding ({side_car}), which we do not read.")
         wanted = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # else transformers raises, and its error names no weight
         model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
         if any(wrong.values()):
-            said = "; ".join(f"{key.replace('_', ' ')}: {names[:4]}" for key, names in wrong.items() if names)
-            raise ValueError(f"The weights of {name} are not those of its config.json: {said}.")
+            listed = "; ".join(f"{key.replace('_', ' ')}: {names[:4]}" for key, names in wrong.items() if names)
+            raise ValueError(f"The weights of {name} do not fit its config.json: {listed}.")
         return (model, info) if wanted else model
 
     def forward(
@@ -211,14 +211,14 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             target_hidden: [B, T, taps * H]; residual outputs of the tapped target layers, of tokens not yet in the
                 cache (`FeatureTaps`).
             position_ids: [B, T + Q] int64, context first.
-            attention_mask: a mask for each kind of layer; None: Q is one block a request, whose keys stand at
+            attention_mask: a mask for each kind of layer; None: Q is one block per request, and its keys are at
                 positions 0, 1, ... in the cache (or in this call).
             past_key_values: a cache with the `update` of transformers'.
 
         Returns:
             [B, Q, H]; final-normed, ready for the target's head.
         """
-        dtype = self.fc.weight.dtype  # the target may run in another
+        dtype = self.fc.weight.dtype  # the target may use another dtype
         noise_embedding, target_hidden = noise_embedding.to(dtype), target_hidden.to(dtype)
         context = self.hidden_norm(self.fc(target_hidden))  # [B, T, H]: once, for all layers
         rope = self.rotary_emb(noise_embedding, position_ids)
@@ -243,5 +243,5 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         temperature: float = 0.0,
         **options: Any,
     ) -> torch.Tensor | Generation:
-        """The target's own answer, drafted by this model: see `sglang_dflash.reference.spec_generate`."""
+        """The target's own answer, with drafts from this model; see `sglang_dflash.reference.spec_generate`."""
         return spec_generate(self, target, input_ids, max_new_tokens, stop_token_ids, temperature, **options)

@@ -1,4 +1,4 @@
-"""What a draft needs of its target: hidden states of the tapped layers, embedding, head, end tokens."""
+"""Reads from a target what a draft needs: hidden states of the tapped layers, the text config, the end tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 
 class FeatureTaps:
-    """Records the residual-stream output of chosen target layers while it is entered.
+    """A context manager that records the residual-stream output of chosen target layers.
 
-    Entry `layer` is what 0-based decoder layer `layer` puts out, `hidden_states[layer + 1]` in transformers' count,
-    without the final norm (z-lab/dflash, `extract_context_feature`).
+    Layer ids are 0-based. The output of decoder layer `layer` is `hidden_states[layer + 1]` in transformers, without
+    the final norm (z-lab/dflash, `extract_context_feature`).
     """
 
     def __init__(self, target: nn.Module, layer_ids: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ class FeatureTaps:
         return record
 
     def take(self) -> torch.Tensor:
-        """[B, T, taps * H] of the target's last forward."""
+        """Returns and clears the features of the target's last forward, [B, T, taps * H]."""
         features = torch.cat([self._outputs[layer_id] for layer_id in self._layer_ids], dim=-1)
         self._outputs.clear()
         return features
@@ -58,7 +58,7 @@ def decoder_layers(target: nn.Module) -> nn.ModuleList:
         layers = getattr(module, "layers", None)
         if isinstance(layers, nn.ModuleList) and len(layers) == count:
             return layers
-    raise ValueError(f"{type(target).__name__} has no list of {count} decoder layers named 'layers' to read from.")
+    raise ValueError(f"{type(target).__name__} has no list of {count} decoder layers named 'layers'.")
 
 
 def text_config(target: nn.Module) -> Any:

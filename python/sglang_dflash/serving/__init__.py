@@ -1,4 +1,4 @@
-"""Start, wait for, query and stop an SGLang server as a process: for quickstart, tests and benchmarks."""
+"""Starts, queries and stops a server process: for the quickstart, the checker, tests and benchmarks."""
 
 from sglang_dflash.serving.client import Answer, Client
 from sglang_dflash.serving.server import Server, ServerError

@@ -1,4 +1,4 @@
-"""Queries a running SGLang server through its native endpoint, which reports ids and speculation per request."""
+"""Queries a running SGLang server's native endpoint, which reports token ids and speculation per request."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Answer:
 
     Fields:
         ids: the generated token ids.
-        finish_reason: the host's type: "stop", "length" or "abort".
+        finish_reason: SGLang's type: "stop", "length" or "abort".
         cached_tokens: prompt tokens served from the radix cache.
         steps: verify steps; 0 where speculation is off.
         accept_histogram: steps by accept_len, 0 first; empty where speculation is off.
-        meta: all the server said besides.
+        meta: the reply's whole `meta_info`.
     """
 
     ids: list[int]
@@ -46,17 +46,17 @@ class Answer:
 
 
 class Client:
-    """Greedy unless told otherwise. Safe to use from several threads."""
+    """Client of one server. Requests are greedy by default. Safe to use from several threads."""
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
         self.url = url
         self._http = httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_connections=None))
 
     def generate(self, prompt: str | list[int], **sampling: Any) -> Answer:
-        """One request; `prompt` is text or token ids, `sampling` the host's sampling parameters.
+        """One request; `prompt` is text or token ids, `sampling` SGLang's sampling parameters.
 
         Raises:
-            httpx.HTTPStatusError: the server refused the request; its sentence is in the response.
+            httpx.HTTPStatusError: the server refused the request; the response holds its message.
         """
         response = self.post("/generate", _body(prompt, sampling))
         response.raise_for_status()

@@ -1,4 +1,4 @@
-"""One server as a child process, SGLang's unless told otherwise: started on a free port, waited for, stopped by pid."""
+"""A server as a child process, by default SGLang's: starts it on a free port, waits for it, stops it."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Server:
     ) -> None:
         """
         Args:
-            arguments: of the command, without host and port.
-            log: where the server's output goes; made anew.
+            arguments: the command's arguments, without host and port.
+            log: file for the server's output; overwritten.
             environment: variables to set on top of this process's own.
-            launch: the words before the arguments; it must take --host and --port.
+            launch: the command before the arguments; it must take --host and --port.
             health: the path that answers 200 once the server is up.
         """
         self.arguments = list(arguments)
@@ -73,23 +73,14 @@ class Server:
         """Starts the server and waits until it answers.
 
         Args:
-            timeout_s: after which a server that does not answer is stopped.
+            timeout_s: a server that does not answer within this time is stopped.
             on_wait: called about twice a second with the seconds waited.
 
         Raises:
             ServerError: it ended, or did not answer in time.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as output:
-            # A session of its own: stopping its group reaches the scheduler and the detokenizer too.
-            self._process = subprocess.Popen(
-                self.command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=self._environment,
-                start_new_session=True,
-            )
+        self._process = self._spawn()
         begin = time.monotonic()
         try:
             while not self._answers():
@@ -104,6 +95,18 @@ class Server:
             self.stop()
             raise
         return self
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        """Starts the process in a session of its own: stopping its group also stops scheduler and detokenizer."""
+        with self.log.open("wb") as output:
+            return subprocess.Popen(
+                self.command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
 
     def _answers(self) -> bool:
         try:
@@ -128,7 +131,7 @@ class Server:
         return [line for line in lines if line][-count:]
 
     def stop(self) -> None:
-        """Asks the server to end, which ends its children; kills the whole group where it does not."""
+        """Terminates the server, which ends its children; kills the whole group if that takes over STOP_SECONDS."""
         if self._process is None:
             return
         self._process.terminate()
@@ -138,7 +141,7 @@ class Server:
                 if time.monotonic() > deadline:
                     _kill_group(self._process)
                 time.sleep(0.05)
-        except BaseException:  # a second Ctrl-C: nobody waits any more, and nothing may be left behind
+        except BaseException:  # such as a second Ctrl-C: stop waiting, but leave no process behind
             _kill_group(self._process)
             raise
         self._process = None
@@ -167,7 +170,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_port() -> int:
-    """Below the ports that Linux hands out by itself: the server opens dozens of those before it binds this one."""
+    """A free port below Linux's ephemeral ports: the server opens dozens of those before it binds this one."""
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

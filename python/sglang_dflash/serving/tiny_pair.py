@@ -1,4 +1,4 @@
-"""Where the embedded pair lies, and the prompts held out of its training."""
+"""Paths of the embedded pair, and the prompts that were held out of its training."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ TINY_TARGET = _ROOT / "target"
 TINY_DRAFT = _ROOT / "draft"
 KINDS = ("arithmetic", "code", "chat")
 TINY_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-"""One compute thread, where servers share their cores with tests, with each other or with whoever asks them; what a
-server takes of its own accord is measured with none of this."""
+"""One compute thread, for servers that share their cores with tests, with clients or with each other. Do not use it to
+measure what a server does by default."""
 TINY_OVERLAPPING = {**TINY_ENVIRONMENT, "SGLANG_DFLASH_OVERLAP": "1"}
-"""The same, and steps are scheduled with overlap, as on CUDA; a CPU's default does not."""
+"""The same, with overlap scheduling as on CUDA; on a CPU it is off by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutPrompt:
-    """A question no answer of which is in the training data. `kind`: arithmetic, code or chat."""
+    """A question whose answer is not in the training data. `kind`: arithmetic, code or chat."""
 
     id: str
     kind: str
@@ -36,6 +36,6 @@ def held_out_prompts(kind: str | None = None) -> list[HeldOutPrompt]:
 
 
 def held_out_prompts_in_turn() -> list[HeldOutPrompt]:
-    """All held-out prompts: one of each kind, then the next of each."""
+    """All held-out prompts, the kinds in turn: one of each kind, then the next of each."""
     kinds = [held_out_prompts(kind) for kind in KINDS]
     return [prompt for row in zip_longest(*kinds) for prompt in row if prompt is not None]

@@ -1,4 +1,4 @@
-"""Training of a draft for one's own target: the paper's recipe over `transformers`, `datasets` and `accelerate`."""
+"""Trains a draft for your own target: the paper's recipe on top of `transformers`, `datasets` and `accelerate`."""
 
 from sglang_dflash.training.options import TrainOptions
 

@@ -1,4 +1,4 @@
-"""Training blocks: random anchors in what the target said, rows, labels, and which keys each row sees."""
+"""Training blocks: random anchors in the target's answers, block rows, labels, and the keys that each row sees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from sglang_dflash.reference import LayerAttention
 
 IGNORED = -100
-# Edge of flex attention's tiles, and how many rows of tiles are looked at together when a mask is made.
+# Edge length of flex attention's tiles, and the number of tile rows that mask creation evaluates at a time.
 _TILE = 128
 _TILE_ROWS_AT_ONCE = 4
 _Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -19,11 +19,11 @@ _Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A blocks of K rows for each of B conversations, side by side: Q = A * K rows.
+    """A blocks of K rows for each of B conversations, one after the other: Q = A * K rows per conversation.
 
     Fields:
         anchors: [B, A] int64; positions of the blocks' first rows.
-        ids: [B, Q] int64; the anchor's clean token, then masks.
+        ids: [B, Q] int64; in each block the anchor's clean token, then K-1 mask tokens.
         positions: [B, Q] int64, absolute.
         labels: [B, Q] int64; the clean token at the same position, IGNORED where nothing is learned.
     """
@@ -36,13 +36,14 @@ class Blocks:
 
 
 def sample_anchors(learned: torch.Tensor, count: int, generator: torch.Generator | None) -> torch.Tensor:
-    """Up to `count` random anchors a conversation, rising, without repetition (paper, appendix A.1).
+    """Draws up to `count` distinct random anchors per conversation, in ascending order (paper, appendix A.1).
 
-    Anchor and next token must both be learned. Conversations with fewer places have -1 for the rest, first.
+    An anchor and the token after it must both be learned. A conversation with fewer such positions than A is filled
+    up with -1 at the front.
 
     Args:
         learned: [B, T] bool.
-        generator: on the CPU, so that a seed gives the same anchors everywhere.
+        generator: a CPU generator, so that a seed gives the same anchors on every device.
 
     Returns:
         [B, A] int64 on the device of `learned`, A <= count.
@@ -58,15 +59,15 @@ def sample_anchors(learned: torch.Tensor, count: int, generator: torch.Generator
 def make_blocks(
     ids: torch.Tensor, learned: torch.Tensor, anchors: torch.Tensor, block_size: int, mask_token_id: int
 ) -> Blocks:
-    """`[anchor, MASK x (K-1)]` at each anchor.
+    """Makes a block `[anchor, MASK x (K-1)]` at each anchor.
 
-    Row k is labelled with the clean token at its own position as long as all tokens from the anchor to it are
-    learned: behind the target's end token nothing is drafted.
+    The label of row k is the clean token at its own position, if all tokens from the anchor to that position are
+    learned: nothing is drafted after the target's end token.
 
     Args:
         ids: [B, T] int64; clean tokens.
         learned: [B, T] bool.
-        anchors: [B, A] int64; -1: an empty block, which has no label.
+        anchors: [B, A] int64; -1 makes an empty block without labels.
     """
     kept, anchors = anchors >= 0, anchors.clamp(min=0)
     offsets = torch.arange(block_size, device=ids.device)
@@ -74,16 +75,16 @@ def make_blocks(
     inside = rows.clamp(max=ids.shape[1] - 1)
     batch = torch.arange(len(ids), device=ids.device)[:, None, None]
     clean = ids[batch, inside]
-    said = (learned[batch, inside] & (rows < ids.shape[1])).cumprod(2).bool()
-    labels = clean.masked_fill(~(said & kept[..., None] & (offsets > 0)), IGNORED)
+    labelled = (learned[batch, inside] & (rows < ids.shape[1])).cumprod(2).bool()
+    labels = clean.masked_fill(~(labelled & kept[..., None] & (offsets > 0)), IGNORED)
     block_ids = torch.where(offsets == 0, clean, mask_token_id)
     return Blocks(anchors, block_ids.flatten(1), rows.flatten(1), labels.flatten(1), block_size)
 
 
 def dense_mask(blocks: Blocks, context_len: int, attention: LayerAttention) -> torch.Tensor:
-    """Which keys each row sees: the context before its anchor and its own block; the reference of `flex_mask`.
+    """The keys that each row sees: the context before its anchor, and its own block. The reference of `flex_mask`.
 
-    Keys are the `context_len` context features, then the Q rows.
+    Keys are the `context_len` context features, then the Q block rows.
 
     Returns:
         [B, 1, Q, context_len + Q] bool.
@@ -106,13 +107,13 @@ def dense_mask(blocks: Blocks, context_len: int, attention: LayerAttention) -> t
 
 
 def flex_mask(blocks: Blocks, context_len: int, attention: LayerAttention) -> BlockMask:
-    """`dense_mask` for flex attention, which never holds it as a whole."""
+    """The mask of `dense_mask` for flex attention, which never holds it as a whole."""
     size, anchors, window = blocks.block_size, blocks.anchors, attention.window
     rows = blocks.ids.shape[1]
     last = anchors.shape[1] - 1
 
     def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        anchor = anchors[b, (q // size).clamp(max=last)]  # flex asks beyond the last row when it rounds up
+        anchor = anchors[b, (q // size).clamp(max=last)]  # flex pads rows to whole tiles: q may exceed the last row
         offset, key_offset = q % size, (kv - context_len) % size
         in_context = (kv < context_len) & (kv < anchor)
         in_block = (kv >= context_len) & ((kv - context_len) // size == q // size)
@@ -127,7 +128,7 @@ def flex_mask(blocks: Blocks, context_len: int, attention: LayerAttention) -> Bl
 
 
 def _tiled(sees: _Sees, batch: int, rows: int, keys: int, device: torch.device) -> BlockMask:
-    """torch's `create_block_mask`, which looks at all rows x keys at once, a few rows of tiles at a time."""
+    """Like torch's `create_block_mask`, but evaluates a few rows of tiles at a time, not all rows x keys at once."""
     none = torch.zeros((), dtype=torch.int64, device=device)
     requests = torch.arange(batch, device=device)[:, None, None]
     columns = torch.arange(-(-keys // _TILE) * _TILE, device=device)
@@ -135,7 +136,7 @@ def _tiled(sees: _Sees, batch: int, rows: int, keys: int, device: torch.device) 
     for some in torch.arange(-(-rows // _TILE) * _TILE, device=device).split(_TILE * _TILE_ROWS_AT_ONCE):
         seen = sees(requests, none, some[:, None], columns) & (some[:, None] < rows) & (columns < keys)
         counts.append(seen.unflatten(2, (-1, _TILE)).sum(3).unflatten(1, (-1, _TILE)).sum(2))
-    tiles = torch.cat(counts, dim=1)[:, None]  # [B, 1, Q tiles, KV tiles]: pairs that see each other
+    tiles = torch.cat(counts, dim=1)[:, None]  # [B, 1, Q tiles, KV tiles]: visible (row, key) pairs
     full = tiles == _TILE * _TILE
     return BlockMask.from_kv_blocks(
         *_chosen((tiles > 0) & ~full),
@@ -147,7 +148,7 @@ def _tiled(sees: _Sees, batch: int, rows: int, keys: int, device: torch.device) 
 
 
 def _chosen(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tiles of each row of tiles are true, and all of them, the true ones first."""
+    """Per row of tiles: the number of true tiles, and the indices of all tiles, the true ones first."""
     chosen = tiles.int()
     order = chosen.argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.int().contiguous()

@@ -1,4 +1,4 @@
-"""JSONL conversations as token ids, with the spans that the target said, and the order in which a run sees them."""
+"""Reads JSONL conversations as token ids with the spans of the answers, and orders them into batches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jinja2 import TemplateError
 from sglang_dflash import __version__
 
 _FROM = {"human": "user", "gpt": "assistant"}
-# So many batches are sorted by length together: little padding, and still a shuffled order.
+# Number of batches that are sorted by length together: little padding, and still a shuffled order.
 _SORTED_BATCHES = 32
-# From so many conversations on, several processes tokenize.
+# From this number of conversations on, several processes tokenize.
 _MANY = 20_000
 FORMS = (
     '"messages": [{"role", "content"}], "conversations": [{"from", "value"}], "prompt" and "response", or '
@@ -30,25 +30,25 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
     """The conversation of one JSONL object.
 
     Raises:
-        ValueError: it has none of the known forms.
+        ValueError: it has none of the known forms, no user turn, or a turn without role or content.
     """
     if row.get("messages"):
-        said = [(turn.get("role"), turn.get("content")) for turn in _turns(row["messages"])]
+        pairs = [(turn.get("role"), turn.get("content")) for turn in _turns(row["messages"])]
     elif row.get("conversations"):
         turns = _turns(row["conversations"])
-        said = [(_FROM.get(turn.get("from"), turn.get("from")), turn.get("value")) for turn in turns]
+        pairs = [(_FROM.get(turn.get("from"), turn.get("from")), turn.get("value")) for turn in turns]
     elif row.get("prompt") is not None:
-        said = [("user", row["prompt"])]
-        said += [("assistant", row["response"])] if row.get("response") is not None else []
+        pairs = [("user", row["prompt"])]
+        pairs += [("assistant", row["response"])] if row.get("response") is not None else []
     else:
         raise ValueError(f"it has the keys {sorted(row)}; it must have {FORMS}.")
-    if not said or not all(isinstance(role, str) and isinstance(content, str) for role, content in said):
+    if not pairs or not all(isinstance(role, str) and isinstance(content, str) for role, content in pairs):
         raise ValueError("every turn must have a role and a content, both text.")
-    asked = next((i for i, (role, _) in enumerate(said) if role == "user"), len(said))
-    # What an assistant says before anyone asked (ShareGPT has such rows) is nobody's answer.
-    kept = [turn for i, turn in enumerate(said) if i >= asked or turn[0] != "assistant"]
-    if asked == len(said):
-        raise ValueError("it has no user's turn.")
+    first_user = next((i for i, (role, _) in enumerate(pairs) if role == "user"), len(pairs))
+    # Assistant turns before the first user turn (ShareGPT has such rows) answer no question: they are dropped.
+    kept = [turn for i, turn in enumerate(pairs) if i >= first_user or turn[0] != "assistant"]
+    if first_user == len(pairs):
+        raise ValueError("it has no user turn.")
     return [{"role": role, "content": content} for role, content in kept]
 
 
@@ -61,17 +61,17 @@ def _turns(value: Any) -> list[Mapping[str, Any]]:
 def tokenize(
     tokenizer: Any, messages: list[dict[str, str]], end_ids: set[int], **template: Any
 ) -> list[dict[str, Any]]:
-    """One sample of all assistant turns where the chat template only ever appends, else one sample a turn.
+    """One sample with all assistant turns if the chat template only appends text, else one sample per assistant turn.
 
     Args:
-        end_ids: the target's end tokens; a turn is learned up to the first of them, included.
+        end_ids: the target's end tokens; a turn is learned up to and including the first of them.
         template: keyword arguments of the chat template.
 
     Returns:
-        Samples of `input_ids` and `spans`; a span [start, end) is what the target said.
+        Samples with `input_ids` and `spans`; a span [start, end) holds the tokens of one answer.
 
     Raises:
-        ValueError: the chat template does not take this conversation.
+        ValueError: the chat template refuses this conversation.
     """
 
     def text(turns: list[dict[str, str]], asks: bool) -> str:
@@ -83,14 +83,14 @@ def tokenize(
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     texts = [(text(messages[:i], True), text(messages[: i + 1], False)) for i in turns]
     whole = texts[-1][1] if texts else ""
-    if all(whole.startswith(said) and said.startswith(asked) for asked, said in texts):
-        samples = [(whole, [(len(asked), len(said)) for asked, said in texts])]
+    if all(whole.startswith(full) and full.startswith(prompt) for prompt, full in texts):
+        samples = [(whole, [(len(prompt), len(full)) for prompt, full in texts])]
     else:
-        # A template that rewrites earlier turns (thinking cut out): each turn as it was asked.
+        # The template rewrites earlier turns (it cuts out thinking): each answer gets a sample with its own prompt.
         end = tokenizer.eos_token or ""
         samples = [
-            (said if said.startswith(asked) else asked + messages[i]["content"] + end, [(len(asked), 1 << 60)])
-            for i, (asked, said) in zip(turns, texts, strict=True)
+            (full if full.startswith(prompt) else prompt + messages[i]["content"] + end, [(len(prompt), 1 << 60)])
+            for i, (prompt, full) in zip(turns, texts, strict=True)
         ]
     return [sample for text, spans in samples if (sample := _encode(tokenizer, text, spans, end_ids))["spans"]]
 
@@ -108,7 +108,7 @@ def _encode(tokenizer: Any, text: str, spans: list[tuple[int, int]], end_ids: se
 
 
 def trim(sample: Mapping[str, Any], max_length: int) -> dict[str, Any] | None:
-    """The sample cut to `max_length` tokens; None where nothing is left to learn (two tokens of one span)."""
+    """The sample cut to `max_length` tokens; None if no span keeps at least two tokens."""
     spans = [[start, min(end, max_length)] for start, end in sample["spans"]]
     spans = [[start, end] for start, end in spans if end - start >= 2]
     return {"input_ids": list(sample["input_ids"][:max_length]), "spans": spans} if spans else None
@@ -117,7 +117,7 @@ def trim(sample: Mapping[str, Any], max_length: int) -> dict[str, Any] | None:
 def read(
     paths: Sequence[str], tokenizer: Any, end_ids: set[int], max_length: int, template: Mapping[str, Any]
 ) -> Dataset:
-    """All samples of the files; `datasets` keeps the tokenized ones for the next start.
+    """All samples of the files. `datasets` caches the tokenized samples for the next start.
 
     Raises:
         ValueError: a file is not JSONL, a line has no conversation, or nothing is left to learn.
@@ -137,34 +137,34 @@ def read(
         raw = load_dataset("json", data_files=list(paths), split="train")
     except (DatasetGenerationError, ValueError) as error:
         raise ValueError(f"{', '.join(paths)} cannot be read as JSONL: {_first_line(error)}") from None
-    except StopIteration:  # what the reader says of an empty file
-        raise ValueError(f"{', '.join(paths)} cannot be read as JSONL: there is no line in it.") from None
+    except StopIteration:  # the reader's error for an empty file
+        raise ValueError(f"{', '.join(paths)} cannot be read as JSONL: there are no lines.") from None
     data = raw.map(
         convert,
         batched=True,
         with_indices=True,
         remove_columns=raw.column_names,
         num_proc=min(os.cpu_count() or 1, 16) if len(raw) >= _MANY else None,
-        fn_kwargs={"version": __version__},  # part of the cache's key: another version tokenizes anew
+        fn_kwargs={"version": __version__},  # part of the cache's key: another version tokenizes again
         desc="Tokenizing",
     )
     if not len(data):
-        raise ValueError(f"{', '.join(paths)} holds nothing to learn: no assistant turn of two tokens or more.")
+        raise ValueError(f"{', '.join(paths)} holds nothing to learn: no assistant turn has two tokens or more.")
     return data
 
 
 def lengths(data: Dataset) -> list[int]:
-    """Tokens of every sample."""
+    """Number of tokens of every sample."""
     table = data.select_columns("input_ids").with_format("arrow")[:]
     return pyarrow.compute.list_value_length(table["input_ids"]).to_pylist()
 
 
 def check_ids(data: Dataset, vocab_size: int, where: str) -> None:
-    """Raises ValueError where a sample has a token id that is no row of the target's embedding."""
+    """Raises ValueError if a sample has a token id outside the target's embedding."""
     ids = pyarrow.compute.min_max(pyarrow.compute.list_flatten(data.data.column("input_ids"))).as_py()
     if ids["min"] < 0 or ids["max"] >= vocab_size:
         raise ValueError(
-            f"{where} has token ids from {ids['min']} to {ids['max']}; the target's are 0 to {vocab_size - 1}."
+            f"{where} has token ids from {ids['min']} to {ids['max']}; they must be from 0 to {vocab_size - 1}."
         )
 
 
@@ -191,7 +191,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Every index once, in batches of like length, in an order that depends on seed and epoch alone."""
+    """Batches of similar length that hold every index once; the order depends only on seed and epoch."""
     rng = random.Random(f"{seed}-{epoch}")
     order = rng.sample(range(len(lengths)), len(lengths))
     group = batch_size * _SORTED_BATCHES
@@ -206,7 +206,10 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int
 def micro_batches(
     lengths: Sequence[int], batch_size: int, seed: int, rank: int, ranks: int, start: int
 ) -> Iterator[list[int]]:
-    """This rank's micro-batches from its `start`-th on, epoch after epoch without end; each rank has as many."""
+    """This rank's micro-batches from number `start` on, over endless epochs.
+
+    All ranks get the same number of micro-batches per epoch.
+    """
     epoch = 0
     while True:
         batches = epoch_batches(lengths, batch_size, seed, epoch)
@@ -222,7 +225,7 @@ def micro_batches(
 def collate(
     samples: Sequence[Mapping[str, Any]], device: torch.device, multiple: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [B, T] int64, padded on the right with 0, and what is learned, [B, T] bool; T is a `multiple`."""
+    """Ids [B, T] int64, padded on the right with 0, and the learned positions [B, T] bool; `multiple` divides T."""
     width = max(len(sample["input_ids"]) for sample in samples)
     width += -width % multiple
     ids = torch.zeros(len(samples), width, dtype=torch.int64)

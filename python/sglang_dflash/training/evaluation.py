@@ -1,4 +1,4 @@
-"""Held-out tau: the verify steps that a draft would take along answers which the target gave."""
+"""Held-out tau: counts the verify steps that a draft needs for given answers of the target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_dflash.training.blocks import IGNORED, dense_mask, make_blocks
 from sglang_dflash.training.conversations import collate
 from sglang_dflash.training.frozen import FrozenTarget
 
-# Blocks whose mask and logits exist at a time.
+# Number of blocks whose masks and logits are in memory at a time.
 _BLOCKS_AT_ONCE = 64
 
 
@@ -45,13 +45,13 @@ def accept_lens(
     anchors: torch.Tensor,
     end: int,
 ) -> list[int]:
-    """How many drafts each anchor's block would get accepted, were the text from the anchor on the target's greedy one.
+    """The accept_len of the block at each anchor, if the text after the anchor is the target's greedy answer.
 
     Args:
         ids: [1, T] int64.
         features: [1, T, taps * H]; the target's, of `ids`.
         anchors: [A] int64, each < end - 1.
-        end: where the answer ends; drafts beyond it are not counted.
+        end: end of the answer, exclusive; drafts beyond it are not counted.
     """
     learned = (torch.arange(ids.shape[1], device=ids.device) < end)[None]
     context = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -74,9 +74,9 @@ def held_out_acceptance(
     samples: Sequence[Mapping[str, Any]],
     device: torch.device,
 ) -> Acceptance:
-    """Walks each answer as decoding would: a block at its first token, the next where that one's commit ends.
+    """Walks each answer as decoding does: the first block starts at its first token, the next commit_len tokens later.
 
-    Exact where the answers are the target's greedy ones (`--regenerate`); an estimate for other text.
+    Exact if the answers are the target's greedy ones (`--regenerate`); an estimate for other text.
     """
     steps = [0] * draft.block_size
     draft.eval()
@@ -85,7 +85,7 @@ def held_out_acceptance(
         features = target.features(ids, draft.target_layer_ids)
         for start, end in sample["spans"]:
             if end - start < 2:
-                continue  # the prefill gives an answer's first token
+                continue  # the answer's first token comes from the prefill, without a verify step
             anchors = torch.arange(start, end - 1, device=device)
             lens = accept_lens(draft, target, ids, features, anchors, end)
             anchor = start

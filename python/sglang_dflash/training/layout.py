@@ -1,4 +1,4 @@
-"""The published checkpoint layout: a new draft's config, and writing a trained one so that every engine loads it."""
+"""The published checkpoint layout: a new draft's config, and saving a trained draft so that every engine loads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_dflash.training.options import TrainOptions
 
 
 def new_config(target: Any, options: TrainOptions, mask_token_id: int) -> DFlashConfig:
-    """The draft's config: the target's width and heads, the options' depth, block, taps and windows.
+    """The draft's config: width and heads from the target; depth, block size, taps and windows from the options.
 
     Args:
         target: the target's text config.
@@ -26,15 +26,15 @@ def new_config(target: Any, options: TrainOptions, mask_token_id: int) -> DFlash
     taps = options.taps or build_target_layer_ids(target.num_hidden_layers, count)
     if len(set(taps)) < count and options.taps is None:
         raise ValueError(
-            f"The formula gives {count} taps of a target of {target.num_hidden_layers} layers as {list(taps)}: "
-            "give fewer with --num-taps, or name them with --taps."
+            f"For {count} taps of a target with {target.num_hidden_layers} layers, the formula gives {list(taps)}, "
+            "which repeats layers; give fewer with --num-taps, or list them with --taps."
         )
     if not hasattr(target, "intermediate_size"):
         raise ValueError(
-            f"The target is of type {target.model_type!r}, which names no intermediate_size to draft with."
+            f"The config of the target (type {target.model_type!r}) has no intermediate_size, which the draft needs."
         )
     rope = getattr(target, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # targets with a rope for each kind of layer
+    rope = rope.get("full_attention", rope)  # some targets have one rope per kind of layer
     heads = target.num_attention_heads
     config = DFlashConfig(
         architectures=["DFlashDraftModel"],
@@ -53,7 +53,7 @@ def new_config(target: Any, options: TrainOptions, mask_token_id: int) -> DFlash
         num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
-        # A scaled rope stretches what the target learned at short range; the draft learns at full range at once.
+        # Rope scaling stretches what the target learned at short range. The draft learns the full range directly.
         rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10000.0))},
         max_position_embeddings=target.max_position_embeddings,
         initializer_range=getattr(target, "initializer_range", 0.02),
@@ -75,9 +75,9 @@ def save_draft(draft: DFlashDraftModel, folder: Path) -> None:
         name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in draft.state_dict().items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # written readable by its owner only
+    (folder / "model.safetensors").chmod(0o644)  # save_file makes it readable by its owner only
     config = draft.config.to_dict() | {"dtype": "bfloat16", "architectures": ["DFlashDraftModel"]}
-    # Readers older than rope_parameters look for these two.
+    # Readers that do not know rope_parameters look for these two keys.
     config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "rope_scaling": None}
     for key in ("_name_or_path", "transformers_version", "auto_map"):
         config.pop(key, None)

@@ -1,4 +1,4 @@
-"""The training loss: cross-entropy of every masked row, weighted by its place in the block."""
+"""The training loss: cross-entropy of every masked row, weighted by its position in the block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sglang_dflash.training.blocks import IGNORED
 
-# Rows whose logits exist at a time: 2048 rows of a 150k vocabulary are 1.2 GB in float32.
+# Number of rows whose logits are in memory at a time: 2048 rows of a 150k vocabulary are 1.2 GB in float32.
 _ROWS_AT_ONCE = 2048
 
 
@@ -25,14 +25,14 @@ def decay_weights(labels: torch.Tensor, gamma: float) -> torch.Tensor:
 
 
 def dpace_weights(labels: torch.Tensor, losses: torch.Tensor, alpha: float) -> torch.Tensor:
-    """D-PACE's weights (arXiv 2605.18810): how much of the block's acceptance hangs on row k.
+    """D-PACE's weights (arXiv 2605.18810): how much of the block's acceptance depends on row k.
 
-    With p_k the draft's probability of the label, s = (1 - alpha) p + alpha and the running product
-    r_k = s_1 ... s_k, row k weighs the sum of r over k and all later labelled rows.
+    p_k is the draft's probability of row k's label, s_k = (1 - alpha) p_k + alpha, and r_k = s_1 ... s_k.
+    The weight of row k is the sum of r_j over all labelled rows j >= k.
 
     Args:
         labels: [..., K] int64.
-        losses: [..., K] float32, -log p; anything where there is no label.
+        losses: [..., K] float32, -log p; any value where there is no label.
     """
     labelled = labels != IGNORED
     smooth = (1 - alpha) * torch.exp(-losses.detach()) + alpha
@@ -43,7 +43,7 @@ def dpace_weights(labels: torch.Tensor, losses: torch.Tensor, alpha: float) -> t
 def row_losses(
     hidden: torch.Tensor, labels: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """-log p(label) of every labelled row, zero elsewhere; the logits are made again in the backward pass.
+    """-log p(label) of every labelled row, zero elsewhere. The backward pass computes the logits again.
 
     Args:
         hidden: [..., H]; the draft's final hidden states.

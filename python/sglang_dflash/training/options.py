@@ -1,4 +1,4 @@
-"""What a training run is told, checked before anything is loaded."""
+"""The options of a training run, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from typing import Any
 LOSSES = ("decay", "dpace")
 ATTENTIONS = ("auto", "flex", "dense")
 PRECISIONS = ("auto", "bf16", "float32")
-# Gamma that the paper pairs with a block size (appendix A.1).
+# Block size -> the paper's gamma (appendix A.1).
 _GAMMAS = {8: 4.0, 10: 5.0, 16: 7.0}
-# May differ between a run and its resumption without changing what it computes.
+# A resumed run may change these: they do not change what the run computes.
 _FREE = ("output", "resume", "eval_every", "save_every", "log_every", "keep_checkpoints")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """One run; the defaults are the paper's (appendix A.1) where it names them.
+    """Options of one run. The defaults are the paper's (appendix A.1) where it gives them.
 
     Fields:
         target: folder or hub name of any Hugging Face causal language model.
         data: JSONL files of conversations.
-        output: where checkpoint, card and curves go.
-        layers: of the draft.
+        output: folder for checkpoint, card and curves.
+        layers: number of draft layers.
         block_size: K, anchor included.
-        taps: 0-based target layers to read; None: by the published formula, `num_taps` of them (default: `layers`).
-        sliding_window: of HF size w; None: all layers see everything.
+        taps: 0-based target layers to read; None: `num_taps` of them (default: `layers`), by the published formula.
+        sliding_window: window size as in Hugging Face, the row itself included; None: no sliding layers.
         sliding_layers: how many layers slide, from the first; None: all but the last.
-        is_causal: block causality of every layer; None: sliding layers are causal, full ones are not.
+        is_causal: whether rows see no later rows of their block, in all layers; None: only in sliding layers.
         mask_token_id: None: the tokenizer's mask token, else the first id that the tokenizer does not use.
-        init: a draft to start from instead of random weights; its shape wins over layers, taps and windows.
+        init: a draft to start from instead of random weights; its shape overrides layers, block size, taps and windows.
         loss: "decay" weights position k by exp(-(k-1)/gamma); "dpace" by the draft's own confidence.
         gamma: None: the paper's for this block size.
-        anchors: blocks per conversation and step, at most.
-        batch_size: conversations per process and micro-batch; `accumulate` of them make one step.
-        max_length: tokens of a conversation; longer ones are cut.
-        epochs, max_steps: whichever ends first.
-        precision: of the draft's forward; the weights stay float32. "auto": bf16 on CUDA.
-        held_out: share of the conversations (at least one) kept for held-out tau; or `held_out_data`, a JSONL file.
-        held_out_limit: conversations that an evaluation looks at.
+        anchors: maximum number of blocks per conversation and step.
+        batch_size: conversations per process and micro-batch; `accumulate` micro-batches make one step.
+        max_length: maximum tokens per conversation; longer ones are cut.
+        epochs, max_steps: the run ends at whichever comes first.
+        precision: of the draft's forward pass; the weights stay float32. "auto": bf16 on CUDA, else float32.
+        held_out: share of the conversations (at least one) kept for held-out tau.
+        held_out_data: JSONL file for held-out tau, used instead of that share.
+        held_out_limit: maximum conversations per evaluation.
         chat_template_kwargs: passed to the tokenizer's chat template, for example {"enable_thinking": false}.
     """
 
@@ -85,14 +86,14 @@ class TrainOptions:
     chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError, in one sentence that names the flag."""
+        """Raises ValueError with one sentence that names the flag."""
         positive = ("layers", "batch_size", "accumulate", "anchors", "epochs", "eval_every", "save_every", "log_every")
         for name in (*positive, "held_out_limit", "keep_checkpoints"):
             _need(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _need(self.block_size >= 2, "block_size", self.block_size, "at least 2")
         _need(self.max_length >= 4, "max_length", self.max_length, "at least 4")
         _need(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
-        _need(0 <= self.warm_up < 1, "warm_up", self.warm_up, "a share of the steps, from 0 up to, but not, 1")
+        _need(0 <= self.warm_up < 1, "warm_up", self.warm_up, "a share of the steps, at least 0 and below 1")
         _need(0 <= self.dpace_alpha <= 1, "dpace_alpha", self.dpace_alpha, "from 0 to 1")
         _need(0 < self.held_out < 1, "held_out", self.held_out, "a share between 0 and 1")
         _need(self.clip > 0, "clip", self.clip, "above 0")
@@ -103,14 +104,14 @@ class TrainOptions:
             self.sliding_window is None or self.sliding_window >= 1, "sliding_window", self.sliding_window, "positive"
         )
         within = self.sliding_layers is None or (self.sliding_window is not None and self.sliding_layers >= 1)
-        _need(within, "sliding_layers", self.sliding_layers, "at least 1, together with --sliding-window")
+        _need(within, "sliding_layers", self.sliding_layers, "at least 1, and it needs --sliding-window")
         within = self.sliding_layers is None or self.sliding_layers <= self.layers
         _need(within, "sliding_layers", self.sliding_layers, f"at most the draft's {self.layers} layers")
         _need(bool(self.data), "data", "empty", "at least one JSONL file")
         for name, allowed in (("loss", LOSSES), ("attention", ATTENTIONS), ("precision", PRECISIONS)):
             _need(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
         rising = self.taps is None or all(first < second for first, second in pairwise(self.taps))
-        _need(rising, "taps", self.taps, "layer numbers that rise: the host gives the features in that order")
+        _need(rising, "taps", self.taps, "layer numbers that rise, because SGLang gives the features in that order")
         if self.taps is not None and self.num_taps not in (None, len(self.taps)):
             raise ValueError(
                 f"--num-taps is {self.num_taps}, but --taps names {len(self.taps)} layers; give one of them."
@@ -118,7 +119,7 @@ class TrainOptions:
         files = [("data", path) for path in self.data]
         files += [("held_out_data", self.held_out_data)] if self.held_out_data is not None else []
         for name, path in files:
-            _need(Path(path).is_file(), name, path, "a JSONL file, and there is none of that name")
+            _need(Path(path).is_file(), name, path, "an existing JSONL file")
 
     @property
     def layer_types(self) -> list[str]:
@@ -128,17 +129,17 @@ class TrainOptions:
         return ["sliding_attention"] * sliding + ["full_attention"] * (self.layers - sliding)
 
     def fingerprint(self) -> str:
-        """Everything that decides what a run computes, as JSON: a resumed run must agree."""
+        """All options that decide what a run computes, as JSON; a resumed run must have the same."""
         return json.dumps({k: v for k, v in asdict(self).items() if k not in _FREE}, sort_keys=True)
 
     def difference(self, fingerprint: str) -> list[str]:
-        """The flags that differ from a run with that fingerprint."""
+        """The flags whose values differ from those in the fingerprint."""
         before, now = json.loads(fingerprint), json.loads(self.fingerprint())
         return [_flag(field.name) for field in fields(self) if before.get(field.name) != now.get(field.name)]
 
 
 def default_gamma(block_size: int) -> float:
-    """The decay of the loss weights that the paper pairs with a block size, in straight lines between its three."""
+    """The paper's gamma for its three block sizes; linear between and beyond them."""
     if block_size <= 10:
         return block_size / 2
     return _GAMMAS[10] + (block_size - 10) * (_GAMMAS[16] - _GAMMAS[10]) / 6

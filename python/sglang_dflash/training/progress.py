@@ -1,4 +1,4 @@
-"""What a run shows while it works, and what it leaves behind: a live bar or plain lines, and metrics.jsonl."""
+"""Shows a run's progress as a bar or as log lines, and writes metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SMOOTHING = 0.05
 
 
 class Reporter:
-    """One run's progress: a bar where somebody watches, a line now and then in a log."""
+    """Progress of one run: a bar on a terminal, a line every 20 seconds in a log."""
 
     def __init__(self, metrics: Path, steps: int, done: int, quiet: bool) -> None:
         """
         Args:
-            metrics: rows are appended to this file; those of steps after `done` are dropped first.
-            steps, done: of the whole run, and before this start.
-            quiet: other processes than the first say nothing and write nothing.
+            metrics: file to which rows are appended; rows of steps after `done` are removed first.
+            steps, done: steps of the whole run, and steps done before this start.
+            quiet: print and write nothing; set in all processes but the first.
         """
         self._metrics, self._steps, self._quiet = metrics, steps, quiet
         self.history: list[dict[str, Any]] = []
@@ -33,12 +33,12 @@ class Reporter:
             TextColumn("step"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[said]}"),
+            TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._live,
         )
-        self._task = self._bar.add_task("train", total=steps, completed=done, said="")
+        self._task = self._bar.add_task("train", total=steps, completed=done, status="")
         self._tau, self._rate = "", 0.0
         self._started, self._began_at, self._said_at = time.monotonic(), done, 0.0
         if not quiet:
@@ -53,7 +53,7 @@ class Reporter:
         self._metrics.write_text("".join(json.dumps(row) + "\n" for row in self.history))
 
     def record(self, row: dict[str, Any]) -> None:
-        """Keeps one row of measures; it must have a `step`."""
+        """Appends one row of metrics; it must have a `step`."""
         self.history.append(row)
         if "tau" in row:
             self._tau = f", held-out tau {row['tau']:.2f}"
@@ -63,13 +63,13 @@ class Reporter:
 
     def show(self, step: int, loss: float, rows_per_s: float) -> None:
         self._rate += _SMOOTHING * (rows_per_s - self._rate) if self._rate else rows_per_s
-        said = f"loss {loss:.3f}{self._tau}, {self._rate:,.0f} rows/s"
-        self._bar.update(self._task, completed=step, said=said)
+        status = f"loss {loss:.3f}{self._tau}, {self._rate:,.0f} block rows/s"
+        self._bar.update(self._task, completed=step, status=status)
         now = time.monotonic()
         if not self._live and (now - self._said_at > _LINE_EVERY_S or step == self._steps):
             self._said_at = now
             left_s = (now - self._started) / max(1, step - self._began_at) * (self._steps - step)
-            self.say(f"step {step}/{self._steps}: {said}, {left_s / 60:.1f} min left")
+            self.say(f"step {step}/{self._steps}: {status}, {left_s / 60:.1f} min left")
 
     def say(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)

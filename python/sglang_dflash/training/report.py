@@ -1,4 +1,4 @@
-"""What people look at after a run: the curves as PNG and the model card."""
+"""Writes the files that people read after a run: the curves as PNG and the model card."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
 
 
 def draw_curves(history: list[dict[str, Any]], path: Path) -> None:
-    """Loss over steps, held-out tau over steps, acceptance by block row at the first and the last evaluation."""
+    """Plots loss and held-out tau over steps, and acceptance by block row at the first and the last evaluation."""
     losses = [row for row in history if "loss" in row]
     taus = [row for row in history if "tau" in row]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
@@ -45,7 +45,7 @@ def draw_curves(history: list[dict[str, Any]], path: Path) -> None:
 def write_card(
     path: Path, options: TrainOptions, draft: DFlashDraftModel, acceptance: Acceptance, trained_on: int, held_out: int
 ) -> None:
-    """The checkpoint's README: what it drafts for, what it was trained on, how, how well, and how to serve it."""
+    """Writes the checkpoint's README: target, held-out tau, training data, settings, and how to serve the draft."""
     config, name = draft.draft_config, Path(options.target).name
     files = "\n".join(f"  * `{Path(file).name}`, sha256 `{digest(file)}`" for file in options.data)
     versions = ", ".join(f"{library} {version(library)}" for library in _LIBRARIES)
@@ -66,29 +66,29 @@ tags: [dflash, speculative-decoding]
 
 A plain DFlash draft (arXiv 2602.06036) of {config.num_layers} layers: block size {config.block_size}, target layers
 {list(config.target_layer_ids)}, mask token {config.mask_token_id}{windows}.
-It has no embedding and no head: those are the target's.
+It has no embedding and no head; it uses the target's.
 
 Held-out tau {acceptance.tau:.2f} over {sum(acceptance.steps):,} verify steps of {held_out} conversations:
 
-| block row | accepted in so many of the steps |
+| block row | accepted, share of the steps |
 |---|---|
 {rows}
 
 ![curves](curves.png)
 
-## Trained on
+## Training data
 
 {trained_on:,} conversations:
 
 {files}
 
-## How
+## Training settings
 
 * sglang-dflash {__version__}, {versions}, Python {platform.python_version()}
-* {ends}; {options.batch_size} conversations a micro-batch, {options.accumulate} micro-batches a step
-* up to {options.anchors} blocks a conversation, at random anchors; loss weights {weighting}
-* AdamW, peak learning rate {options.learning_rate:g}, {options.warm_up:.0%} warm-up, then a cosine
-* at most {options.max_length} tokens a conversation; seed {options.seed}
+* {ends}; conversations per micro-batch: {options.batch_size}; micro-batches per step: {options.accumulate}
+* up to {options.anchors} blocks per conversation, at random anchors; loss weights {weighting}
+* AdamW, peak learning rate {options.learning_rate:g}, {options.warm_up:.0%} warm-up, then a cosine decay to zero
+* at most {options.max_length} tokens per conversation; seed {options.seed}
 
 ## Serving
 

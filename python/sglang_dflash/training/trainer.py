@@ -1,4 +1,4 @@
-"""The training run: steps, evaluations, checkpoints, resumption; one process or several under torchrun."""
+"""The training run: steps, evaluations, checkpoints, resumption; in one process or several under torchrun."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from sglang_dflash.training.progress import Reporter
 from sglang_dflash.training.report import digest, draw_curves, write_card
 
 _STATE = "run.json"
-# Flex attention is compiled for the shapes it meets: they come in few sizes.
+# Flex attention is compiled per shape: tokens and anchors are padded to multiples of these, which keeps shapes few.
 _FLEX_TOKENS, _FLEX_ANCHORS = 128, 64
 
 
 def train(options: TrainOptions) -> Acceptance:
-    """Runs to the end and leaves checkpoint, card, curves and metrics in `options.output`.
+    """Trains to the end and leaves checkpoint, card, curves and metrics in `options.output`.
 
     Returns:
         The last held-out acceptance.
 
     Raises:
-        ValueError: target, data, options or a checkpoint to resume from do not fit; one sentence.
+        ValueError: target, data, options or the checkpoint to resume from do not fit; the message is one sentence.
     """
     return Trainer(options).run()
 
 
 class Trainer:
-    """Everything that a run holds; `loss` and `run` are what it does."""
+    """The models, data, optimizer and position of one run."""
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -56,7 +56,7 @@ class Trainer:
         self.accelerator = _accelerator(options.precision)
         self.device = self.accelerator.device
         if options.attention == "flex" and self.device.type == "cpu":
-            raise ValueError("--attention is flex, which has no backward pass on a CPU; give dense or auto there.")
+            raise ValueError("--attention is flex; on a CPU it must be dense or auto: flex has no backward pass there.")
         set_seed(options.seed)
         check_target(options)
         check_output(options)
@@ -65,7 +65,7 @@ class Trainer:
         self.gamma = default_gamma(self.draft.block_size) if options.gamma is None else options.gamma
         self.flex = options.attention == "flex" or (options.attention == "auto" and self.device.type == "cuda")
         if self.flex:
-            # Beyond the limit, torch would go on with a body that holds all scores: better to end.
+            # Beyond the limit, torch would fall back to code that holds all scores in memory: fail instead.
             torch._dynamo.config.recompile_limit = 64
             torch._dynamo.config.fail_on_recompile_limit_hit = True
         with self.accelerator.main_process_first():
@@ -119,7 +119,7 @@ class Trainer:
         return steps if options.max_steps is None else min(steps, options.max_steps)
 
     def blocks(self, ids: torch.Tensor, learned: torch.Tensor, micro_step: int) -> Blocks:
-        """Blocks at anchors that depend on the seed, the place in the run and the process alone."""
+        """Blocks at random anchors, which depend only on the seed, the micro-step and the process."""
         place = f"{self.options.seed}-{micro_step}-{self.accelerator.process_index}"
         generator = torch.Generator().manual_seed(random.Random(place).getrandbits(63))
         anchors = sample_anchors(learned, self.options.anchors, generator)
@@ -131,7 +131,7 @@ class Trainer:
         """The weighted loss of one micro-batch, a scalar.
 
         Args:
-            model: the draft, as it is or wrapped for data parallelism.
+            model: the draft, plain or wrapped for data parallelism.
             ids: [B, T] int64; clean tokens.
         """
         features = self.target.features(ids, self.draft.target_layer_ids)
@@ -148,7 +148,7 @@ class Trainer:
         return weighted_mean(losses, decay_weights(labels, self.gamma))
 
     def learning_rate(self, step: int) -> float:
-        """Of the step after `step` of them: linear warm-up, then a cosine to zero."""
+        """Learning rate of the 0-based `step`: linear warm-up, then a cosine decay to zero."""
         peak, warm = self.options.learning_rate, round(self.steps * self.options.warm_up)
         if step < warm:
             return peak * (step + 1) / warm
@@ -166,7 +166,7 @@ class Trainer:
             accelerator.num_processes,
             self.done * options.accumulate,
         )
-        # A finished run that is started again has no step left: what stands there is measured once more.
+        # A finished run that is resumed has no step left: its draft is evaluated again.
         finished = self.done == self.steps
         acceptance = self.evaluate() if finished else Acceptance((0,) * self.draft.block_size)
         self.model.train()
@@ -182,19 +182,19 @@ class Trainer:
                 if now % options.eval_every == 0 or last:
                     acceptance = self.evaluate()
                     reporter.record({"step": now, "tau": acceptance.tau, "by_position": acceptance.by_position})
-                    reporter.say(f"step {now}: {_sentence(acceptance)}")
+                    reporter.say(f"Step {now}. {_sentence(acceptance)}")
                 if now % options.save_every == 0 or last:
                     self._save(now)
         finally:
             reporter.close()
         if accelerator.is_main_process:
             self._publish(acceptance, reporter.history)
-            reporter.say(f"The draft stands in {self.output}: {_sentence(acceptance)}")
+            reporter.say(f"The draft is saved in {self.output}. {_sentence(acceptance)}")
         accelerator.wait_for_everyone()
         return acceptance
 
     def _step(self, step: int, queue: Any) -> tuple[float, int]:
-        """One optimizer step; returns the mean loss of all processes and this one's block rows."""
+        """One optimizer step; returns the mean loss of all processes and the number of this one's block rows."""
         options, accelerator = self.options, self.accelerator
         total, block_rows = torch.zeros((), device=self.device), 0
         for micro in range(options.accumulate):
@@ -217,7 +217,7 @@ class Trainer:
         return float(accelerator.reduce(total, reduction="mean")), block_rows
 
     def evaluate(self) -> Acceptance:
-        """Held-out acceptance, the held-out conversations shared among the processes."""
+        """Held-out acceptance; each process evaluates its share of the held-out conversations."""
         mine = self.held_out.shard(self.accelerator.num_processes, self.accelerator.process_index, contiguous=False)
         with self.accelerator.autocast():
             here = held_out_acceptance(self.draft, self.target, list(mine), self.device)
@@ -225,17 +225,22 @@ class Trainer:
         return Acceptance(tuple(steps.tolist()))
 
     def _opening(self) -> str:
-        config = self.draft.draft_config
-        return (
-            f"Training a draft of {config.num_layers} layers, block size {config.block_size}, target layers "
-            f"{list(config.target_layer_ids)}, on {len(self.data):,} conversations ({len(self.held_out)} held out): "
-            f"{self.steps:,} steps on {self.accelerator.num_processes} x {self.device.type}, "
-            f"{'flex' if self.flex else 'dense'} attention, {self.accelerator.mixed_precision}."
-            + (f" Resumed after step {self.done:,}." if self.done else "")
-        )
+        config, mixed = self.draft.draft_config, self.accelerator.mixed_precision
+        lines = [
+            f"Training a draft for {self.options.target}",
+            f"  draft: {config.num_layers} layers, block size {config.block_size}",
+            f"  target layers read: {', '.join(map(str, config.target_layer_ids))}",
+            f"  data: {len(self.data):,} samples to train on, {len(self.held_out)} held out",
+            f"  steps: {self.steps:,}" + (f", resumed after step {self.done:,}" if self.done else ""),
+            f"  processes: {self.accelerator.num_processes}",
+            f"  device: {self.device.type}",
+            f"  attention: {'flex' if self.flex else 'dense'}",
+            f"  draft precision: {'float32' if mixed == 'no' else mixed}",
+        ]
+        return "\n".join(lines)
 
     def _save(self, step: int) -> None:
-        """Writes everything that the next step depends on; a folder appears only when it is whole."""
+        """Writes everything that the next step depends on; the checkpoint gets its name only when it is complete."""
         folder = self.output / "checkpoints" / f"step-{step:08d}"
         partial = folder.with_name(f"partial-{step:08d}")
         self.accelerator.save_state(str(partial))
@@ -249,7 +254,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _identity(self) -> dict[str, Any]:
-        """What a resumed run must share with this one."""
+        """The values that a resumed run must have in common with this one."""
         return {
             "options": self.options.fingerprint(),
             "data": [digest(path) for path in self.options.data],
@@ -268,7 +273,7 @@ class Trainer:
         if different:
             raise ValueError(
                 f"--resume: the checkpoint in {found[-1]} was made with other values of {', '.join(different)}; "
-                "give the same, or another --output."
+                "give the same values, or another --output."
             )
         self.accelerator.load_state(str(found[-1]))
         return state["step"]
@@ -280,7 +285,7 @@ class Trainer:
 
 
 def check_output(options: TrainOptions) -> None:
-    """Raises ValueError where an earlier run's checkpoints would mix with this one's."""
+    """Raises ValueError if an earlier run's checkpoints would mix with this one's."""
     if _checkpoints(Path(options.output)) and not options.resume:
         raise ValueError(
             f"--output {options.output} holds checkpoints of an earlier run; go on with --resume, or give another."
@@ -301,4 +306,5 @@ def _checkpoints(output: Path) -> list[Path]:
 
 def _sentence(acceptance: Acceptance) -> str:
     shares = " ".join(f"{share:.0%}" for share in acceptance.by_position)
-    return f"held-out tau {acceptance.tau:.2f}, accepted at rows 1 to {len(acceptance.by_position)}: {shares}"
+    rows = f"block rows 1 to {len(acceptance.by_position)}"
+    return f"Held-out tau: {acceptance.tau:.2f}. Share of steps that accept {rows}: {shares}"

@@ -42,11 +42,10 @@ class CpuAttentionBackend(AttentionBackend):
         plain = _holds_plain_rows(self.token_to_kv_pool, model_runner.dtype)
         self._write_and_attend = self._attention.write_and_attend if plain else None
         self._views: dict[RadixAttention, tuple[float, bool, int | None]] = {}
-        self._rows: Any = None  # of the forward that was prepared last
+        self._rows: Any = None  # layout of the last prepared forward
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """The host counts differently per mode: a decode's `seq_lens` include the new token, a verify's do not
-        include the block."""
+        """The host's `seq_lens` include the new token in a decode, but do not include the block in a verify."""
         mode, table = forward_batch.forward_mode, self.req_to_token_pool.req_to_token
         requests = forward_batch.req_pool_indices
         if mode.is_target_verify():
@@ -81,7 +80,7 @@ class CpuAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """[T, Hq * D] in, [T, Hq * Dv] out. Keywords name features that we do not have: sinks, masks."""
+        """q: [T, Hq * D]; returns [T, Hq * Dv]. Keywords ask for unsupported features, such as sinks or masks."""
         if kwargs:
             _refuse([name for name, value in kwargs.items() if value is not None])
         view = self._views.get(layer)
@@ -93,7 +92,7 @@ class CpuAttentionBackend(AttentionBackend):
                 slots, buffers = forward_batch.out_cache_loc, pool.get_kv_buffer(layer.layer_id)
                 return self._write_and_attend(q, k, v, slots, *buffers, self._rows, *view)
             pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
-        # Only now: a pool may hand out a copy.
+        # After the write, because a pool may hand out a copy.
         buffers = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         out = self._attention.attend(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), *buffers, self._rows, *view)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
@@ -104,11 +103,11 @@ class CpuAttentionBackend(AttentionBackend):
 
 def _refuse(unsupported: list[str]) -> None:
     if unsupported:
-        raise NotImplementedError(f"CPU attention has no {', '.join(unsupported)}.")
+        raise NotImplementedError(f"The CPU attention backend does not support {', '.join(unsupported)}.")
 
 
 def _view_of(layer: RadixAttention) -> tuple[float, bool, int | None]:
-    """What a layer's rows see: scaling, causal, window_left."""
+    """A layer's scaling, causal, and window_left (None: no window)."""
     if layer.logit_cap:
         _refuse(["logit cap"])
     window = layer.sliding_window_size
@@ -117,8 +116,8 @@ def _view_of(layer: RadixAttention) -> tuple[float, bool, int | None]:
 
 
 def _holds_plain_rows(pool: Any, dtype: torch.dtype) -> bool:
-    """Whether writing to such a pool is a copy of rows to slots, and a slot's id is where the pool keeps it: other
-    pools quantise, translate ids or have other layouts, which `set_kv_buffer` knows."""
+    """Whether a write to the pool only copies rows to the slots of the given ids. Other pools quantise, translate ids
+    or have other layouts; those need the host's `set_kv_buffer`."""
     plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd"
     plain = plain and not pool.is_quantized_kv_cache and not pool.requires_physical_write_loc
     return plain and pool.dtype == pool.store_dtype == dtype

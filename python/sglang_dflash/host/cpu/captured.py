@@ -1,9 +1,9 @@
-"""A model's layers captured once and compiled: a forward without the Python of its modules.
+"""Captures a model's layers once and compiles them, so that a forward skips the Python of its modules.
 
-SGLang's layers are traced as a CUDA graph is captured: by running them, here on tensors without data. What is left is a
-list of tensor ops for any number of rows, cut where attention stands: there our backend runs, with the batch of the
-moment. Inductor makes C++ of each piece between two attentions; pieces that are alike, and those of a model's inner
-layers are, are compiled once. It keeps what it built on disk for the next start.
+As in a CUDA graph's capture, SGLang's layers are run once, here on tensors without data. The trace is a list of tensor
+ops for any number of rows. It is cut at each attention, where our backend runs with the current batch. Inductor
+compiles each piece between two attentions to C++. Equal pieces, such as those of a model's inner layers, are compiled
+once. Inductor keeps the compiled pieces on disk for the next start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from sglang_dflash.host.cpu.pieces import Piece, cut
 
 Layers = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, list[torch.Tensor]]]
-ROWS_HINT = 24  # rows of the traced forward: they stand for any number
+ROWS_HINT = 24  # rows of the example forward; its trace holds for any number
 
 _library = torch.library.Library("sglang_dflash_host", "DEF")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int layer, int width) -> Tensor")
@@ -47,8 +47,8 @@ class _Step:
     Fields:
         run: the compiled piece; None for attention.
         layer: the attention layer; None for a piece.
-        inputs: places of what it reads.
-        outputs: places of what it writes.
+        inputs: indices of the values that it reads.
+        outputs: indices of the values that it writes.
     """
 
     run: Callable[[list[Any]], Any] | None
@@ -60,16 +60,16 @@ class _Step:
 class CapturedLayers:
     """The layers of one model: ids or input embeddings in, normed and tapped hidden states out.
 
-    Weights are read where the modules hold them, so what is loaded into them in place is seen.
+    Weights are not copied, so a load in place takes effect.
     """
 
     def __init__(self, module: torch.nn.Module, call: Layers, rows: torch.Tensor, mode: ForwardMode) -> None:
         """
         Args:
-            module: whose parameters and buffers `call` reads.
+            module: holds the parameters and buffers that `call` reads.
             call: (rows, positions, forward_batch) -> hidden, tapped.
             rows: one example row of ids or input embeddings.
-            mode: of the forwards to come.
+            mode: forward mode of the trace and of later runs.
         """
         self._module = module
         self._attentions = [layer for layer in module.modules() if isinstance(layer, RadixAttention)]
@@ -82,7 +82,7 @@ class CapturedLayers:
         fakes = FakeTensorMode(
             shape_env=ShapeEnv(specialize_zero_one=False, duck_shape=False), allow_non_fake_inputs=True
         )
-        with tracing(TracingContext(fakes)):  # without it, inductor leaves its cache alone
+        with tracing(TracingContext(fakes)):  # without it, inductor does not use its cache
             self._compile(self._trace(call, rows.expand(ROWS_HINT, *rows.shape[1:]).contiguous(), mode, fakes))
 
     def _trace(self, call: Layers, rows: torch.Tensor, mode: ForwardMode, fakes: FakeTensorMode) -> torch.fx.Graph:
@@ -106,8 +106,8 @@ class CapturedLayers:
         names = ["module." + name for name in self._names]
 
         def run(weights: list[torch.Tensor], rows: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
-            # Untied: a module that all layers share, as the rotary table, would be swapped once per layer and put
-            # back wrong.
+            # Untied: a module that all layers share, such as the rotary table, would otherwise be swapped once per
+            # layer and restored wrongly.
             swapped = dict(zip(names, weights, strict=True))
             hidden, tapped = functional_call(called, swapped, (rows, positions, batch), tie_weights=False)
             return [hidden, *tapped]
@@ -141,7 +141,7 @@ class CapturedLayers:
         self.distinct_pieces = len(compiled)
 
     def run(self, rows: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch) -> list[torch.Tensor]:
-        """The hidden states, then the tapped ones, of a batch that the backend has already been told of."""
+        """The hidden states, then the tapped ones. The attention backend must have prepared `forward_batch`."""
         attend = get_attn_backend().forward_extend if self._attentions else None
         values: list[Any] = [*self._weights, rows, positions]
         values += [None] * (self._places - len(values))
@@ -163,7 +163,7 @@ def _build(piece: Piece, weights: int) -> Any:
 
 
 class _Called(torch.nn.Module):
-    """`functional_call` swaps the tensors of a module; this one holds ours and calls what we want called."""
+    """Wraps a module for `functional_call`, which swaps its tensors: the wrapper's forward runs `call`."""
 
     def __init__(self, module: torch.nn.Module, call: Layers) -> None:
         super().__init__()
@@ -175,8 +175,8 @@ class _Called(torch.nn.Module):
 
 
 class _KeepRows(TorchFunctionMode):
-    """Heads get a dimension of their own where a layer folds them into the rows, as norms of heads do: with any number
-    of rows, what inductor makes of the folded shape divides and takes remainders at every element."""
+    """Gives heads their own dimension where a layer folds them into the rows, as norms of heads do. With a symbolic
+    number of rows, inductor's code for the folded shape computes a quotient and a remainder at every element."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
@@ -189,7 +189,7 @@ class _KeepRows(TorchFunctionMode):
 
 
 class _TracedAttention:
-    """The attention backend while a forward is traced: leaves one op where attention stands."""
+    """The attention backend during tracing: records one op for each attention."""
 
     def __init__(self, places: dict[int, int]) -> None:
         self._places = places

@@ -1,4 +1,4 @@
-"""Which models run as captured graphs on a CPU, from when on, and what the log says of it."""
+"""Decides which models run as captured graphs on a CPU, captures them at start-up, and logs the decision."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
 
 logger = logging.getLogger(__name__)
 VARIABLE = "SGLANG_DFLASH_COMPILE"
-MAX_ROWS = 512  # above, a forward is matrix products, and Python costs nothing
+MAX_ROWS = 512  # above it, matrix products dominate and Python's overhead does not matter
 
 
 def capture_forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Where the host captures graphs on an accelerator, a CPU's forwards are captured and compiled.
+    """Captures and compiles a CPU's forwards at the point where the host captures graphs on an accelerator.
 
-    The host's own CPU graphs serve decode alone, at fixed batch sizes, and need its AMX kernels. This can go when its
-    graph runners on a CPU serve verification and the draft, too.
+    The host's own CPU graphs support only decode, at fixed batch sizes, and need its AMX kernels. This can go when its
+    CPU graph runners support verification and the draft, too.
     """
     original(runner, *args, **kwargs)
     reason = why_not(runner)
@@ -36,30 +36,30 @@ def capture_forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> No
     begin = time.perf_counter()
     try:
         captured = (_install_draft if runner.is_draft_worker else _install_target)(runner)
-    except Exception as error:  # whatever a model of the host's does that cannot be traced: it is served all the same
-        logger.warning("The %s's forward runs uncompiled, and slower: it could not be captured.", what, exc_info=error)
+    except Exception as error:  # tracing can fail in many ways; the model is served all the same
+        logger.warning("The %s's forward could not be captured: it runs uncompiled, and slower.", what, exc_info=error)
         return
     seconds = time.perf_counter() - begin
     logger.info("The %s's forward is captured: %d compiled pieces, %.1f s.", what, captured.distinct_pieces, seconds)
 
 
 def why_not(runner: Any) -> str | None:
-    """What rules a captured forward out; None where nothing does."""
+    """Why the forward is not captured; None if it can be."""
     if os.environ.get(VARIABLE, "0") != "1":
-        return f"{VARIABLE}=1 compiles it, for a longer start"
+        return f"{VARIABLE}=1 would compile it, with a longer start"
     if get_exec().deterministic.enable_deterministic_inference:
-        return "--enable-deterministic-inference has kernels of its own"
+        return "--enable-deterministic-inference uses its own kernels"
     if shutil.which(os.environ.get("CXX", "g++")) is None:
-        return "there is no C++ compiler (g++, or what CXX names)"
+        return "no C++ compiler was found (g++, or the one that CXX names)"
     if get_parallel().tp_size > 1:
-        return "ranks exchange tensors within it"
+        return "with --tp-size above 1, ranks exchange tensors during it"
     if get_lora().enable_lora and not runner.is_draft_worker:
-        return "adapters change it from batch to batch"
+        return "LoRA adapters change it from batch to batch"
     return None
 
 
 def _install_target(runner: Any) -> Any:
-    from sglang_dflash.host.cpu.captured import CapturedLayers  # loads inductor: seconds that others need not wait for
+    from sglang_dflash.host.cpu.captured import CapturedLayers  # imports inductor: seconds that only compiling needs
 
     module = runner.model.model
     original = module.forward
@@ -75,7 +75,7 @@ def _install_target(runner: Any) -> Any:
     parameters = inspect.signature(original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        """Models call it by position or by name, with what they have; `call` gave the first three by position."""
+        """Models pass arguments by position or by name; the first three are ids, positions and batch."""
         given = list(parameters.bind(*args, **kwargs).arguments.values())
         (ids, positions, batch), others = given[:3], given[3:]
         if any(other is not None for other in others) or not 0 < len(positions) <= MAX_ROWS:

@@ -1,4 +1,4 @@
-"""Whether our CPU platform may serve here, and whether it does."""
+"""Detects whether our CPU platform applies to this machine, and whether SGLang uses it."""
 
 from __future__ import annotations
 

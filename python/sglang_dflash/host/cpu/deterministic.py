@@ -19,31 +19,31 @@ from sglang.srt.runtime_context import get_exec
 from sglang_dflash import ops
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 
-# A flag that brings kernels of its own, which nobody showed to be batch-invariant here -> where it asks for nothing.
+# A flag with its own kernels, which are not shown to be batch-invariant here -> its value that asks for nothing.
 UNSERVED: dict[str, Any] = {
     "rl_on_policy_target": None,
     "enable_torch_compile": False,
     "enable_lora": None,
     "lora_paths": None,
 }
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how checkpoints call their number
-MAX_RANKS = 2  # a sum of two is the same in any order; of more, Gloo's order depends on the size of the tensor
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config keys that hold the number of experts
+MAX_RANKS = 2  # a sum of two is the same in any order; of more, Gloo's order depends on the tensor's size
 
-_kernels: list[torch.library.Library] = []  # torch takes them back with the library
+_kernels: list[torch.library.Library] = []  # kept alive: torch removes the kernels with their library
 
 
 def install() -> None:
-    """Registers the attention backend with this mode, radix cache included, and the checks of the arguments."""
+    """Registers the attention backend for this mode, radix cache included, and the checks of the arguments."""
     add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     register_resolution_hook("handle_deterministic_inference")(_check_arguments)
 
 
 def use_batch_invariant_kernels(runner: Any) -> None:
-    """The host registers Triton kernels, and asks for an accelerator to register them for.
+    """Installs our batch-invariant kernels. The host's are Triton kernels, registered for an accelerator.
 
     Raises:
-        RuntimeError: this machine's BLAS cannot keep a row apart from the others.
+        RuntimeError: this machine's BLAS rounds a row by its position among the others.
     """
     if not get_exec().deterministic.enable_deterministic_inference:
         return
@@ -53,13 +53,13 @@ def use_batch_invariant_kernels(runner: Any) -> None:
     for (shape, dtype), weight in weights.items():
         if ops.place_matters(weight):
             raise RuntimeError(
-                f"--enable-deterministic-inference cannot be served here: torch's product with a {dtype} weight of "
-                f"shape {tuple(shape)} rounds a row by where it stands."
+                f"--enable-deterministic-inference cannot be served on this machine: torch's product with a {dtype} "
+                f"weight of shape {tuple(shape)} rounds a row by its position."
             )
 
 
 def sample_uncompiled(original: Any, *args: Any, **options: Any) -> torch.Tensor:
-    """The host compiles its seeded sampling, which needs a C++ compiler and treats a batch of one apart."""
+    """The host compiles its seeded sampling, which needs a C++ compiler and treats a batch of one differently."""
     with torch.compiler.set_stance("force_eager"):
         return original(*args, **options)
 
@@ -69,11 +69,11 @@ HOOKS: dict[str, tuple[Any, HookType]] = {
         use_batch_invariant_kernels,
         HookType.REPLACE,
     ),
-    # The host's CPU body is in the CPU build of `sgl_kernel`.
+    # The host's CPU implementation is only in the CPU build of `sgl_kernel`.
     "sglang.srt.layers.sampler.murmur_hash32": (ops.murmur_hash32, HookType.REPLACE),
     "sglang.srt.layers.sampler.multinomial_with_seed": (sample_uncompiled, HookType.AROUND),
 }
-"""Hook target -> (our function, how it is applied). `hooks.install` registers them and proves them in place."""
+"""Hook target -> (our function, how it is applied); see `hooks.install` and `hooks.require_hooks`."""
 
 
 def _check_arguments(server_args: Any, previous: Any) -> None:
@@ -83,14 +83,14 @@ def _check_arguments(server_args: Any, previous: Any) -> None:
         if reason is not None:
             raise SystemExit(f"--enable-deterministic-inference is not served on the CPU {reason}.")
         if cfg.speculative_algorithm is None:
-            # With overlap and speculation off, the host counts an emitted token for the penalties one step late, or
-            # two beside a prefill (ScheduleBatch.cumulate_penalty_output_tokens). Our worker counts for itself.
+            # Without speculation but with overlap, the host's penalties count an emitted token one step late, or two
+            # around a prefill (ScheduleBatch.cumulate_penalty_output_tokens). Our worker has its own counts.
             declare_resolution(server_args, "sglang_dflash.deterministic", disable_overlap_schedule=True)
     previous(server_args)
 
 
 def _unserved(cfg: Any, model: Any) -> str | None:
-    """Why a row could depend on others; None where it does not.
+    """Why a row could depend on others; None if it cannot.
 
     model: the host's `ModelConfig`.
     """

@@ -1,5 +1,7 @@
-"""SGLang's layers on a plain CPU with the native ops, where the host has torch bodies only: norms, rotary embeddings,
-and the products of linear layers and heads."""
+"""Runs SGLang's norms, rotary embeddings, linear layers and heads on a plain CPU with the native ops.
+
+On a plain CPU the host has only torch implementations of them.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from sglang_dflash import ops
 
-ROTARY = (RotaryEmbedding, Llama3RotaryEmbedding, YaRNScalingRotaryEmbedding)  # they differ in their tables alone
+ROTARY = (RotaryEmbedding, Llama3RotaryEmbedding, YaRNScalingRotaryEmbedding)  # they differ only in their tables
 
 
 def install() -> None:
-    """Registers our forwards for exactly these classes, and our products with torch; without native ops the host's own
-    stay."""
+    """Registers our forwards for exactly these classes, and our products with torch. Without native ops it does
+    nothing, and the host's forwards stay."""
     if not ops.serves("cpu"):
         return
     ops.install_linear()
@@ -38,12 +40,12 @@ def rms_norm(
     post_residual_addition: torch.Tensor | None = None,
     quant_linear: Any = None,
 ) -> Any:
-    """`RMSNorm.forward_native`; layers with options of their own keep it."""
-    plain = get_proxy_mode() is None  # captured forwards are inductor's to fuse
-    plain = plain and not (norm.cast_x_before_out_mul or norm.fp32_residual or norm.override_orig_dtype)
-    plain = plain and norm.variance_size_override is None and post_residual_addition is None
+    """Computes `RMSNorm.forward_native` with our op; layers with special options keep the host's."""
+    usual = get_proxy_mode() is None  # in a captured forward, inductor fuses the norm
+    usual = usual and not (norm.cast_x_before_out_mul or norm.fp32_residual or norm.override_orig_dtype)
+    usual = usual and norm.variance_size_override is None and post_residual_addition is None
     same = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
-    if not (plain and same and x.shape[-1] == norm.hidden_size and ops.serves(x.device, x.dtype, norm.weight.dtype)):
+    if not (usual and same and x.shape[-1] == norm.hidden_size and ops.serves(x.device, x.dtype, norm.weight.dtype)):
         return norm.forward_native(x, residual, post_residual_addition, quant_linear)
     if residual is None:
         return torch.ops.sglang_dflash.rms_norm(x, norm.weight, norm.variance_epsilon)
@@ -58,7 +60,7 @@ def rotate(
     offsets: torch.Tensor | None = None,
     fused_set_kv_buffer_arg: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`RotaryEmbedding.forward_native`, in place as the host's device kernels are; halves paired (neox) only."""
+    """Computes `RotaryEmbedding.forward_native` in place, like the host's device kernels; neox (halves paired) only."""
     own_table = hasattr(rotary, "sin_cos_cache")
     dense = query.stride(-1) == key.stride(-1) == 1 and query.dim() == key.dim() == 2
     taken = ops.serves(query.device, query.dtype, key.dtype, rotary.cos_sin_cache.dtype)

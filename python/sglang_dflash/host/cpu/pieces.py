@@ -1,4 +1,4 @@
-"""Cuts a traced graph at the calls of one op into pieces that stand alone, and tells which of them are alike."""
+"""Cuts a traced graph at each call of one op into independent pieces, and tells which of them are equal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Piece:
         graph: takes `inputs` in their order and returns `outputs`; None for a call of the op.
         inputs: nodes of the whole graph; weights first. For a call of the op: its node.
         outputs: nodes of the whole graph that later pieces read, or the graph returns.
-        signature: equal for two pieces that compute the same of different inputs; empty for a call of the op.
+        signature: equal for two pieces that compute the same from different inputs; empty for a call of the op.
     """
 
     graph: Graph | None
@@ -30,9 +30,9 @@ class Piece:
 
 
 def cut(graph: Graph, at: Any) -> Iterator[Piece]:
-    """The pieces in the order in which they run.
+    """Yields the pieces in the order in which they run.
 
-    Sizes are no values that pass from piece to piece: each piece asks the tensors that it has.
+    Sizes are not passed from piece to piece: each piece reads them from its own tensors.
     """
     segments: list[list[Node]] = [[]]
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Our CPU platform for SGLang: what the host asks an out-of-tree platform, and nothing else."""
+"""Our CPU platform for SGLang: the answers that the host asks of an out-of-tree platform, and nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def get_torch_profiler_activity_str(self) -> str:
-        return "CPU"  # without an answer, one /start_profile would end the server
+        return "CPU"  # without it, one /start_profile request would end the server
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU
@@ -49,7 +49,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return backend == ATTENTION_BACKEND
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
-        """Only SGLang's own worker asks for it (`SGLANG_DFLASH_WORKER=builtin`); ours lays out its blocks."""
+        """Only SGLang's own worker asks for it (`SGLANG_DFLASH_WORKER=builtin`); ours lays out its own blocks."""
         return _block_slots
 
 

@@ -1,6 +1,6 @@
-"""Where SGLang 0.5.23 would launch Triton or CUDA on a CPU: each shim says what the host does and why.
+"""Replaces code of SGLang 0.5.23 that would fail or be slow on a CPU; each shim says what the host does and why.
 
-All go when the host asks its platform at these places.
+All shims can go when the host asks its platform at these places.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_dflash.host.version import builtin_worker_requested
 
 OVERLAP_VARIABLE = "SGLANG_DFLASH_OVERLAP"
 HOOKS: dict[str, tuple[Any, HookType]] = {}
-"""Hook target -> (our function, how it is applied). `hooks.install` registers them and proves them in place."""
+"""Hook target -> (our function, how it is applied); see `hooks.install` and `hooks.require_hooks`."""
 
 
 def _hook(target: str, kind: HookType):
@@ -39,7 +39,7 @@ def _hook(target: str, kind: HookType):
 
 @_hook("sglang.srt.mem_cache.allocation.get_last_loc", HookType.REPLACE)
 def get_last_loc(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-    """The host launches Triton unless the attention backend is called "torch_native" (page sizes above 1)."""
+    """With page sizes above 1, the host launches Triton unless the attention backend is named "torch_native"."""
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
@@ -54,7 +54,7 @@ def assign_req_to_token_pool(
     out_cache_loc: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """Writes newly allocated slots into the requests' rows; the host has Triton and AMX bodies only."""
+    """Writes newly allocated slots into the requests' rows; the host has only Triton and AMX code for it."""
     if batch_size == 1:
         req_to_token[req_pool_indices[0], int(start_offset) : int(end_offset)] = out_cache_loc.to(req_to_token.dtype)
         return
@@ -67,11 +67,11 @@ def assign_req_to_token_pool(
 
 @_hook("sglang.srt.utils.numa_utils.init_threads_binding", HookType.REPLACE)
 def leave_threads_unbound(*, numa_index: int, world_size: int) -> None:
-    """The host ends where there are more ranks than NUMA nodes, and binds threads through `sgl_kernel` only."""
+    """Does nothing. The host exits with more ranks than NUMA nodes, and binds threads only through `sgl_kernel`."""
 
 
 class _Unpinned(TorchFunctionMode):
-    """Leaves memory unpinned: torch refuses to pin where there is no accelerator."""
+    """Leaves memory unpinned: without an accelerator, torch refuses to pin."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.pin_memory:
@@ -83,7 +83,7 @@ class _Unpinned(TorchFunctionMode):
 @_hook("sglang.srt.lora.lora_manager.LoRAManager.update_lora_info", HookType.AROUND)
 @_hook("sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch", HookType.AROUND)
 def leave_unpinned(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """The host's LoRA layers and batches pin their offsets, whatever the platform says."""
+    """The host's LoRA layers and batches pin their offsets without asking the platform."""
     with _Unpinned():
         return original(*args, **kwargs)
 
@@ -96,7 +96,7 @@ def skip_kv_copy_warmup(pool: Any) -> None:
 
 @_hook("sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch", HookType.AROUND)
 def copy_batch(original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """The host leaves the tensors where they are, but makes the batch anew from its hundred fields at each forward."""
+    """Without the copy of tensors, the host still rebuilds the batch from its hundred fields at each forward."""
     if envs.SGLANG_EAGER_INPUT_NO_COPY.get():
         return copy.copy(forward_batch)
     return original(runner, forward_batch, *args, **kwargs)
@@ -114,7 +114,7 @@ def install() -> None:
         return CpuAttentionBackend(runner)
 
     if not envs.SGLANG_EAGER_INPUT_NO_COPY.is_set():
-        # The host copies every batch into buffers of a fixed place, which only graphs of an accelerator need.
+        # The host copies every batch into fixed buffers, which only an accelerator's graphs need.
         envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
     register_resolution_hook("handle_missing_default_values")(_require_explicit_cpu)
     register_resolution_hook("handle_cpu_backends")(_cpu_defaults)
@@ -127,7 +127,7 @@ def _require_explicit_cpu(server_args: Any, previous: Any) -> None:
     device = resolving_view(server_args).device
     if device != "cpu":
         raise SystemExit(
-            f"No accelerator was found and --device is {device!r}: to serve on the CPU say so with --device cpu "
+            f"No accelerator was found and --device is {device!r}: to serve on the CPU, pass --device cpu "
             "(device='cpu' for sgl.Engine); otherwise check the accelerator's driver."
         )
     previous(server_args)
@@ -138,16 +138,16 @@ def _cpu_defaults(server_args: Any, previous: Any) -> None:
     ranks = cfg.tp_size * cfg.dp_size
     if ranks > 1 and cfg.max_total_tokens is None and cfg.mem_fraction_static is None:
         raise SystemExit(
-            f"{ranks} ranks would each take the whole memory of this machine for their KV: say with --max-total-tokens "
-            "how many tokens each may hold."
+            f"{ranks} ranks (--tp-size x --dp-size) would each take all memory of this machine for their KV: limit the "
+            "tokens of each with --max-total-tokens."
         )
     defaults: dict[str, Any] = {}
     if cfg.attention_backend is None:
         defaults["attention_backend"] = ATTENTION_BACKEND  # the host's default needs AMX
     if cfg.lora_backend == "csgmv":
-        defaults["lora_backend"] = "torch_native"  # the host's default is made of Triton
+        defaults["lora_backend"] = "torch_native"  # the host's default needs Triton
     if not cfg.sleep_on_idle:
-        defaults["sleep_on_idle"] = True  # an idle scheduler would spin a core
+        defaults["sleep_on_idle"] = True  # otherwise an idle scheduler keeps one core busy
     if not (cfg.disable_overlap_schedule or _wants_overlap(cfg)):
         defaults["disable_overlap_schedule"] = True
     if defaults:
@@ -156,10 +156,12 @@ def _cpu_defaults(server_args: Any, previous: Any) -> None:
 
 
 def _wants_overlap(cfg: Any) -> bool:
-    """The host launches a step before it handles the result of the one before. Here a launched step runs at once: each
-    token would wait for the step after its own, and a finished request would take part in one more.
+    """Whether overlap scheduling stays on, which does not help on a CPU.
 
-    The host's prefill delayer asserts that there is overlap. The host's flag can only switch it off, so that a
-    variable switches it on: for tests of what CUDA runs.
+    With overlap, the host launches a step before it handles the previous step's result. On a CPU a launched step runs
+    at once: each token would wait for the step after its own, and a finished request would take part in one more step.
+
+    The host's prefill delayer asserts that overlap is on. The host's flag can only switch overlap off, so a variable
+    switches it on, to test what CUDA runs.
     """
     return os.environ.get(OVERLAP_VARIABLE, "0") == "1" or cfg.enable_prefill_delayer
