@@ -142,6 +142,7 @@ setup(
             "psutil",
             "pytest==9.2.0",
             "pytest-timeout==2.4.0",
+            "pytest-xdist==3.8.0",
             "ruff==0.17.5",
         ],
     },

@@ -133,8 +133,8 @@ def _run(main: Callable[[], Any]) -> None:
         os._exit(code or 0)
 
 
-def _launch(arguments: list[str], environment: dict[str, str], log: str) -> None:
-    """Becomes `python -m sglang.launch_server`."""
+def _launch(arguments: list[str], environment: dict[str, str], log: str, prelude: str) -> None:
+    """Becomes `python -m sglang.launch_server`, after the Python code `prelude`."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
@@ -145,7 +145,12 @@ def _launch(arguments: list[str], environment: dict[str, str], log: str) -> None
     os.environ.update(environment)
     sys.path[1:1] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.argv = ["sglang.launch_server", *arguments]
-    _run(lambda: runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True))
+
+    def launch() -> None:
+        exec(prelude, {})
+        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+    _run(launch)
 
 
 def _zygote() -> None:
@@ -217,11 +222,17 @@ class _Fork:
 
 
 class PreloadedServer(Server):
-    """A `Server` that starts in seconds. `arguments` must have `--device cpu`."""
+    """A `Server` that starts in seconds.
+
+    Its arguments must have `--device cpu`. The launcher runs the Python code `prelude` first.
+    """
+
+    prelude = ""
 
     def _spawn(self) -> Any:
         arguments = self.command[len(LAUNCH_SGLANG) :]
-        return _Fork(ZYGOTE.ask(arguments=arguments, environment=self._environment, log=str(self.log)))
+        launch = {"environment": self._environment, "log": str(self.log), "prelude": self.prelude}
+        return _Fork(ZYGOTE.ask(arguments=arguments, **launch))
 
 
 if __name__ == "__main__":

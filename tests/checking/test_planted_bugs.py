@@ -17,6 +17,8 @@ import planted_bugs
 import psutil
 import pytest
 
+from preloaded import PreloadedServer
+from sglang_dflash.checking.arms import WHOLE_BLOCKS
 from sglang_dflash.cli.check import TINY_FLAGS
 from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Server
 
@@ -65,13 +67,14 @@ def server(folder: Path) -> Iterator[Server]:
     path = os.pathsep.join([str(Path(planted_bugs.__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {
         **TINY_OVERLAPPING,
+        **WHOLE_BLOCKS,
         "PYTHONPATH": path.rstrip(os.pathsep),
         planted_bugs.VARIABLE: str(bug),
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
     }
     flags = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(TINY_DRAFT)]
     arguments = ["--model-path", str(TINY_TARGET), *TINY_FLAGS, *flags]
-    with Server(arguments, folder / "planted.log", environment) as running:
+    with PreloadedServer(arguments, folder / "planted.log", environment) as running:
         yield running
 
 
@@ -93,10 +96,11 @@ def test_the_embedded_pair_is_lossless(clean: Checked, folder: Path) -> None:
     assert clean.code == 0, clean.said
     report = clean.report
     assert report["lossless"] and not report["failures"]
-    assert {(case["case"], case["concurrency"]) for case in report["cases"]} == {(n, c) for n in CASES for c in (1, 8)}
+    asked = {(case["case"], case["concurrency"]) for case in report["cases"]}
+    assert asked == {(n, c) for n in CASES for c in (1, 8)} | {("plain, whole blocks", 1)}
     assert all(case["identical"] == PROMPTS for case in report["cases"]), report["cases"]
     assert all(case["changed"] for case in report["cases"] if case["case"] in ("stop", "penalties"))
-    plain = report["cases"][0]["acceptance"]
+    plain = report["cases"][-1]["acceptance"]
     assert plain["tau"] > 2.5 and len(plain["by_position"]) == 7
     assert report["draft_kv"]["lost"] == [] and report["draft_kv"]["prompts"] >= 5
     assert report["reference"]["lost"] == [] and report["reference"]["prompts"] == PROMPTS
@@ -105,7 +109,7 @@ def test_the_embedded_pair_is_lossless(clean: Checked, folder: Path) -> None:
     assert all(case["identical"] == PROMPTS for case in report["control"])
     assert not report["servers"]["off"]["overlap"] and report["servers"]["on"]["overlap"]
     assert json.loads((folder / "whole.json").read_text()) == report
-    assert "Lossless: 64 requests" in clean.shown and "Traceback" not in clean.said
+    assert "Lossless: 72 requests" in clean.shown and "Traceback" not in clean.said
 
 
 def test_without_a_bug_the_planted_server_passes(planted: Callable[..., Checked]) -> None:

@@ -164,6 +164,27 @@ def test_draft_kv_that_differs_by_its_way() -> None:
         assert report.draft_kv.lost and "acceptance lost: 50% more" in shown(report)
 
 
+def with_whole_blocks(default: Faults, whole_blocks: Faults, **changes: Any) -> Report:
+    """A check of a server whose widths adapt; the second server has whole blocks."""
+    on = ToyArm(ToyClient(True, replace(default, adapts=True)), whole_blocks=ToyArm(ToyClient(True, whole_blocks)))
+    return run(replace(plan(Faults(), cases="ignore_eos"), on=on, **changes))
+
+
+def test_steps_are_compared_in_whole_blocks() -> None:
+    """Fails if the default is not what is proven, or the probe of draft KV is left out because widths adapt."""
+    report = with_whole_blocks(Faults(), Faults())
+    assert report.lossless and report.draft_kv is not None and "SGLANG_DFLASH_WIDTH" not in report.draft_kv.skipped
+    assert [r.case for r in report.results if r.concurrency == 1] == ["plain", "ignore_eos", "plain, whole blocks"]
+    assert not with_whole_blocks(Faults(change_token(1, 1, "ignore_eos")), Faults()).lossless
+    assert not with_whole_blocks(Faults(), Faults(change_token(1, 1, "temperature"))).lossless
+
+
+def test_a_second_server_that_dies_is_a_verdict() -> None:
+    """Fails if what the first server answered is lost, or the check ends with the second one."""
+    report = with_whole_blocks(Faults(), Faults(dies_after=2))
+    assert not report.lossless and report.results[0].identical == 4 and "stopped answering" in shown(report)
+
+
 def test_an_off_run_is_kept_and_compared_with(tmp_path: Path) -> None:
     """Fails if a saved run differs from the original, or narrowing it has no effect."""
     kept = tmp_path / "deep" / "off.json"

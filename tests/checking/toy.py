@@ -33,6 +33,7 @@ class Faults:
         dies_after: number of requests after which the server is gone.
         gap: between the logprobs of the two best tokens.
         steps: maps the number of cached prompt tokens to the request's verify steps.
+        adapts: steps have widths of their own.
     """
 
     change: Change = lambda body, ids: ids
@@ -41,6 +42,7 @@ class Faults:
     dies_after: int = 10**9
     gap: float = 1.0
     steps: Callable[[int], int] = lambda cached: 2
+    adapts: bool = False
 
 
 @dataclass
@@ -100,6 +102,7 @@ class ToyClient(Client):
             meta["output_top_logprobs"] = [[[-0.1, token, None], [second, (token + 1) % END, None]] for token in ids]
         if self.speculative:
             meta["spec_correct_drafts_histogram"] = [0, 0, self.faults.steps(cached)]
+            meta["spec_cap_lens_histogram"] = [0, 1, 2] if self.faults.adapts else []
         return {"text": "".join(f"<{token}>" for token in ids), "output_ids": ids, "meta_info": meta}
 
 
@@ -123,10 +126,14 @@ class ToyArm:
 
     client: ToyClient
     may_flush: bool = True
+    whole_blocks: ToyArm | None = None
 
     @contextmanager
     def up(self, on_wait: Callable[[float], None]) -> Iterator[ToyClient]:
         yield self.client
+
+    def with_whole_blocks(self) -> ToyArm | None:
+        return self.whole_blocks
 
     def last_words(self) -> str:
         return "toy error"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 from arms import PLAIN, POOL, SPECULATE
 from transformers import PretrainedConfig, Qwen2_5_VLConfig, Qwen3NextConfig
 
+from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Server, ServerError, held_out_prompts
 
 pytestmark = pytest.mark.server
@@ -64,7 +64,10 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         "no draft path": ([*PLAIN, "--speculative-algorithm", "DFLASH"], ["--speculative-draft-model-path"]),
         "no such draft": (speculate("/nowhere"), ["/nowhere", "draft"]),
         "lower case": ([*PLAIN, "--speculative-algorithm", "dflash"], ["--speculative-draft-model-path"]),
-        "ranks": (speculate(good, "--tp-size", "3", "--max-total-tokens", "999"), ["--tp-size is 3", "heads 4"]),
+        "ranks": (
+            speculate(good, "--tp-size", "3", "--max-total-tokens", "999"),
+            ["--tp-size is 3", "_heads is 4"],
+        ),
         "memory of ranks": (speculate(good, "--tp-size", "2"), ["2 ranks", "--max-total-tokens"]),
         "memory of replicas": (speculate(good, "--dp-size", "2"), ["2 ranks", "--max-total-tokens"]),
         "images": (speculate(good, "--model-path", target("i", Qwen2_5_VLConfig())), ["reads more than text"]),
@@ -98,9 +101,8 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         assert all(word in sentence for word in words), (name, sentence)
 
 
-def refusal(arguments: list[str], tmp_path: Path, **environment: str) -> str:
+def refusal(server: Server) -> str:
     """The sentence with which the launcher itself ends."""
-    server = Server(arguments, tmp_path / "server.log", environment)
     with pytest.raises(ServerError) as error:
         server.start(timeout_s=120)
     assert "Traceback" not in server.log.read_text()
@@ -109,7 +111,7 @@ def refusal(arguments: list[str], tmp_path: Path, **environment: str) -> str:
 
 def test_launcher_refuses_without_device_cpu(tmp_path: Path) -> None:
     """Fails where a machine without an accelerator serves from the CPU unasked."""
-    assert "--device cpu" in refusal(["--model-path", str(TINY_TARGET)], tmp_path)
+    assert "--device cpu" in refusal(Server(["--model-path", str(TINY_TARGET)], tmp_path / "server.log"))
 
 
 DAMAGES = {
@@ -134,27 +136,17 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_host_is_no_silent_fall_back(tmp_path: Path, damage: str) -> None:
     """Fails where the built-in worker would serve because our plugin did not fit the host."""
-    code, words = DAMAGES[damage]
-    (tmp_path / "damaged_launch.py").write_text(
-        f"{code}\nimport runpy, sys\nsys.argv[0] = 'launch_server'\n"
-        "runpy.run_module('sglang.launch_server', run_name='__main__')\n"
-    )
-    run = subprocess.run(
-        [sys.executable, tmp_path / "damaged_launch.py", *PLAIN, *SPECULATE],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ},
-    )
-    assert run.returncode != 0
-    last = run.stderr.strip().splitlines()[-1]
-    assert all(word in last for word in words), run.stderr[-2000:]
+    server = PreloadedServer([*PLAIN, *SPECULATE], tmp_path / "server.log")
+    server.prelude, words = DAMAGES[damage]
+    with pytest.raises(ServerError) as error:
+        server.start(timeout_s=120)
+    assert all(word in str(error.value) for word in words), server.log.read_text()[-2000:]
 
 
 def test_builtin_worker_is_one_switch_away(tmp_path: Path) -> None:
     """Fails where SGLANG_DFLASH_WORKER=builtin does not give SGLang's own worker, serving."""
     environment = {"SGLANG_DFLASH_WORKER": "builtin"}
-    with Server([*PLAIN, *POOL, *SPECULATE], tmp_path / "server.log", environment).start() as server:
+    with PreloadedServer([*PLAIN, *POOL, *SPECULATE], tmp_path / "server.log", environment) as server:
         answer = server.client().generate(held_out_prompts()[0].prompt, max_new_tokens=20)
         assert len(answer.ids) > 0
         log = server.log.read_text()
@@ -164,4 +156,5 @@ def test_builtin_worker_is_one_switch_away(tmp_path: Path) -> None:
 
 def test_unknown_worker_is_refused(tmp_path: Path) -> None:
     """Fails where a misspelt switch serves with either worker."""
-    assert "'bultin'" in refusal([*PLAIN, *SPECULATE], tmp_path, SGLANG_DFLASH_WORKER="bultin")
+    environment = {"SGLANG_DFLASH_WORKER": "bultin"}
+    assert "'bultin'" in refusal(PreloadedServer([*PLAIN, *SPECULATE], tmp_path / "server.log", environment))

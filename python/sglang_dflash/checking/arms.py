@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,9 @@ import httpx
 from sglang_dflash.serving import Client, Server, ServerError
 
 START_SECONDS = 1800.0  # large weights come slowly
-# A server that ends at its first leaked slot says less than one that goes on: we count the slots ourselves. And steps
-# are compared, which only whole blocks allow.
-ENVIRONMENT = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
-    "SGLANG_DFLASH_WIDTH": os.environ.get("SGLANG_DFLASH_WIDTH", "full"),
-}
+# A server that ends at its first leaked slot says less than one that goes on: we count the slots ourselves.
+ENVIRONMENT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
+WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTH": "full"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +81,10 @@ def _compute_dtype(info: dict[str, Any]) -> str:
         return names.get(dtype, dtype)
     config = Path(info.get("model_path", "")) / "config.json"
     said = json.loads(config.read_text()) if config.is_file() else {}
-    # The host computes in half precision where nothing else was asked for, float32 checkpoints included.
-    return "float16" if said.get("dtype", said.get("torch_dtype")) == "float16" else "bfloat16"
+    stored = said.get("dtype") or said.get("torch_dtype") or "float32"
+    # The host computes float32 checkpoints in float16 (Gemma: bfloat16) unless --dtype says otherwise.
+    half = "bfloat16" if said.get("model_type", "gemma").startswith("gemma") else "float16"
+    return half if stored == "float32" else stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +118,13 @@ class Arm:
         server = Server(self.arguments, self.log, {**ENVIRONMENT, **self.environment})
         with server.start(START_SECONDS, on_wait):
             yield server.client()
+
+    def with_whole_blocks(self) -> Arm | None:
+        """The same server with steps of whole blocks, which can be counted and compared; None if it runs already."""
+        if self.arguments is None:
+            return None
+        log = self.log.with_name(f"{self.log.stem}-whole-blocks.log")
+        return replace(self, log=log, environment={**self.environment, **WHOLE_BLOCKS})
 
     def last_words(self) -> str:
         """Why the arm's server ended, as far as its log tells."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_dflash.checking.arms import ServerInfo
 from sglang_dflash.checking.asking import Outcome
-from sglang_dflash.checking.cases import LOGPROBS_CASE, PLAIN
+from sglang_dflash.checking.cases import LOGPROBS_CASE, PLAIN, WHOLE_BLOCKS_CASE
 from sglang_dflash.checking.compare import Acceptance, Difference, Tolerance, first_difference
 from sglang_dflash.checking.draft_kv import DraftKv
 from sglang_dflash.checking.probes import Contamination
@@ -143,8 +143,9 @@ class Report:
 
     @property
     def inert(self) -> bool:
-        plain = [result.acceptance for result in self.results if result.case == PLAIN and result.acceptance.steps]
-        return bool(plain) and max(acceptance.tau for acceptance in plain) < INERT_TAU
+        by_case = {result.case: result.acceptance for result in self.results if result.concurrency == 1}
+        plain = by_case.get(WHOLE_BLOCKS_CASE) or by_case.get(PLAIN)  # a narrow step accepts little of a good draft
+        return plain is not None and plain.steps > 0 and plain.tau < INERT_TAU
 
     def found(self) -> Iterator[Found]:
         """Real differences first, then ties."""
@@ -187,7 +188,8 @@ class Report:
             notes.append(
                 f"{len(refused)} of {len({r.case for r in self.results})} cases were refused, wholly or partly"
             )
-        idle = [r.case for r in self.results if not r.changed and r.compared and r.case not in (PLAIN, LOGPROBS_CASE)]
+        unchanged = (PLAIN, WHOLE_BLOCKS_CASE, LOGPROBS_CASE)
+        idle = [r.case for r in self.results if not r.changed and r.compared and r.case not in unchanged]
         if idle:
             notes.append(f"these cases changed no answer, so they show little: {', '.join(dict.fromkeys(idle))}")
         if self.contamination is not None and not self.contamination.own:

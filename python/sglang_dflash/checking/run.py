@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -11,7 +11,7 @@ import httpx
 
 from sglang_dflash.checking.arms import Arm, ServerInfo
 from sglang_dflash.checking.asking import Outcome, ask_all, with_best
-from sglang_dflash.checking.cases import CASES, PLAIN, Case
+from sglang_dflash.checking.cases import CASES, PLAIN, WHOLE_BLOCKS_CASE, Case
 from sglang_dflash.checking.compare import Tolerance, tokens_named
 from sglang_dflash.checking.draft_kv import DraftKv, probe_draft_kv, requests_needed
 from sglang_dflash.checking.oracle import probe_reference
@@ -72,10 +72,13 @@ def check(plan: Plan, watch: Watch) -> Report:
         if controls:
             report.control = _judge_all(recording, controls, plan.concurrency, report.tolerance)
         alone = _ask_on(plan, recording, client, report, watch)
-    if plan.reference and alone:
-        plain = recording.of_case(PLAIN)
-        with watch.phase("Reference in transformers", len(plain)) as advance:
-            report.reference = _ask_reference(info, plain, alone, advance)
+        whole_blocks = plan.on.with_whole_blocks() if any(outcome.adapts for outcome in alone) else None
+        if whole_blocks is None and not report.broken:
+            _compare_steps(plan, plan.on, recording, client, report, alone, watch)
+    if whole_blocks is not None and not report.broken:
+        waiting = watch.waiting("Starting the server with whole blocks, to compare steps ...")
+        with waiting as on_wait, whole_blocks.up(on_wait) as client:
+            _compare_steps(plan, whole_blocks, recording, client, report, None, watch)
     if not report.compared and not report.broken:
         refusals = sorted({sentence for result in report.results for sentence in result.refused})
         raise ServerError(f"Nothing could be compared: every request was refused ({' / '.join(refusals)[:400]})")
@@ -105,7 +108,9 @@ def _warnings(off: ServerInfo, on: ServerInfo) -> list[str]:
     if off.algorithm:
         warnings.append(f"the off arm runs with speculation ({off.algorithm}): this is no proof of losslessness")
     if off.overlap:
-        warnings.append("the off arm runs with overlap scheduling; the oracle is one with --disable-overlap-schedule")
+        warnings.append(
+            "the off arm runs with overlap scheduling; the baseline is a server with --disable-overlap-schedule"
+        )
     if not on.algorithm:
         warnings.append("the on arm runs without speculation (--speculative-algorithm DFLASH)")
     for name in ("model_path", "dtype", "version"):
@@ -150,7 +155,7 @@ def _judge_all(
 
 
 def _ask_on(plan: Plan, recording: Recording, client: Client, report: Report, watch: Watch) -> list[Outcome]:
-    """Fills the report; returns what the plain requests got alone."""
+    """Asks every case and the markers; returns what the plain requests got alone."""
     alone: list[Outcome] = []
     try:
         if plan.on.may_flush:
@@ -159,7 +164,7 @@ def _ask_on(plan: Plan, recording: Recording, client: Client, report: Report, wa
         for concurrency in dict.fromkeys((1, plan.concurrency)):
             outcomes = _ask_matrix(plan, recording, client, report, concurrency, watch)
             alone = alone or outcomes
-        _probe(plan, recording, client, report, watch)
+        _ask_markers(plan, client, report, watch)
         report.token_texts = _token_texts(client, tokens_named(one.difference for one in report.found()))
     except httpx.HTTPError as error:
         report.broken = _last_words(plan.on, error)
@@ -188,7 +193,44 @@ def _ask_matrix(
     return plain
 
 
-def _probe(plan: Plan, recording: Recording, client: Client, report: Report, watch: Watch) -> None:
+def _compare_steps(
+    plan: Plan,
+    arm: Arm,
+    recording: Recording,
+    client: Client,
+    report: Report,
+    alone: list[Outcome] | None,
+    watch: Watch,
+) -> None:
+    """The probes that compare numbers of verify steps.
+
+    Args:
+        arm: whose server `client` asks.
+        alone: what its plain requests got alone; None: they are asked here, and become a case of the report.
+    """
+    plain = recording.of_case(PLAIN)
+    try:
+        if alone is None:
+            with watch.phase("Whole blocks, one at a time", len(plain)) as advance:
+                alone = ask_all(client, [exchange.request.body for exchange in plain], 1, advance)
+            result = judge_case(recording, PLAIN, 1, alone, report.tolerance)
+            found = [replace(one, case=WHOLE_BLOCKS_CASE) for one in result.found]
+            report.results.append(replace(result, case=WHOLE_BLOCKS_CASE, found=found))
+        if arm.may_flush:
+            exact = report.on.dtype == "float32"
+            with watch.phase("Draft KV", requests_needed(plain)) as advance:
+                report.draft_kv = probe_draft_kv(client, plain, plan.concurrency, exact, advance)
+        else:
+            report.draft_kv = DraftKv(skipped="it empties the server's radix cache; --flush allows it")
+    except httpx.HTTPError as error:
+        report.broken = _last_words(arm, error)
+        return
+    if plan.reference:
+        with watch.phase("Reference in transformers", len(plain)) as advance:
+            report.reference = _ask_reference(report.on, plain, alone, advance)
+
+
+def _ask_markers(plan: Plan, client: Client, report: Report, watch: Watch) -> None:
     limit = min(plan.limit, 64)
     embedded = report.on.model_path == str(TINY_TARGET)
     try:
@@ -198,13 +240,6 @@ def _probe(plan: Plan, recording: Recording, client: Client, report: Report, wat
     except ValueError as error:  # a server without a tokenizer
         report.warnings.append(f"no markers were asked: {error}")
     _count_slots(client, report)
-    if not plan.on.may_flush:
-        report.draft_kv = DraftKv(skipped="it empties the server's radix cache; --flush allows it")
-        return
-    plain = recording.of_case(PLAIN)
-    exact = report.on.dtype == "float32"
-    with watch.phase("Draft KV", requests_needed(plain)) as advance:
-        report.draft_kv = probe_draft_kv(client, plain, plan.concurrency, exact, advance)
 
 
 def _ask_reference(
