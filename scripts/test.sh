@@ -2,7 +2,7 @@
 # Runs the tests. Usage: bash scripts/test.sh [--quick | --matrix] [pytest arguments]
 #   (nothing)  all tests: those without servers in two processes, then those with servers
 #   --quick    the tests without servers alone
-#   --matrix   only the long matrices, which no other run includes; each leaves a table (see docs/CONTRIBUTING.md)
+#   --matrix   only the long matrices, which no other run includes; each leaves a table in build/
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" dev
 cd "$ROOT"
