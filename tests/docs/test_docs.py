@@ -16,6 +16,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.bench.command import benchmark
 from sglang_dflash.cli.main import app
+from sglang_dflash.host import hooks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -158,6 +159,14 @@ def test_variables_exist(page: Path) -> None:
 def test_variables_are_documented() -> None:
     """Fails where the code reads a variable that environment.md does not explain."""
     assert not variables_of_the_code() - set(VARIABLE.findall((ROOT / "docs/environment.md").read_text()))
+
+
+def test_every_hook_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where architecture.md does not say what we change in SGLang, and why."""
+    monkeypatch.setattr(hooks, "cpu_platform_in_use", lambda: True)
+    text = (ROOT / "docs/architecture.md").read_text()
+    missing = [target for target in hooks.registered_hooks() if f"`{target.removeprefix('sglang.srt.')}`" not in text]
+    assert not missing
 
 
 def test_readme_is_a_front_door() -> None:
