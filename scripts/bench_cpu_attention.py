@@ -1,8 +1,10 @@
-"""Times the native attention against torch's SDPA over gathered KV, its body without a compiler; values compared first.
+"""Times the native CPU attention against our torch attention, which is used if no compiler is available.
 
-Prints medians in microseconds per call, the KV read per second, its share of the memory bandwidth measured in the same
-run (reading a large tensor with all threads; above 100% the KV came from the caches), and the ratio. `--host` adds
-SGLang's `torch_native` backend, which pads queries to the KV length. The last line is JSON.
+The torch attention gathers the KV and calls SDPA. Values are compared before anything is timed. Prints medians in
+microseconds per call, the KV read per second, its share of the memory bandwidth, and the ratio of the times. The
+bandwidth is measured in the same run by reading a large tensor with all threads; a share above 1 means that the KV
+came from the caches. `--host` adds SGLang's `torch_native` backend, which pads queries to the KV length. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from rich.table import Table
 from sglang_dflash import ops
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128  # Qwen3-0.6B
-READ_BYTES = 1 << 30  # to measure the bandwidth with: far more than the caches hold
+READ_BYTES = 1 << 30  # for the bandwidth: far more than the caches hold
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -37,7 +39,7 @@ def median_us(call: Callable[[], object], repeats: int) -> float:
 
 
 def bandwidth_gb_s() -> float:
-    """Of reading, all threads together; the best of several, as a limit."""
+    """Read bandwidth of all threads together: the best of several runs, because it serves as a limit."""
     data = torch.ones(READ_BYTES // 4)
     return READ_BYTES / min(median_us(data.max, 1) for _ in range(5)) / 1e3
 
@@ -58,7 +60,7 @@ def host_attention(case: dict[str, Any]) -> Callable[[], torch.Tensor]:
 
 
 def make_case(rows: int, context: int, batch: int, dtype: torch.dtype) -> dict[str, Any]:
-    """`batch` requests of `context` tokens in scattered slots, of which the last `rows` ask."""
+    """`batch` requests of `context` tokens in scattered slots; the last `rows` tokens of each are the queries."""
     generator = torch.Generator().manual_seed(0)
     size = batch * context + 1
     return {
@@ -74,7 +76,7 @@ def make_case(rows: int, context: int, batch: int, dtype: torch.dtype) -> dict[s
 
 
 def bind(case: dict[str, Any], attention: ops.Attention) -> Callable[[], torch.Tensor]:
-    """A layer of a forward of which this is one of several: the rows are laid out before."""
+    """One layer's call; the row layout is made outside of it, because the layers of a forward share it."""
     lens = [case["prefix"]] * case["batch"], [case["rows"]] * case["batch"]
     rows = attention.lay_out(case["table"], case["requests"], *lens)
     return lambda: attention.attend(case["q"], case["k"], case["v"], rows, scaling=HEAD_DIM**-0.5, causal=True)
@@ -113,10 +115,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096, 8192])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16], help="1 is a decode, more a verified block")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16], help="1: plain decode; more: a verify block")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--host", action="store_true", help="measure SGLang's torch_native backend, too")
+    parser.add_argument("--host", action="store_true", help="also measure SGLang's torch_native backend")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     console, results, table = Console(), [], None

@@ -1,9 +1,10 @@
-"""Times the native products against torch's BLAS over a model's layers, one after the other; values compared first.
+"""Times the native linear layers against torch's BLAS over all layers of a model; values are compared first.
 
-A round multiplies as many rows with every weight once, so that weights come from where they come from in a forward,
-and lie on huge pages as a server's do (`SGLANG_DFLASH_HUGE_PAGES=0` leaves them on small ones).
-Both arms take turns; medians in milliseconds per round, the ratio, the multiplications done per second, the weights,
-counted once, read per second, and what so many rows cost against the first number given. The last line is JSON.
+A round multiplies the same number of rows by every weight once, so weights come from cache or memory as in a real
+forward. Weights lie on huge pages as in a server (`SGLANG_DFLASH_HUGE_PAGES=0` leaves them on small pages). The two
+arms alternate. Prints per row count: median milliseconds per round of each arm, the ratio with its range, GFLOP/s, the
+weight bytes read per second (each weight counted once), and the time relative to the first row count. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MODELS = {
     "tiny": [(256, 512), (256, 256), (256, 1152), (576, 256)] * 6 + [(256, 1792)],
     "0.6b": [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)] * 28,
 }
-"""In and out of each product: query, key and value; output; gate and up; down; the head. Of the larger, no head."""
+"""Input and output width of each linear layer: QKV, output, gate and up, down, then the head (0.6b: without head)."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     options = parser.parse_args()
     if native.isa() is None:
-        raise SystemExit(f"bench_cpu_products.py times the native ops, which are not there: {native.described()}.")
+        raise SystemExit(f"bench_cpu_products.py needs the native ops: {native.described()}.")
     torch.set_num_threads(options.threads)
     weights = [torch.randn(columns, inner).to(DTYPES[options.dtype]) for inner, columns in MODELS[options.model]]
     page = huge_pages.page_bytes()

@@ -1,6 +1,7 @@
-"""What a request's parameters cost per verify step: one server, the same prompts with and without, in turn.
+"""Measures what a request's sampling parameters cost per verify step.
 
-Prints the median time of a step per case and concurrency beside a plain greedy one; the last line is JSON.
+One server answers the same prompts with each set of parameters in turn. Prints the median time of a step per case and
+concurrency, and its ratio to plain greedy decoding. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1e-3},
     "temperature, top_p": {"temperature": 1e-3, "top_p": 0.99},
 }
-"""Values that keep the answers (nearly) those of greedy decoding, so that the steps are alike."""
+"""Values that (nearly) keep the answers of greedy decoding, so that the steps are comparable."""
 
 
 def steps_us(answers: list[Answer], seconds: float, concurrency: int) -> float:
@@ -37,9 +38,9 @@ def steps_us(answers: list[Answer], seconds: float, concurrency: int) -> float:
 
 
 def main(
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds; the median is reported.")] = 5,
     prompts: Annotated[int, typer.Option(min=8, help="Requests per case and round.")] = 24,
-    tokens: Annotated[int, typer.Option(min=8, help="Most tokens per answer.")] = 96,
+    tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per answer.")] = 96,
 ) -> None:
     console = Console()
     asked = [prompt.prompt for prompt in held_out_prompts()[:: max(1, 600 // prompts)]][:prompts]
@@ -52,7 +53,7 @@ def main(
     with Server(arguments, log, TINY_ENVIRONMENT | whole_blocks) as server, Progress(console=console) as progress:
         client = server.client()
         task = progress.add_task("measuring", total=(repeats + 1) * 2 * len(CASES))
-        for round_number in range(repeats + 1):  # the first one warms up
+        for round_number in range(repeats + 1):  # the first round warms up
             for concurrency in (1, 8):
                 for name, sampling in CASES.items():
                     begin = time.perf_counter()
@@ -64,7 +65,7 @@ def main(
                         times.setdefault((name, concurrency), []).append(steps_us(answers, seconds, concurrency))
                     progress.advance(task)
     table = Table(title=f"time per verify step, median of {repeats} (min to max), us")
-    for column in ("", "1 request", "against greedy", "8 requests", "against greedy"):
+    for column in ("", "1 request", "ratio to greedy", "8 requests", "ratio to greedy"):
         table.add_column(column)
     for name in CASES:
         row = [name]

@@ -224,16 +224,18 @@ def fuzz_fields(
     """Sends `count` calls of seed `number` to servers that `start` gives; a new one after each that did not survive."""
     findings = Findings()
     server = start()
-    calls = draw_calls(fields_of(server.client()), count, seed)
-    watched = _Watched(server)
-    for round_of in _rounds(calls):
-        trouble = watched.round(round_of, findings, on_done)
-        if trouble:
-            server.stop()
-            findings.complaints += _find(start, round_of, trouble)
-            server = start()
-            watched = _Watched(server)
-    server.stop()
+    try:
+        calls = draw_calls(fields_of(server.client()), count, seed)
+        watched = _Watched(server)
+        for round_of in _rounds(calls):
+            trouble = watched.round(round_of, findings, on_done)
+            if trouble:
+                server.stop()
+                findings.complaints += _find(start, round_of, trouble)
+                server = start()
+                watched = _Watched(server)
+    finally:
+        server.stop()
     return findings
 
 

@@ -1,8 +1,8 @@
-"""Our worker in SGLang on a GPU: equality, step times beside the built-in and off, and what a step launches.
+"""Checks our worker in SGLang on a GPU: token equality, step times against built-in and off, launches per step.
 
-Stages go on where they stopped: within --budget-s a call begins nothing that it cannot finish. The output folder gets
-a JSON per stage and a README.md with all tables. Exit code 0: all asked stages are done, 1: one failed, 2: it could not
-run, 3: something is left (call it again), 130: interrupted.
+A call takes at most about --budget-s seconds: it starts nothing that it cannot finish; the next call resumes. The
+output folder gets a JSON file per stage and a README.md with all tables. Exit codes: 0: all requested stages are done,
+1: a stage failed, 2: the check could not run, 3: work is left (call again), 130: interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT / "python")]
-# Servers are processes of their own, which must find the package of this folder, too.
+# Servers are separate processes; they must import the package from this folder, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
 
 from rich.console import Console  # noqa: E402
@@ -47,45 +47,45 @@ REHEARSAL_FLAGS = "--device cpu --max-total-tokens 32768"
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="name the stages; with --output how far each has come")
-    parser.add_argument("--stage", action="append", help="only this one; repeatable. Default: all not done")
-    parser.add_argument("--budget-s", type=float, default=540.0, help="of this call (default %(default)g)")
-    parser.add_argument("--output", type=Path, help="default: docs/gpu/DEVICE-COMMIT")
-    parser.add_argument("--backends", help=f"attention backends (default {','.join(BACKENDS)})")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal in small shapes")
+    parser.add_argument("--list", action="store_true", help="list the stages; with --output, their states, too")
+    parser.add_argument("--stage", action="append", help="run only this stage; repeatable (default: all unfinished)")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="seconds for this call (default %(default)g)")
+    parser.add_argument("--output", type=Path, help="folder of the results (default: docs/gpu/DEVICE-COMMIT)")
+    parser.add_argument("--backends", help=f"attention backends, comma-separated (default {','.join(BACKENDS)})")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal with small shapes")
     parser.add_argument("--server-flags", default="", help="for every server, quoted: '--sampling-backend pytorch'")
-    parser.add_argument("--commit", help="where the folder is no git checkout")
-    parser.add_argument("--stand-in", type=Path, help="a script in the place of SGLang and the checker: a dry run")
+    parser.add_argument("--commit", help="commit of this folder; needed if it is not a git checkout")
+    parser.add_argument("--stand-in", type=Path, help="dry run: a script that replaces SGLang and the checker")
     arguments = parser.parse_args()
     rehearsal = arguments.device == "cpu"
     if rehearsal and not arguments.list and arguments.output is None:
-        parser.error("--device cpu measures nothing: name the folder of its results by --output")
+        parser.error("--device cpu is a rehearsal without valid timings: set --output for its results")
     allowed = REHEARSED_BACKENDS if rehearsal else BACKENDS
     arguments.backends = tuple(dict.fromkeys(filter(None, (arguments.backends or ",".join(allowed)).split(","))))
     unknown = sorted(set(arguments.backends) - set(allowed))
     if unknown or not arguments.backends:
-        parser.error(f"--backends has {','.join(unknown)}; it must be some of {','.join(allowed)}")
+        parser.error(f"--backends {','.join(unknown)}: choose from {','.join(allowed)}")
     arguments.checks = checks(arguments.backends, REHEARSED_MODELS if rehearsal else MODELS)
     names = [check.name for check in arguments.checks]
     for name in arguments.stage or ():
         if name not in names:
-            parser.error(f"--stage {name}: there are {', '.join(names)}")
+            parser.error(f"--stage {name}: choose from {', '.join(names)}")
     return arguments
 
 
 def describe(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Commit, versions and machine; the device's short name.
+    """Commit, versions, machine, and the device's short name.
 
     Raises:
-        ValueError: no GPU was found, our plugin is not installed, or no commit is known.
+        ValueError: our plugin is not installed, the commit is unknown, or no GPU was found.
     """
     plugins = {point.name for point in entry_points(group="sglang.srt.plugins")}
     if not arguments.stand_in and "sglang_dflash" not in plugins:
-        raise ValueError("SGLang would not find our plugin: install this package (README.md, On a GPU).")
+        raise ValueError("SGLang cannot find our plugin: install this package (see docs/gpu.md).")
     found = {"versions": versions(""), "machine": machine()}
     commit = arguments.commit or found["versions"].get("commit")
     if not commit:
-        raise ValueError("This folder is no git checkout: --commit must name what it holds.")
+        raise ValueError("This folder is not a git checkout: name its commit with --commit.")
     return found | {"commit": commit, "device": _device(arguments)}
 
 
@@ -95,7 +95,7 @@ def _device(arguments: argparse.Namespace) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("no GPU was found; --device cpu --output DIR goes through all stages with real servers.")
+        raise ValueError("No GPU was found. --device cpu --output DIR runs all stages with real servers on the CPU.")
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
 
 
@@ -146,7 +146,7 @@ def main() -> int:
 
 
 def _played(results: Results, name: str) -> bool:
-    """Whether all of it was tried: what failed is tried again only when it is asked for by name."""
+    """Whether the stage ran to its end. A failed stage runs again only if --stage names it."""
     return results.load(name).state != "partial"
 
 
@@ -162,6 +162,6 @@ if __name__ == "__main__":
         print(f"error: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
-        print("stopped; finished cells are kept", file=sys.stderr)
+        print("stopped; finished cells are saved", file=sys.stderr)
         code = 130
     sys.exit(code)

@@ -1,7 +1,8 @@
-"""Stage 0 on a GPU: our ops against their references, their times beside what their bytes take, and a step's floor.
+"""Checks and times our Triton ops on a GPU, before SGLang runs there.
 
-Needs torch and Triton, no SGLang. Each stage prints a table; gpu_ops.json in the output folder has all of it, also
-when a run is cut short. Exit code 0: everything right, 1: a stage failed.
+Compares results with the reference ops, times with the memory bandwidth's limit, and measures the lowest time of a
+decode step. Needs torch and Triton, no SGLang. Each stage prints a table; gpu_ops.json in the output folder has all
+tables, also if the run is cut short. Exit codes: 0: all stages passed, 1: a stage failed.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ STAGES = {
     "eager_launches": "toy_step",
     "acceptance_sweep": "op_stages",
 }
-"""Stage -> its module in gpu_kit; the most telling come first."""
+"""Stage -> its module in gpu_kit, the most informative stages first."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu-ops"), help="folder of gpu_ops.json")
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU, tiny, under Triton's interpreter")
-    parser.add_argument("--stages", nargs="+", help="only these")
+    parser.add_argument("--dry-run", action="store_true", help="run tiny shapes on a CPU with Triton's interpreter")
+    parser.add_argument("--stages", nargs="+", help="run these stages only")
     arguments = parser.parse_args()
     chosen = arguments.stages or list(STAGES)
     unknown = sorted(set(chosen) - set(STAGES))
     if unknown:
-        parser.error(f"--stages {' '.join(unknown)}: there are {', '.join(STAGES)}")
+        parser.error(f"--stages {' '.join(unknown)}: choose from {', '.join(STAGES)}")
     if arguments.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
@@ -58,7 +59,7 @@ def main() -> int:
         try:
             stage = getattr(importlib.import_module(f"gpu_kit.{STAGES[name]}"), name)
             report.add(name, list(stage(device, bandwidth)))
-        except Exception as error:  # the machine is lent for minutes: the other stages still count
+        except Exception as error:  # GPU time is scarce: the other stages still run
             traceback.print_exc()
             report.fail(name, f"{type(error).__name__}: {error}")
         print(f"  {time.perf_counter() - begin:.1f} s", flush=True)

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Our GPU ops on the machine's own torch and Triton: right, how fast, and the floor of a step. Needs no SGLang, installs nothing.
-# Usage: bash scripts/gpu_ops.sh [--output DIR] [--dry-run] [--stages NAME...]; SGLANG_DFLASH_PYTHON names the Python (default python3).
+# Checks and times our GPU ops with the machine's own torch and Triton, and measures the lowest time of a step.
+# Needs no SGLang, installs nothing.
+# Usage: bash scripts/gpu_ops.sh [--output DIR] [--dry-run] [--stages NAME...]
+# SGLANG_DFLASH_PYTHON names the Python (default python3).
 set -euo pipefail
 exec "${SGLANG_DFLASH_PYTHON:-python3}" "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/gpu_ops.py" "$@"

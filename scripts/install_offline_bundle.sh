@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Installs an offline bundle into a venv over the machine's own packages. Usage: bash install_offline_bundle.sh DIR VENV
-# DIR holds manifest.json and parts (not necessarily all: what is whole is installed; run it again with more).
-# SGLANG_DFLASH_PYTHON names the Python whose packages serve (default python3).
+# Installs an offline bundle into a venv that also sees the machine's own packages.
+# Usage: bash install_offline_bundle.sh DIR VENV
+# DIR holds manifest.json and some or all parts: complete wheels are installed; run it again when more parts are there.
+# SGLANG_DFLASH_PYTHON names the Python whose packages the venv sees (default python3).
 set -euo pipefail
 
 fail() {
@@ -13,10 +14,10 @@ fail() {
 BUNDLE="$(realpath "$1")"
 VENV="$(realpath -m "$2")"
 BASE="${SGLANG_DFLASH_PYTHON:-python3}"
-[ -e "$BUNDLE/manifest.json" ] || fail "$BUNDLE holds no manifest.json."
+[ -e "$BUNDLE/manifest.json" ] || fail "$BUNDLE has no manifest.json."
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 TOOLS="$HERE/offline"
-[ -d "$TOOLS" ] || TOOLS="$HERE" # a copy of this script beside the parts
+[ -d "$TOOLS" ] || TOOLS="$HERE" # a copy of this script in the bundle's folder
 
 "$BASE" "$TOOLS/unpack.py" check "$BUNDLE"
 if [ ! -x "$VENV/bin/python" ]; then
@@ -39,7 +40,8 @@ if [ -s "$WHEELS/new" ]; then
         echo "installed $(basename "$wheel")"
         rm "$wheel"
     done <"$WHEELS/new"
-    # Here by all cores, and not by pip or by the processes of a first server start. Some packages bring files of no Python 3.
+    # On all cores here, instead of in pip or during the first server start. `|| true`: some packages contain files that
+    # are not Python 3.
     "$VENV/bin/python" -m compileall -qq -j 0 "$SITE" || true
 fi
 if [ -d "$SITE/torch" ]; then

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Style and types: ruff check, ruff format, mypy on core and ops. `--fix` mends what it can.
+# Checks style, types and shell syntax: ruff check, ruff format, mypy on core and ops, bash -n.
+# --fix applies ruff's fixes first.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" dev
 cd "$ROOT"

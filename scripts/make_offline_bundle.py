@@ -1,7 +1,7 @@
-"""Packs what a machine without a network needs to run this package with its SGLang: wheels in parts, with checksums.
+"""Packs the wheels that a machine without a network needs to run this package with SGLang, in parts with checksums.
 
-Run it with the machine's version of Python, where pip works. Started again it goes on where it stopped; the folder it
-leaves is self-contained: `bash install_offline_bundle.sh DIR VENV` in it installs.
+Run it where pip works, with the target machine's Python version. A second run resumes the first. The output folder is
+self-contained: install it with its own `install_offline_bundle.sh DIR VENV`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 if find_spec("packaging") is None:
-    sys.exit(f"error: this needs the package packaging: {sys.executable} -m pip install packaging")
+    sys.exit(f"error: the package `packaging` is missing: {sys.executable} -m pip install packaging")
 
 from offline import contents, resolve, wheels
 from offline.parts import BundleFile, read_size, write_bundle
@@ -28,17 +28,17 @@ TRAVELLING = (HERE / "unpack.py", HERE / "complete.py", Path(__file__).parent / 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the parts")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--cache", type=Path, help="folder of downloads and packed wheels (default OUTPUT-cache)")
-    parser.add_argument("--python", default="3.12", help="the machine's Python (default %(default)s)")
+    parser.add_argument("--python", default="3.12", help="the target machine's Python version (default %(default)s)")
     parser.add_argument("--platform", default="manylinux_2_39_x86_64", help="its newest tag (default %(default)s)")
-    parser.add_argument("--part-size", default="60MiB", help="most bytes of a part (default %(default)s)")
-    parser.add_argument("--with-fa3", action="store_true", help="bring fa3, too: 200 MB")
+    parser.add_argument("--part-size", default="60MiB", help="maximum size of a part (default %(default)s)")
+    parser.add_argument("--with-fa3", action="store_true", help="include fa3: 200 MB more")
     parser.add_argument(
         "--preinstalled",
         type=Path,
         default=HERE / "preinstalled" / "cuda-13.0-torch-2.11.txt",
-        help="list of what the machine has (default: %(default)s)",
+        help="list of the packages that the machine has (default: %(default)s)",
     )
     arguments = parser.parse_args(words)
     arguments.cache = arguments.cache or arguments.output.with_name(f"{arguments.output.name}-cache")
@@ -48,7 +48,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def select(
     closure: list[resolve.Resolved], preinstalled: dict[str, str], python: str
 ) -> tuple[list[resolve.Resolved], dict[str, str]]:
-    """What has to come along, and why the rest does not."""
+    """The distributions to pack; and distribution -> reason for those left out."""
     wanted, left_out = [], {}
     for distribution in closure:
         name = distribution.name
@@ -63,10 +63,10 @@ def select(
 
 
 def pack_all(found: dict[str, Path], versions: dict[str, str], folder: Path, with_fa3: bool) -> list[BundleFile]:
-    """The bundle's files in their order: by group, this package first, then the small ones.
+    """Packs the wheels; returns the bundle's files in order: this package, then by group, small files first.
 
     Args:
-        found: distribution -> its wheel; this package's is the first, in a folder named after what it was built of.
+        found: distribution -> its wheel. This package is the first; its folder is named after the hash of its sources.
     """
     package = next(iter(found))
     files = []
@@ -74,7 +74,7 @@ def pack_all(found: dict[str, Path], versions: dict[str, str], folder: Path, wit
         group, split = contents.SPLIT_OFF.get(name, ("", ()))
         dropped = (*contents.STRIPPED.get(name, ()), *split)
         print(f"packing {wheel.name}", flush=True)
-        # What is packed already stays, unless what is dropped from it changed, or our sources, whatever their version.
+        # The folder's name is the cache key: the list of dropped files, or for this package the hash of its sources.
         place = folder / hashlib.sha256("\n".join(dropped).encode()).hexdigest()[:8] if dropped else folder
         place = folder / wheel.parent.name if name == package else place
         packed = wheels.pack(wheel, place, lambda path, dropped=dropped: not contents.matches(path, dropped))
@@ -108,7 +108,7 @@ def main() -> None:
     wanted, left_out = select(closure, resolve.read_preinstalled(arguments.preinstalled), target.python)
     package = wheels.distribution_of(own)
     wanted = [distribution for distribution in wanted if distribution.name != package]
-    print(f"{len(closure)} distributions, {len(wanted) + 1} to bring", flush=True)
+    print(f"{len(closure)} distributions, {len(wanted) + 1} to pack", flush=True)
     found = resolve.download(wanted, target, arguments.cache / "wheels")
     versions = {distribution.name: distribution.version for distribution in closure}
     files = pack_all({package: own} | found, versions, arguments.cache / "packed", arguments.with_fa3)

@@ -1,9 +1,9 @@
-"""Where a step's time goes: scheduler, batch, attention, linear layers, sampling, results; speculation off and on.
+"""Shows where the time of a decode step goes (scheduler, attention, linear layers, ...), speculation off and on.
 
-Serves the embedded pair, or a target of Qwen3-0.6B's shape with dummy weights and a 3-layer draft, whose acceptance the
-host simulates. Timers are hung into SGLang from outside by `step_timers.py`, as a plugin of the server's own process;
-they cost some 1 us per call, and a compiled forward is one box. With several `--block`s, a second table says what the
-target's forward over W rows of each request costs against that over one. The last line is JSON.
+Serves the embedded pair, or a dummy-weight target of Qwen3-0.6B's shape with a 3-layer draft; SGLang then simulates the
+acceptance (`--tau`). `step_timers.py` adds the timers as an SGLang plugin in the server's process. A timer costs about
+1 us per call; a compiled forward is timed as one call. With several `--block` values, a second table compares the
+target's forward over W rows of each request with that over one row. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SHAPES = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
     | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
 }
-"""Targets of dummy weights; Qwen3-0.6B's config.json."""
+"""Dummy-weight targets: fields of Qwen3-0.6B's config.json."""
 TAPS = [1, 9, 17, 25]
 
 
 def make_dummy_pair(shape: str, folder: Path) -> tuple[Path, Path]:
-    """Configs of a target and a draft (block 16) of that shape, without weights, with the embedded pair's tokenizer."""
+    """Writes a target and a block-16 draft: configs of that shape and the embedded pair's tokenizer, no weights."""
     paths = folder / "target", folder / "draft"
     for path, source in zip(paths, (TINY_TARGET, TINY_DRAFT), strict=True):
         path.mkdir(parents=True)
@@ -50,7 +50,7 @@ def make_dummy_pair(shape: str, folder: Path) -> tuple[Path, Path]:
 
 
 def ask(client: Client, prompts: list[list[int]], concurrency: int, tokens: int) -> tuple[float, int]:
-    """Seconds, and tokens of all answers."""
+    """Returns the seconds taken and the tokens of all answers."""
     begin = time.perf_counter()
     answers = client.generate_all(prompts, concurrency, max_new_tokens=tokens, ignore_eos=True)
     return time.perf_counter() - begin, sum(len(answer.ids) for answer in answers)
@@ -75,7 +75,7 @@ def profile(server: Server, stages: Path | None, concurrency: int, tokens: int, 
             {
                 "tok_s": count / seconds,
                 "step_us": seconds / steps * 1e6 if stages else 0.0,
-                "target_us": statistics.median(targets_us or [0.0]),  # of decode and verify: prefills are few
+                "target_us": statistics.median(targets_us or [0.0]),  # prefills are few
                 "us": spent | {"outside the scheduler's steps": seconds / steps * 1e6 - sum(spent.values())}
                 if stages
                 else {},
@@ -105,7 +105,7 @@ def show(console: Console, title: str, results: dict[str, dict[str, Any]]) -> No
 
 
 def show_widths(console: Console, results: dict[str, dict[str, Any]], blocks: list[int], counts: list[int]) -> None:
-    """What the target's forward over W rows of each request costs, over that of one row, which is `off`'s."""
+    """Prints the target's forward time over W rows of each request, and its ratio to one row (the off arm)."""
     table = Table(title="the target's forward over W rows of each request")
     table.add_column("W", justify="right")
     for count in counts:
@@ -123,14 +123,14 @@ def show_widths(console: Console, results: dict[str, dict[str, Any]], blocks: li
 
 def main(
     model: Annotated[str, typer.Option(help="tiny, or the shape of a dummy target: " + ", ".join(SHAPES))] = "tiny",
-    arms: Annotated[str, typer.Option(help="Of off and on, with a comma.")] = "off,on",
-    requests: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,8",
+    arms: Annotated[str, typer.Option(help="off, on or both, comma-separated.")] = "off,on",
+    requests: Annotated[str, typer.Option(help="Concurrent requests, comma-separated.")] = "1,8",
     tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 96,
     repeats: Annotated[int, typer.Option(help="Rounds; the median one is shown.")] = 5,
-    block: Annotated[str, typer.Option(help="--speculative-num-draft-tokens, with commas.")] = "8",
-    tau: Annotated[float, typer.Option(help="Mean commit_len to simulate; 0: none (dummy weights need it).")] = 0.0,
+    block: Annotated[str, typer.Option(help="--speculative-num-draft-tokens, comma-separated.")] = "8",
+    tau: Annotated[float, typer.Option(help="Simulated mean commit_len (dummy weights need it); 0: none.")] = 0.0,
     threads: Annotated[str, typer.Option(help="OMP_NUM_THREADS; empty: leave it unset.")] = "1",
-    timers: Annotated[bool, typer.Option(help="Off: tok/s alone, undisturbed.")] = True,
+    timers: Annotated[bool, typer.Option(help="Off: measure tok/s only, without timer overhead.")] = True,
 ) -> None:
     console = Console(width=140)
     folder = Path(tempfile.mkdtemp())
@@ -152,7 +152,7 @@ def main(
         stages = folder / f"{name}.json" if timers else None
         environment = install(folder, stages) if stages else {}
         environment |= {"OMP_NUM_THREADS": threads} if threads else {}
-        environment["SGLANG_DFLASH_WIDTH"] = "full"  # W rows are W rows
+        environment["SGLANG_DFLASH_WIDTH"] = "full"  # adaptive widths would verify fewer than W rows
         if tau and options:
             environment["SGLANG_SIMULATE_ACC_LEN"] = str(tau)
         begin = time.perf_counter()

@@ -36,7 +36,7 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One streamed answer. `steps`, `accepted`: verify steps and accepted drafts, 0 where speculation is off."""
+    """One streamed answer. `steps`, `accepted`: verify steps and accepted drafts, 0 with speculation off."""
 
     text: str
     tokens: int
@@ -55,7 +55,7 @@ class Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", action="store_true", help="leave a DFLASH server up and print a curl line")
+    parser.add_argument("--keep", action="store_true", help="leave a DFLASH server running; print a curl command")
     keep = parser.parse_args().keep
     prompts = [p for kind in ("code", "arithmetic", "chat") for p in held_out_prompts(kind)[:PER_KIND]]
     logs = Path(tempfile.mkdtemp(prefix="sglang-dflash-quickstart-"))
@@ -72,11 +72,11 @@ def main() -> None:
     except (APIError, httpx.HTTPError) as error:
         sys.exit(f"error: the server failed a request: {error} (logs: {logs})")
     except KeyboardInterrupt:
-        sys.exit("stopped; no server was left running")
+        sys.exit("stopped; no server is left running")
 
 
 def mean_commit_len(results: list[Result]) -> float:
-    """Accepted drafts plus the target's own token, per verify step."""
+    """Mean tokens per verify step: the accepted drafts plus the target's own token."""
     return 1 + sum(r.accepted for r in results) / max(1, sum(r.steps for r in results))
 
 
@@ -111,7 +111,7 @@ def run_arm(arguments: list[str], log: Path, prompts: list[HeldOutPrompt], show:
 
 
 def stream_answer(client: OpenAI, prompt: str, show: bool) -> Result:
-    """One greedy chat completion, its text printed as it comes."""
+    """Asks for one greedy chat completion; prints its text as it arrives if `show`."""
     pieces: list[str] = []
     tokens = steps = accepted = 0
     begin = time.monotonic()
@@ -153,14 +153,14 @@ def summarise(prompts: list[HeldOutPrompt], on: list[Result], off: list[Result])
     rate_off = sum(r.tokens for r in off) / sum(r.seconds for r in off)
     console.print(
         f"{same} of {len(on)} texts identical; mean commit_len {mean_commit_len(on):.2f}; "
-        f"{rate_on:.0f} tok/s with DFLASH, {rate_off:.0f} off: {rate_on / rate_off:.2f} times as fast."
+        f"{rate_on:.0f} tok/s with DFLASH, {rate_off:.0f} off: speedup {rate_on / rate_off:.2f}."
     )
 
 
 def leave_running(log: Path) -> None:
     server = start([*BASE, *DFLASH], log)
     body = '{"model": "tiny", "temperature": 0, "messages": [{"role": "user", "content": "Hello!"}]}'
-    print(f"The server stays up (stop it with: kill {server.pid}). Ask it:")
+    print(f"The server keeps running (stop it with: kill {server.pid}). Send it a request:")
     print(f"curl -s {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
 
 

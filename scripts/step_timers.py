@@ -1,7 +1,7 @@
-"""Timers in SGLang's scheduler process, for `profile_step.py`: a plugin made for the occasion.
+"""Timers in SGLang's scheduler process for `profile_step.py`, loaded as a temporary plugin.
 
-Every timed call's own time, without that of the timed calls inside it, is added up under its stage; totals are
-written whenever the scheduler goes idle.
+A timer adds a call's own time, without the timed calls inside it, to its stage. Totals are written whenever the
+scheduler goes idle.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "STEP_TIMERS_OUTPUT"
-TARGET = "worker: target"  # around the target's forward, head included
+TARGET = "worker: target"  # the target's forward, head included
 STAGES = {
     "scheduler": [
         "sglang.srt.managers.scheduler:Scheduler.get_next_batch_to_run",
@@ -72,7 +72,7 @@ STAGES = {
 
 
 def install(folder: Path, output: Path) -> dict[str, str]:
-    """Lays out a distribution with our entry point; returns the variables that let a server find it."""
+    """Writes a distribution with our entry point; returns the environment variables with which a server finds it."""
     info = folder / "step_timers-0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: step-timers\nVersion: 0\n")
@@ -82,12 +82,14 @@ def install(folder: Path, output: Path) -> dict[str, str]:
 
 
 def read(output: Path | None) -> dict[str, Any]:
-    """The totals so far, of an idle scheduler: `us` and `calls` by stage, `steps`, and `targets_us`, the
-    whole time of every forward of the target."""
+    """The totals so far; the scheduler must be idle.
+
+    Returns: `us` and `calls` by stage, `steps`, and `targets_us`, the whole time of every forward of the target.
+    """
     nothing: dict[str, Any] = {"us": {}, "calls": {}, "steps": 0, "targets_us": []}
     if output is None:
         return nothing
-    time.sleep(1.5)  # it says so once it has been idle for a moment
+    time.sleep(1.5)  # the scheduler writes once it is idle
     return json.loads(output.read_text()) if output.exists() else nothing
 
 
@@ -128,7 +130,7 @@ class Timers:
 
 
 def activate() -> None:
-    """Called by SGLang in each of its processes; the timers go in when a scheduler is made."""
+    """Entry point: SGLang calls it in each of its processes. Installs the timers when a scheduler is constructed."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def hang(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -145,7 +147,7 @@ def activate() -> None:
 
         scheduler.on_idle = idle
 
-    # Before any layer exists: a layer holds the method that it found when it was made.
+    # Before any layer exists: a layer keeps the method that it found at construction.
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", hang, HookType.AROUND)
 
 
@@ -158,7 +160,7 @@ def _hang(timers: Timers, stage: str, place: str) -> None:
     function = owner.__dict__[name]
     timed = timers.time(stage, getattr(function, "__func__", function))
     setattr(owner, name, type(function)(timed) if isinstance(function, classmethod | staticmethod) else timed)
-    if not parents:  # a function: whoever imported it by name has a name of its own for it
+    if not parents:  # a module-level function: modules that imported it by name hold their own reference
         import sys
 
         for module in list(sys.modules.values()):

@@ -1,5 +1,6 @@
-# Sourced by quickstart.sh, test.sh and lint.sh: makes or reuses the virtual environment, sets PYTHON to it.
-# Usage: set -euo pipefail; source scripts/venv.sh [extras], e.g. "dev". The place: SGLANG_DFLASH_VENV, else .venv in this repository.
+# Creates or reuses the virtual environment and sets PYTHON to its interpreter. The other scripts source it.
+# Usage: set -euo pipefail; source scripts/venv.sh [extras], e.g. "dev".
+# Folder: SGLANG_DFLASH_VENV, else .venv in this repository.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$(realpath -m "${SGLANG_DFLASH_VENV:-$ROOT/.venv}")"
@@ -22,52 +23,53 @@ find_python() {
             return
         fi
     done
-    fail "no Python 3.11 or 3.12 with the venv module was found; install one, or name it in SGLANG_DFLASH_PYTHON."
+    fail "found no Python 3.11 or 3.12 with the venv module; install one, or set SGLANG_DFLASH_PYTHON to it."
 }
 
 install_package() {
-    # SGLang first: it brings the torch that the native ops are built for, which an isolated build would fetch again.
+    # SGLang first: it brings the torch that the native ops are built for. An isolated build would download torch again.
     "$PYTHON" -m pip install "setuptools>=77" wheel "$(grep -o 'sglang==[0-9.]*' "$ROOT/setup.py")" &&
         "$PYTHON" -m pip install --no-build-isolation -e "$ROOT${1:+[$1]}" &&
         "$PYTHON" -c 'import sglang, sglang_dflash'
 }
 
-# The native ops lie in this folder, not in the environment: a fresh clone, or a change of theirs, builds them.
+# The native ops lie in the repository, not in the environment: they are built in a fresh clone and whenever their
+# sources change.
 build_native() {
     local built
     built="$(find "$ROOT/python/sglang_dflash/ops" -name '_native*.so' -print -quit)"
     if [ -z "$built" ] || [ -n "$(find "$ROOT/csrc" "$ROOT/setup.py" -newer "$built" -print -quit)" ]; then
         echo "Building the native ops (a minute) ..."
-        (cd "$ROOT" && "$PYTHON" setup.py -q build_ext --inplace) || fail "the native ops could not be built; SGLANG_DFLASH_BUILD_NATIVE=0 leaves them out."
+        (cd "$ROOT" && "$PYTHON" setup.py -q build_ext --inplace) || fail "could not build the native ops; SGLANG_DFLASH_BUILD_NATIVE=0 leaves them out."
     fi
 }
 
 make_venv() {
     local extras="$1" stamp python place free_kb
-    # What was installed, and from where: the requirements stand in setup.py, the package is linked to this folder.
+    # The stamp identifies the requirements (in setup.py) and this folder, to which the installed package links.
     stamp="$(cat "$ROOT/setup.py" <(echo "$ROOT") | sha256sum | cut -c1-16)${extras:+-$extras}"
     PYTHON="$VENV/bin/python"
     if [ -e "$VENV/sglang-dflash-$stamp" ] || { [ -z "$extras" ] && [ -e "$VENV/sglang-dflash-$stamp-dev" ]; }; then
         return
     fi
-    command -v cc >/dev/null || command -v gcc >/dev/null || fail "no C compiler (cc or gcc) was found; install one."
+    command -v cc >/dev/null || command -v gcc >/dev/null || fail "found no C compiler (cc or gcc); install one."
     place="$(dirname "$VENV")"
-    mkdir -p "$place" || fail "cannot make $place."
+    mkdir -p "$place" || fail "cannot create $place."
     if ! "$PYTHON" -c 'from importlib.metadata import version; version("sglang")' 2>/dev/null; then
         free_kb="$(df -Pk "$place" | awk 'NR == 2 { print $4 }')"
         [ "$free_kb" -ge $((NEEDED_GB * 1024 * 1024)) ] ||
-            fail "$place has $((free_kb / 1024 / 1024)) GB free; the environment needs $NEEDED_GB GB (SGLANG_DFLASH_VENV puts it elsewhere)."
+            fail "$place has $((free_kb / 1024 / 1024)) GB free; the environment needs $NEEDED_GB GB (set SGLANG_DFLASH_VENV to use another folder)."
     fi
     if ! right_python "$PYTHON"; then
-        [ ! -e "$VENV" ] || fail "$VENV is there, but not with Python 3.11 or 3.12; remove it."
+        [ ! -e "$VENV" ] || fail "$VENV exists, but its Python is not 3.11 or 3.12; remove it."
         python="$(find_python)" || exit 1
-        echo "Making the environment $VENV ..."
-        "$python" -m venv "$VENV" || fail "$python could not make $VENV."
+        echo "Creating the environment $VENV ..."
+        "$python" -m venv "$VENV" || fail "$python could not create $VENV."
     fi
     echo "Installing sglang-dflash and SGLang into $VENV (11 GB, about 6 minutes the first time) ..."
     if ! install_package "$extras" 2>&1 | tee "$VENV/pip.log" |
         awk '/^(Collecting|  Downloading|Installing|Successfully)/ { printf "\r\033[K  %.100s", $0; fflush() } END { print "" }'; then
-        fail "the installation failed; see $VENV/pip.log."
+        fail "installation failed; see $VENV/pip.log."
     fi
     rm -f "$VENV"/sglang-dflash-*
     touch "$VENV/sglang-dflash-$stamp"

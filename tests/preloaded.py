@@ -10,6 +10,7 @@ The tests of the command line, of refused starts and of shutdown by SIGTERM star
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import io
@@ -37,7 +38,8 @@ MODULES = (  # of sglang.srt
     "managers.data_parallel_controller",
     "models.registry",
 )
-ZYGOTE_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # what OpenMP reads while it is loaded; the servers' own is the same
+# Variables that are read while a module is imported: a server cannot have others.
+ZYGOTE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class Nursery:
@@ -133,8 +135,8 @@ def _run(main: Callable[[], Any]) -> None:
         os._exit(code or 0)
 
 
-def _launch(arguments: list[str], environment: dict[str, str], log: str, prelude: str) -> None:
-    """Becomes `python -m sglang.launch_server`, after the Python code `prelude`."""
+def _launch(arguments: list[str], environment: dict[str, str], log: str) -> None:
+    """Becomes `python -m sglang.launch_server`."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
@@ -145,12 +147,7 @@ def _launch(arguments: list[str], environment: dict[str, str], log: str, prelude
     os.environ.update(environment)
     sys.path[1:1] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.argv = ["sglang.launch_server", *arguments]
-
-    def launch() -> None:
-        exec(prelude, {})
-        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-
-    _run(launch)
+    _run(lambda: runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True))
 
 
 def _zygote() -> None:
@@ -164,16 +161,22 @@ def _zygote() -> None:
     assert len(threads) == 1, f"{len(threads)} threads after the imports: a fork would lose all but one"
     gc.freeze()
     print("ready", flush=True)
+    servers = set()
     for line in sys.stdin:
         request = json.loads(line)
         if "poll" in request:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            servers.discard(pid)
             print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
             continue
         pid = os.fork()
         if pid == 0:
             _launch(**request)
+        servers.add(pid)
         print(json.dumps(pid), flush=True)
+    for pid in servers:  # the tests have ended without stopping them
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 class Zygote:
@@ -190,15 +193,17 @@ class Zygote:
                     [sys.executable, __file__],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
                     text=True,
                     env={**os.environ, **ZYGOTE_ENVIRONMENT},
+                    start_new_session=True,  # Ctrl-C is for the tests, which then stop their servers through it
                 )
                 while (line := self._process.stdout.readline()) != "ready\n":
-                    assert line, self._process.communicate()[1]
+                    assert line, "the zygote ended; see above"
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+            answer = self._process.stdout.readline()
+            assert answer, "the zygote ended; see above"
+            return json.loads(answer)
 
 
 ZYGOTE = Zygote()
@@ -218,21 +223,16 @@ class _Fork:
 
     def terminate(self) -> None:
         """At once: SGLang takes five seconds over SIGTERM, and nobody here waits for its answers."""
-        os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class PreloadedServer(Server):
-    """A `Server` that starts in seconds.
-
-    Its arguments must have `--device cpu`. The launcher runs the Python code `prelude` first.
-    """
-
-    prelude = ""
+    """A `Server` that starts in seconds. Its arguments must have `--device cpu`."""
 
     def _spawn(self) -> Any:
         arguments = self.command[len(LAUNCH_SGLANG) :]
-        launch = {"environment": self._environment, "log": str(self.log), "prelude": self.prelude}
-        return _Fork(ZYGOTE.ask(arguments=arguments, **launch))
+        return _Fork(ZYGOTE.ask(arguments=arguments, environment=self._environment, log=str(self.log)))
 
 
 if __name__ == "__main__":

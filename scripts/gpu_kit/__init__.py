@@ -1,1 +1,1 @@
-"""Behind gpu_ops.py: what a GPU is asked before SGLang runs on it."""
+"""The stages of gpu_ops.py (ops without SGLang) and gpu_check.py (our worker in SGLang)."""

@@ -1,4 +1,4 @@
-"""The time of one call: a stage begins nothing that it cannot finish, and what is done is kept."""
+"""The time budget of one call: a stage starts nothing that it cannot finish, and finished cells are kept."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from rich.console import Console
 from sglang_dflash.bench.board import Board
 from sglang_dflash.bench.records import Cell, CellKey, Record, Run
 
-MARGIN = 1.3  # over the longest that took place so far
-START_S = 120.0  # until a server has started once
-CELL_S = 40.0  # until a cell has been played once
-GRACE_S = 30.0  # for a cell that takes longer than it should
+MARGIN = 1.3  # factor on the longest time seen so far
+START_S = 120.0  # first estimate of a server start
+CELL_S = 40.0  # first estimate of a cell
+GRACE_S = 30.0  # extra time for a cell that takes longer than its estimate
 
 
 class OutOfTimeError(Exception):
-    """The rest needs another call."""
+    """The budget is used up; the rest needs another call."""
 
 
 class Budget:
-    """Seconds of this call. Until one cell is finished, estimates refuse nothing: a call that ends without any would be
-    followed by others like it."""
+    """Seconds left in this call.
+
+    Until the first cell is finished, an estimate never stops the call: otherwise every call could end with no cell.
+    """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -37,26 +39,26 @@ class Budget:
     def begin(self, what: str, needed_s: float) -> None:
         """
         Raises:
-            OutOfTimeError: `needed_s` are not left.
+            OutOfTimeError: fewer than `needed_s` seconds are left.
         """
         if self.left_s <= 0 or (self._finished and needed_s > self.left_s):
             raise OutOfTimeError(f"{what} needs about {needed_s:.0f} s, {max(0.0, self.left_s):.0f} s are left")
 
     def finished(self) -> None:
-        """A cell was."""
+        """Records that a cell is finished."""
         self._finished = True
 
     def check(self, what: str, grace_s: float = 0.0) -> None:
         """
         Raises:
-            OutOfTimeError: none are left, those of grace included.
+            OutOfTimeError: the budget and `grace_s` are used up.
         """
         if self.left_s + grace_s <= 0:
-            raise OutOfTimeError(f"{what} took all the time that was left")
+            raise OutOfTimeError(f"{what} used all the time that was left")
 
 
 class BudgetBoard(Board):
-    """A sweep's board that ends the sweep in time; what a start or a cell needs is learned from those before it."""
+    """A sweep's board that ends the sweep in time. It estimates a start or a cell from the previous ones."""
 
     def __init__(self, console: Console, cells: int, starts: int, budget: Budget, run: Run) -> None:
         super().__init__(console, cells, starts)
@@ -90,11 +92,11 @@ class BudgetBoard(Board):
         self._budget.finished()
 
     def start_s(self) -> float:
-        """Warm-up included, as the run notes it."""
+        """Estimated seconds of a server start, warm-up included."""
         return MARGIN * max((server["start_s"] for server in self._run.servers), default=START_S / MARGIN)
 
     def cell_s(self, load: float | None) -> float:
-        """None: of any load."""
+        """Estimated seconds of a cell at this load. None: the longest of all loads."""
         played = [cell for cell in self._run.cells if cell.wall_s]
         same = [cell.wall_s for cell in played if load in (None, cell.key.load)]
         return MARGIN * max(same or [cell.wall_s for cell in played], default=CELL_S / MARGIN)

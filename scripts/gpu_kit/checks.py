@@ -1,4 +1,4 @@
-"""The stages of gpu_check: their names, what each does, and how one is run and kept."""
+"""The stages of gpu_check: their names, what each does, how one runs and is saved."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BACKENDS = ("triton", "flashinfer", "fa3")
 MODELS = ("qwen3-8b", "llama-3.1-8b")
 REHEARSED_BACKENDS = ("dflash_cpu",)
 REHEARSED_MODELS = ("qwen3-small", "llama-small")
-REHEARSAL = "Real servers on a CPU with small shapes: a rehearsal. No number here says anything of a GPU."
+REHEARSAL = "A rehearsal: real servers on a CPU with small shapes. No number here is valid for a GPU."
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A stage: `run(setting, stage)` fills in the stage's rows, failures, notes and what is left."""
+    """A stage: `run(setting, stage)` fills in `rows`, `failures`, `notes` and `left` of the stage."""
 
     name: str
     about: str
@@ -32,19 +32,19 @@ class Check:
 
 
 def checks(backends: Sequence[str], models: Sequence[str] = MODELS) -> list[Check]:
-    """In the order in which they are run: what tells most comes first. The first model is the one that is profiled."""
+    """The stages in running order, the most informative first. Only the first model is profiled."""
     times = [
         Check(
             f"steps-{model}-{backend}",
-            f"step times of off, ours and the built-in: {model} shape, {backend}",
+            f"step times of off, our worker and the built-in: {model} shape, {backend}",
             partial(step_times, model=model, backend=backend),
         )
         for model in models
         for backend in backends
     ]
-    about_profile = f"launches, copies and waits of a step: {models[0]} shape, {backends[0]}"
+    about_profile = f"launches, copies and waits per step: {models[0]} shape, {backends[0]}"
     return [
-        Check("smoke", f"the embedded pair is served, tokens equal with off and the built-in: {backends[0]}", smoke),
+        Check("smoke", f"embedded pair: tokens of ours and the built-in equal off: {backends[0]}", smoke),
         Check("equality", "sglang-dflash check of the embedded pair on every attention backend", equality),
         times[0],
         Check(f"profile-{models[0]}", about_profile, partial(profile, model=models[0])),
@@ -53,19 +53,19 @@ def checks(backends: Sequence[str], models: Sequence[str] = MODELS) -> list[Chec
 
 
 def run_check(check: Check, setting: Setting, results: Results, facts: dict[str, Any]) -> Stage:
-    """Goes on with a stage and keeps what comes of it, also when it is interrupted.
+    """Runs or resumes a stage and saves its results, also when it is interrupted.
 
     Args:
         facts: commit, versions and machine of this call.
 
     Raises:
-        OtherRunError: former calls were made at another commit, or measured something else.
+        OtherRunError: earlier calls ran at another commit or with other options.
     """
     stage = results.load(check.name)
     if stage.commit and stage.commit != facts["commit"]:
         raise OtherRunError(
-            f"--output {results.folder} holds {check.name} of commit {stage.commit}, this is {facts['commit']}: name "
-            "another folder."
+            f"--output {results.folder} holds results of {check.name} at commit {stage.commit}, but this is "
+            f"{facts['commit']}: choose another folder."
         )
     stage.commit, stage.versions, stage.machine = facts["commit"], facts["versions"], facts["machine"]
     stage.commands.append(setting.command)
@@ -76,9 +76,9 @@ def run_check(check: Check, setting: Setting, results: Results, facts: dict[str,
         stage.left = left
         raise
     except KeyboardInterrupt:
-        stage.left = "interrupted"  # now, for a stage has none left until it finds out
+        stage.left = "interrupted"  # set here, because a stage clears `left` when it begins
         raise
-    except Exception as error:  # whatever it was: the other stages still count, and a machine is lent for minutes
+    except Exception as error:  # any error: the other stages still run, because GPU time is scarce
         traceback.print_exc()
         stage.left = ""
         stage.failures.append(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")

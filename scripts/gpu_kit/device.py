@@ -1,4 +1,4 @@
-"""Time on a device: CUDA events around calls and graph replays; on a CPU the same code, its times without meaning."""
+"""Times calls and graph replays with CUDA events. On a CPU the same code runs, but its times mean nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-CALLS = 20  # per measured interval, so that an event's half microsecond does not show
+CALLS = 20  # per measured interval, so that an event's half microsecond is negligible
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where the kit runs. Fields: `dry` is a CPU under Triton's interpreter, where everything is tiny."""
+    """Where the kit runs. `dry`: on a CPU with Triton's interpreter and tiny shapes."""
 
     name: str
     dry: bool
@@ -25,7 +25,7 @@ class Device:
             torch.cuda.synchronize()
 
     def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """`call` as a CUDA graph, warmed up first; its replay takes no arguments and returns nothing new."""
+        """Captures `call` as a CUDA graph after a warm-up; returns its replay (no arguments, no result)."""
         if self.dry:
             return call
         side = torch.cuda.Stream()
@@ -40,7 +40,7 @@ class Device:
         return graph.replay
 
     def median_us(self, call: Callable[[], Any], repeats: int = 15, calls: int = CALLS) -> float:
-        """Microseconds per call: the median over intervals of `calls` back to back, after one to warm up."""
+        """Microseconds per call: the median over intervals of `calls` back-to-back calls, after one warm-up call."""
         if self.dry:
             begin = time.perf_counter()
             call()
@@ -58,7 +58,7 @@ class Device:
         return statistics.median(times)
 
     def bandwidth(self) -> float:
-        """Bytes per microsecond that a copy moves, read and written."""
+        """Bytes per microsecond of a copy, bytes read plus bytes written."""
         size = 1 << 14 if self.dry else 1 << 31
         source = torch.empty(size, dtype=torch.uint8, device=self.name)
         target = torch.empty_like(source)
@@ -85,5 +85,5 @@ def pick(dry: bool) -> Device:
         torch.set_num_threads(1)
         return Device("cpu", True)
     if not torch.cuda.is_available():
-        raise SystemExit("error: no GPU was found; --dry-run goes through everything on a CPU, tiny.")
+        raise SystemExit("error: no GPU was found; --dry-run runs all stages with tiny shapes on a CPU.")
     return Device("cuda", False)

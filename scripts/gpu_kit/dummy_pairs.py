@@ -1,4 +1,4 @@
-"""Targets of real shapes, and small ones, with block-16 drafts of five layers: configs and a tokenizer, no weights."""
+"""Dummy targets of real and small shapes with 5-layer, block-16 drafts: configs and a tokenizer, no weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
     },
 }
-"""As published in the models' own config.json."""
+"""The values of the published config.json files."""
 _SMALL = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -83,7 +83,7 @@ MASKS = {"qwen3-8b": 151669, "llama-3.1-8b": 128002, "qwen3-small": 2045, "llama
 
 
 def draft_config(model: str) -> dict[str, Any]:
-    """In the published layout: a Qwen3 of the target's width, whose layers read the formula's taps."""
+    """config.json in the published layout: a Qwen3 draft of the target's width, taps by `build_target_layer_ids`."""
     target = TARGETS[model]
     kept = ("intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "vocab_size")
     return {key: target[key] for key in (*_SHARED, *kept)} | {
@@ -104,7 +104,7 @@ def draft_config(model: str) -> dict[str, Any]:
 
 
 def make_pair(model: str, folder: Path) -> tuple[Path, Path]:
-    """Folders of target and draft, for `--load-format dummy`; written anew each time."""
+    """Writes the folders of target and draft for `--load-format dummy`, each time anew; returns both."""
     paths = folder / model / "target", folder / model / "draft"
     for path, config in zip(paths, (TARGETS[model], draft_config(model)), strict=True):
         path.mkdir(parents=True, exist_ok=True)

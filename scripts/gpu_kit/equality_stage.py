@@ -1,4 +1,4 @@
-"""The equality suite on every attention backend: `sglang-dflash check` of the embedded pair, a process each."""
+"""Runs `sglang-dflash check` of the embedded pair on every attention backend, one process each."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gpu_kit.results import Row, Stage
 from gpu_kit.setting import Setting
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 
-CHECK_S = 200.0  # two servers and their questions, until one check was done
-STOP_S = 40.0  # it stops its servers itself
+CHECK_S = 200.0  # first estimate of a check: two servers and their requests
+STOP_S = 40.0  # time for the check to stop its servers
 ASKED = ["--num-prompts", "6", "--max-new-tokens", "48"]
-EXACT = ("triton", "dflash_cpu")  # where float32 is asked for, too
+EXACT = ("triton", "dflash_cpu")  # backends that also run float32
 SERVED = ["--max-total-tokens", "32768", "--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16"]
 
 
 def equality(setting: Setting, stage: Stage) -> None:
-    """In bfloat16 on every backend; in float32, where rounding excuses hardly anything, on Triton's or the CPU's."""
+    """Checks bfloat16 on every backend, and float32, where rounding ties are rare, on the backends in EXACT."""
     cells = [(backend, "bfloat16") for backend in setting.backends]
     cells += [(backend, "float32") for backend in setting.backends if backend in EXACT]
     done = {(row["backend"], row["dtype"]) for row in stage.rows if row["lossless"] is not None}
@@ -46,7 +46,7 @@ def equality(setting: Setting, stage: Stage) -> None:
 def _check(setting: Setting, stage: str, backend: str, dtype: str) -> Row:
     """
     Raises:
-        OutOfTimeError: it did not end in the time that was left; its servers are stopped.
+        OutOfTimeError: the check did not end in the time that was left; its servers are stopped.
     """
     folder = setting.raw / f"{stage}-{backend}-{dtype}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def _check(setting: Setting, stage: str, backend: str, dtype: str) -> Row:
         try:
             process.wait(max(1.0, setting.budget.left_s))
         except subprocess.TimeoutExpired:
-            raise OutOfTimeError(f"checking {backend} in {dtype} took all the time that was left") from None
+            raise OutOfTimeError(f"checking {backend} in {dtype} used all the time that was left") from None
         finally:
             _end(process)
     row = _row(report, folder / "check.log") | {"seconds": round(time.monotonic() - begin, 1)}
@@ -80,7 +80,7 @@ def _end(process: subprocess.Popen) -> None:
 def _row(report: Path, log: Path) -> Row:
     if not report.exists():
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        return {"lossless": None, "reason": (lines or ["the check said nothing"])[-1][:400]}
+        return {"lossless": None, "reason": (lines or ["the check printed nothing"])[-1][:400]}
     found: dict[str, Any] = json.loads(report.read_text())
     cases = found["cases"]
     return {

@@ -1,4 +1,4 @@
-"""Each op's Triton body beside its torch body: right first, then how long, then beside what its bytes alone take."""
+"""Compares each op's Triton body with its torch body: results, then times, then the limit of the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sglang_dflash.ops import KVBuffers, reference, triton_acceptance, triton_bl
 
 Body = Callable[..., Any]
 Row = dict[str, Any]
-COLD_BYTES = 200_000_000  # inputs in turn, so that none waits in a cache of 50 or 60 MB
+COLD_BYTES = 200_000_000  # inputs rotate over this much memory, so that none stays in a cache of 50 or 60 MB
 MAX_SETS = 32
 
 
 def _timed(device: Device, bodies: dict[str, Body], sets: list[tuple], moved_bytes: int, bandwidth: float) -> list[Row]:
-    """One row per body: eager and captured, per call, and the share of the time that the bytes alone would take.
+    """One row per body: eager and captured time per call, and the bytes' time as a share of the captured time.
 
     Args:
-        sets: arguments of one call each; equal in shape, apart in memory.
-        moved_bytes: that a call reads and writes at least.
+        sets: the arguments of one call each: the same shapes, separate memory.
+        moved_bytes: the least that a call reads and writes.
     """
     rows = []
     for name, body in bodies.items():
@@ -71,7 +71,7 @@ def block_layout(device: Device, bandwidth: float) -> Iterator[Row]:
 
 
 def _acceptance_inputs(device: Device, batch: int, width: int, vocab: int, seed: int) -> tuple:
-    """bf16 logits, and drafts of which about half of each block is right."""
+    """bf16 logits, and drafts of which each matches the target with probability 0.85."""
     generator = _generator(device, seed)
     logits = torch.randn(batch, width, vocab, generator=generator, device=device.name, dtype=torch.float32).bfloat16()
     ids = torch.randint(0, vocab, (batch, width), generator=generator, device=device.name)
@@ -81,7 +81,7 @@ def _acceptance_inputs(device: Device, batch: int, width: int, vocab: int, seed:
 
 
 def _accept_by_float32(logits: torch.Tensor, ids: torch.Tensor) -> reference.GreedyAcceptance:
-    """What a host does that copies the logits to float32 first."""
+    """Acceptance as in a host that first copies the logits to float32."""
     return reference.accept_greedy(logits.float(), ids)
 
 
@@ -110,7 +110,7 @@ def acceptance(device: Device, bandwidth: float) -> Iterator[Row]:
 
 
 def acceptance_sweep(device: Device, bandwidth: float) -> Iterator[Row]:
-    """The knobs of the split argmax: columns at a time, and programs aimed at."""
+    """Tries settings of the split argmax: columns per block and the target number of programs."""
     width, vocab = (4, 2501) if device.dry else (16, 151_936)
     before = triton_acceptance.BLOCK, triton_acceptance.PROGRAMS
     try:
@@ -132,7 +132,7 @@ def acceptance_sweep(device: Device, bandwidth: float) -> Iterator[Row]:
 
 
 def accept_chain(device: Device, bandwidth: float) -> Iterator[Row]:
-    """Acceptance where the target's ids are there already: launches, not bytes."""
+    """Acceptance from given target ids: its cost is launches, not bytes."""
     width = 16
     for batch in (1, 2) if device.dry else (1, 8, 32):
 
@@ -165,7 +165,10 @@ def _context_inputs(device: Device, rows: int, layers: int, heads: int, dim: int
 
 
 def _check_context(arguments: tuple) -> float:
-    """Triton's largest error against float32, over torch's; asserts that it is at most 2 and that values are copied."""
+    """Ratio of Triton's largest key error to torch's, both against float32.
+
+    Asserts that the ratio is at most 2 and that values are copied exactly.
+    """
     *numbers, buffers = arguments
 
     def written(body: Body, wide: bool) -> list[torch.Tensor]:
@@ -182,7 +185,7 @@ def _check_context(arguments: tuple) -> float:
     ours = written(triton_context_kv.write_context_kv, wide=False)
     assert torch.equal(ours[1], plain[1]), "values differ"
     errors = [float((keys - exact[0]).abs().max()) for keys in (ours[0], plain[0])]
-    assert errors[0] <= 2 * errors[1] + 1e-6, f"keys are off by {errors[0]}, torch's by {errors[1]}"
+    assert errors[0] <= 2 * errors[1] + 1e-6, f"key error {errors[0]}, torch's {errors[1]}"
     return errors[0] / max(errors[1], 1e-30)
 
 

@@ -1,4 +1,4 @@
-"""A profile of some decode steps: what the host launches, copies and waits for, ours beside the built-in and off."""
+"""Profiles some decode steps of off, our worker and the built-in: the host's launches, copies and waits."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from sglang_dflash.serving import Client, ServerError
 LOADS = (1, 8, 32)
 REHEARSED_LOADS = (1, 4)
 STEPS = 24
-LONG = 4096  # tokens of an answer: many more than STEPS steps decode
+LONG = 4096  # tokens of an answer: many more than STEPS steps produce
 WARM = 32
-PREFILLED_S = 1.0  # after which all requests decode
-CELL_S = 45.0  # one profile, until one was taken
+PREFILLED_S = 1.0  # after this time all requests decode
+CELL_S = 45.0  # first estimate of one profile
 TRACE_S = 120.0
 NOTES = (
-    f"From torch's profiler in the scheduler, about {STEPS} steps; host_ms has the profiler's own cost in it.",
-    "Dummy weights, acceptance as it is (not simulated): what a step launches does not depend on it.",
-    "launches: kernels one by one; kernels: on the device, those within graphs included; waits: calls that block until "
-    "the device is done, those of the thread that fetches results among them.",
+    f"About {STEPS} steps under torch's profiler in the scheduler process; host_ms includes the profiler's overhead.",
+    "Dummy weights, acceptance not simulated: what a step launches does not depend on it.",
+    "launches: single kernel launches; kernels: kernels on the device, those within graphs included; waits: calls that "
+    "block until the device is done, including those of the thread that fetches results.",
 )
 
 
 def profile(setting: Setting, stage: Stage, model: str) -> None:
-    """Every arm on the first attention backend, its requests at one batch size all the while."""
+    """Profiles every arm on the first attention backend, at each load with a constant batch size."""
     target, draft = make_pair(model, setting.models)
     done = {(row["arm"], row["load"]) for row in stage.rows}
     stage.left, stage.failures, stage.notes = "", [], list(NOTES)
@@ -81,7 +81,7 @@ def _serve(setting: Setting, stage: Stage, arm: Arm, loads: list[int]) -> None:
                 trace = take_trace(client, folder, min(TRACE_S, budget.left_s))
             counts = count_steps(read_trace(trace)).to_json()
             if f" bs={load}]" not in counts["span"]:
-                raise ValueError(f"{load} requests were to decode, and the trace has {counts['span']} at best")
+                raise ValueError(f"{load} requests should decode, but the trace's longest run is {counts['span']}")
             times = {"start_s": start_s, "seconds": round(time.monotonic() - begin, 1)}
             stage.rows.append({"arm": arm.name, "load": load, **counts, **times})
             budget.finished()
@@ -98,7 +98,7 @@ def _cell_s(stage: Stage) -> float:
 
 @contextmanager
 def _decoding(client: Client, load: int) -> Iterator[None]:
-    """`load` requests that decode until the block is left; graphs and caches have seen them before."""
+    """Keeps `load` requests decoding inside the `with` block, after a warm-up with the same prompts."""
     prompts = [[100 + row] * 32 for row in range(load)]
     client.generate_all(prompts, load, max_new_tokens=WARM, ignore_eos=True)
     stopped = threading.Event()
@@ -115,19 +115,19 @@ def _decoding(client: Client, load: int) -> Iterator[None]:
 
 
 def _ask(client: Client, prompts: list[list[int]], load: int, stopped: threading.Event) -> None:
-    """Again and again: a draft that guesses what dummy weights say makes answers short."""
+    """Sends the requests in a loop: high acceptance with dummy weights could end the answers early."""
     while not stopped.is_set():
         try:
             client.generate_all(prompts, load, max_new_tokens=LONG, ignore_eos=True)
         except (httpx.HTTPError, KeyError, ValueError):
-            return  # aborted, or the server is lost, which whoever waits for the trace will find
+            return  # aborted, or the server is gone; take_trace reports that
 
 
 def take_trace(client: Client, folder: Path, timeout_s: float) -> Path:
-    """Has SGLang's profiler watch STEPS steps of whatever runs.
+    """Records STEPS steps of the running requests with SGLang's profiler; returns the trace file.
 
     Raises:
-        ServerError: no trace came.
+        ServerError: no complete trace was written in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.trace.json.gz"):
@@ -140,7 +140,7 @@ def take_trace(client: Client, folder: Path, timeout_s: float) -> Path:
             if _whole(path):
                 return path
         time.sleep(0.5)
-    raise ServerError(f"no trace came into {folder} within {timeout_s:.0f} s; did {STEPS} steps take place?")
+    raise ServerError(f"no trace was written to {folder} within {timeout_s:.0f} s; did the server run {STEPS} steps?")
 
 
 def _whole(path: Path) -> bool:

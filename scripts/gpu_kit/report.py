@@ -1,4 +1,4 @@
-"""Rows of a stage: printed as a table while the kit runs, kept as JSON."""
+"""Prints the rows of each stage as a table and keeps them in a JSON file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_dflash.bench.machine import commit
 
 
 class Report:
-    """Writes after every stage, so that a run that is cut short leaves what it had."""
+    """Writes the JSON file after every stage, so that an aborted run keeps its results."""
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a check leaves: a JSON per stage, with what it was measured on, and a README made anew from all of them."""
+"""The results of a check: a JSON file per stage with machine and versions, and a README generated from all."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from typing import Any
 from sglang_dflash.bench.layout import escaped, grid, number
 
 Row = dict[str, Any]
-HIDDEN = ("launched", "differences")  # in the JSON alone
+HIDDEN = ("launched", "differences")  # columns that only the JSON has
 
 
 class OtherRunError(ValueError):
-    """The folder holds results that this call must not go on with: of another commit, or asked for in other words."""
+    """The folder holds results that this call must not extend: another commit or other options."""
 
 
 @dataclass(slots=True)
 class Stage:
-    """One stage as far as it has come.
+    """The results of one stage so far.
 
     Fields:
         rows: one per cell.
-        failures: sentences: what was wrong or did not run.
-        notes: sentences that a reader must know.
-        left: why another call is needed; "" where all cells were played.
-        commit, versions, machine, commands: what was measured, and on what; every call's command.
-        seconds: of all calls.
+        failures: sentences on what was wrong or did not run.
+        notes: sentences that a reader of the numbers must know.
+        left: why another call is needed; "" if all cells ran.
+        commit, versions, machine: what was measured, and where.
+        commands: the command of every call.
+        seconds: total of all calls.
     """
 
     stage: str
@@ -53,15 +54,15 @@ class Results:
     """The folder of a check."""
 
     def __init__(self, folder: Path, order: Sequence[str]) -> None:
-        """order: of the stages in the README."""
+        """order: stage names in the order of the README."""
         self.folder = folder
         self._order = list(order)
 
     def load(self, stage: str) -> Stage:
-        """Empty where it was not begun.
+        """The stage's results; an empty Stage if it has not begun.
 
         Raises:
-            ValueError: the file is not one of ours.
+            ValueError: the file was not written by gpu_check.
         """
         path = self.folder / f"{stage}.json"
         if not path.exists():
@@ -71,10 +72,10 @@ class Results:
             held.pop("state")
             return Stage(**held)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} holds no results of gpu_check: {error}.") from None
+            raise ValueError(f"{path} does not hold results of gpu_check: {error}.") from None
 
     def save(self, stage: Stage) -> None:
-        """Whole or not at all; then the README."""
+        """Writes the stage's JSON atomically, then the README."""
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {"state": stage.state, **_without_nan(asdict(stage))}
         _replace(self.folder / f"{stage.stage}.json", json.dumps(content, indent=1) + "\n")
@@ -118,13 +119,13 @@ def _stage(stage: Stage) -> list[str]:
 
 
 def _launched(rows: Sequence[Row]) -> str:
-    """Which kernels a step launches one by one, where the stage counted them."""
+    """The kernels that a step launches outside of graphs, if the stage counted them."""
     lines = []
     for row in rows:
         if row.get("launched"):
             names = ", ".join(f"{escaped(name)} x {_cell(count)}" for name, count in row["launched"].items())
             lines.append(f"* {row['arm']} at {_cell(row['load'])}: {names}")
-    return "Launched one by one, per step:\n\n" + "\n".join(lines) if lines else ""
+    return "Kernels launched outside of graphs, per step:\n\n" + "\n".join(lines) if lines else ""
 
 
 def _cell(value: Any) -> str:
@@ -136,7 +137,7 @@ def _cell(value: Any) -> str:
 
 
 def _without_nan(content: Any) -> Any:
-    """JSON knows no NaN: null instead."""
+    """Replaces NaN and infinities with None, because JSON has neither."""
     if isinstance(content, dict):
         return {key: _without_nan(value) for key, value in content.items()}
     if isinstance(content, list):

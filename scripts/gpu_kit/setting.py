@@ -1,4 +1,4 @@
-"""What every stage is given: where it keeps things, how long it may take, how servers are started."""
+"""What every stage gets: folders, the time budget, how servers start."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Setting:
         raw: folder of logs, traces and half-finished sweeps.
         models: folder of dummy models.
         backends: attention backends, in order.
-        server_flags: for every server, quoted.
-        stand_in: a script in the place of SGLang and of the checker: a dry run. None: the real ones.
-        rehearsal: real servers on a CPU, with small shapes and few requests: what is run counts, no number does.
-        command: the words that started this call.
+        server_flags: flags of every server, as one quoted string.
+        stand_in: dry run: a script that replaces SGLang and the checker. None: the real ones.
+        rehearsal: real servers on a CPU with small shapes and few requests; its numbers are not valid.
+        command: the command line of this call.
     """
 
     raw: Path
@@ -37,13 +37,13 @@ class Setting:
     rehearsal: bool = False
 
     def launched(self, arm: Arm) -> Arm:
-        """The arm, served by the stand-in where there is one."""
+        """The arm, served by the stand-in if there is one."""
         if self.stand_in is None:
             return arm
         return replace(arm, launch=(sys.executable, str(self.stand_in), "serve"), health="/health")
 
     def checker(self) -> list[str]:
-        """The words before the arguments of `sglang-dflash check`."""
+        """The command of `sglang-dflash check`, without arguments."""
         if self.stand_in is not None:
             return [sys.executable, str(self.stand_in), "check"]
         return [sys.executable, "-m", "sglang_dflash.cli", "check"]

@@ -1,4 +1,4 @@
-"""Stages that are sweeps of the benchmark: the smoke test, and step times with simulated acceptance."""
+"""The stages that run a sweep of the benchmark: smoke test, and step times with simulated acceptance."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ ARMS = "off,dflash,builtin"
 LOADS = "1,4,8,16,32,64"
 REHEARSED_LOADS = "1,4"
 MOST = 64
-TAU = 6.0  # simulated: about what published drafts reach on their easier tasks
-OURS = "sglang-dflash"  # how our worker's start-up line begins
-LEAST_TAU = 2.5  # of the embedded pair: an inert draft gives equal tokens, too
+TAU = 6.0  # simulated; about what published drafts reach on easier tasks
+OURS = "sglang-dflash"  # the start of our worker's start-up line
+LEAST_TAU = 2.5  # lower bound for the embedded pair: a draft that is never accepted gives equal tokens, too
 STEP_NOTES = (
-    f"Dummy weights; commit lengths are drawn by the host, of mean {TAU:g}, and tokens mean nothing. off decodes one "
+    f"Dummy weights: SGLang draws the commit lengths with mean {TAU:g}; tokens mean nothing. The off arm decodes one "
     "token per step.",
-    "step_ms = requests in flight x tau / tok_s, prefills included; decode_ms = median TPOT x tau, without them.",
-    "While acceptance is simulated, our worker takes the argmax and accepts in two ops instead of one, and either "
-    "worker fills three tensors more than when it serves.",
+    "step_ms = concurrent requests x tau / tok_s, with prefills; decode_ms = median TPOT x tau, without prefills.",
+    "With simulated acceptance, our worker runs argmax and acceptance as two ops instead of one, and both workers fill "
+    "three more tensors than in normal serving.",
 )
 
 
 def smoke(setting: Setting, stage: Stage) -> None:
-    """The embedded pair, bfloat16: servers come up, greedy tokens are those of speculation off, drafts are accepted."""
+    """Embedded pair in bfloat16: servers start, greedy tokens equal those of speculation off, drafts are accepted."""
     options = _options(
         setting, stage.stage, attention_backends=setting.backends[0], concurrencies="1,8", num_prompts=16
     )
@@ -55,7 +55,7 @@ def smoke(setting: Setting, stage: Stage) -> None:
 
 
 def _strangers(logs: Path) -> list[str]:
-    """Servers whose worker is not the one that their arm says; SGLang falls back on its own without a word."""
+    """Failures: servers that ran another worker than their arm names. SGLang falls back to its own worker silently."""
     found = []
     for log in sorted(logs.glob("*.log")):
         arm = log.name.split("-")[1]
@@ -66,7 +66,7 @@ def _strangers(logs: Path) -> list[str]:
 
 
 def step_times(setting: Setting, stage: Stage, model: str, backend: str) -> None:
-    """A dummy target of a real shape with a block-16 draft: off, ours and the built-in at every load."""
+    """Times off, our worker and the built-in at every load: a dummy target of a real shape, a block-16 draft."""
     target, draft = make_pair(model, setting.models)
     simulate = [f"{arm}:SGLANG_SIMULATE_ACC_LEN={TAU}" for arm in ("dflash", "builtin")]
     options = _options(
@@ -87,17 +87,17 @@ def step_times(setting: Setting, stage: Stage, model: str, backend: str) -> None
 
 
 def dummy_flags(setting: Setting) -> str:
-    """Room for the largest load, which the host else caps at 48 with speculation, and graphs up to it, no further."""
+    """Allows MOST concurrent requests (with speculation SGLang's default is 48) and captures graphs up to that size."""
     flags = f"--load-format dummy --max-running-requests {MOST} --cuda-graph-max-bs-decode {MOST}"
-    # In bfloat16 SGLang's own draft launches a Triton kernel, on a CPU, too.
+    # In bfloat16, SGLang's own draft launches a Triton kernel even on a CPU.
     return f"{flags} --dtype float32" if setting.rehearsal else flags
 
 
 def _sweep(setting: Setting, stage: Stage, options: Options, keep_tokens: bool) -> Run:
-    """Goes on with what former calls kept; fills in what failed and what is left.
+    """Resumes the sweep of earlier calls; fills in `failures` and `left`.
 
     Raises:
-        OtherRunError: former calls of this stage measured something else.
+        OtherRunError: earlier calls of this stage used other options.
     """
     renderer = Renderer(options.target_model or str(TINY_TARGET), {"enable_thinking": False})
     plan = make_plan(options, renderer.count)
@@ -120,7 +120,7 @@ def _sweep(setting: Setting, stage: Stage, options: Options, keep_tokens: bool) 
         Sweep(plan, run, renderer, path).go(board)
     except OutOfTimeError as reason:
         stage.left = str(reason)
-    if not keep_tokens:  # of dummy weights, they say nothing and would fill the file
+    if not keep_tokens:  # tokens of dummy weights mean nothing and would fill the file
         for cell in run.cells:
             cell.records = [replace(record, ids=[], text="") for record in cell.records]
         run.save(path)
@@ -133,7 +133,7 @@ def _sweep(setting: Setting, stage: Stage, options: Options, keep_tokens: bool) 
 
 
 def _row(row: dict[str, Any], more: tuple[str, ...]) -> dict[str, Any]:
-    """What the stage keeps of a row of the benchmark's table."""
+    """The columns of a benchmark row that the stage keeps, with step_ms and decode_ms."""
     tau = row["tau"] if "tau" in row and math.isfinite(row["tau"]) else 1.0
     tok_s, tpot_ms = row.get("tok_s", math.nan), row.get("tpot_ms_p50", math.nan)
     row = row | {"step_ms": 1e3 * row["load"] * tau / tok_s, "decode_ms": tpot_ms * tau}
@@ -143,7 +143,7 @@ def _row(row: dict[str, Any], more: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _options(setting: Setting, stage: str, **changes: Any) -> Options:
-    """The benchmark's, for the embedded pair; `changes` replace fields."""
+    """The benchmark's options for the embedded pair; `changes` replaces fields."""
     fields: dict[str, Any] = dict.fromkeys(Options.__dataclass_fields__)
     fields |= {"arms": ARMS, "vllm_python": "", "base_url": (), "workload": "closed", "dataset_name": "tiny"}
     fields |= {"temperature": 0.0, "top_p": 1.0, "seed": 0, "ignore_eos": False, "enable_thinking": False}

@@ -1,4 +1,4 @@
-"""Fused elementwise kernels of a decoder layer, so that the toy step's floor is not one of unfused torch."""
+"""Fused elementwise kernels of a decoder layer, so that the toy step does not time unfused torch ops."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _qk_norm_rope_kernel(
     """One program per row and head (queries, then keys, then values).
 
     qkv: [B * ROWS, (GROUPS + 2) * KV_HEADS * DIM]; q_out: [B, KV_HEADS, GROUPS * ROWS, DIM]; caches: [B, KV_HEADS,
-    capacity, DIM], whose rows `prefix ..` are written. Positions are those of the prefix.
+    capacity, DIM]; rows from `prefix` on are written. Positions start at `prefix`.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -85,7 +85,7 @@ def _qk_norm_rope_kernel(
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Adds `x` [N, H] to `residual` in place; returns the norm of the sum."""
+    """Adds `x` [N, H] to `residual` in place; returns the RMS-normed sum [N, H]."""
     out = torch.empty_like(x)
     width = x.shape[1]
     lanes = triton.next_power_of_2(width)
@@ -94,7 +94,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) 
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[N, 2 * I] -> [N, I]."""
+    """silu(gate) * up: [N, 2 * I] -> [N, I]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     _silu_mul_kernel[(rows, triton.cdiv(width, 1024))](gate_up, out, WIDTH=width, BLOCK=1024)
@@ -111,7 +111,7 @@ def qk_norm_rope(
     prefix: int,
     groups: int,
 ) -> torch.Tensor:
-    """Writes keys and values of the rows behind the prefix; returns queries folded by KV head, as the kernel says."""
+    """Writes keys and values of the rows after the prefix; returns the queries, grouped by KV head (see the kernel)."""
     batch, kv_heads, capacity, dim = k_cache.shape
     rows = len(qkv) // batch
     q_out = torch.empty((batch, kv_heads, groups * rows, dim), dtype=qkv.dtype, device=qkv.device)

@@ -1,4 +1,4 @@
-"""A decoder stack of a published shape with dummy weights: what it computes is noise, what it costs is not."""
+"""A decoder stack of a published shape with dummy weights: its output is noise, its cost is realistic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_kit import toy_kernels as kernels
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a target and its draft, which differ in layers alone. Fields: `taps` are the target's layers a draft reads."""
+    """Shape of a target and its draft, which differ only in depth. `taps`: how many target layers the draft reads."""
 
     layers: int
     draft_layers: int
@@ -38,7 +38,7 @@ def dummy(*shape: int, device: str, scale: float = 0.02) -> torch.Tensor:
 
 
 class Stack:
-    """Layers and a final norm, without embedding and head."""
+    """Decoder layers and a final norm, without embedding and head."""
 
     def __init__(self, shape: Shape, layers: int, device: str, positions: int) -> None:
         self.shape, self.layers = shape, layers
@@ -63,7 +63,7 @@ class Stack:
         return sum(w.numel() * 2 for layer in self.weights for w in layer)
 
     def cache(self, batch: int, capacity: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer, keys and values [B, Hkv, capacity, D]: dense, for paging moves the same bytes."""
+        """Keys and values per layer, [B, Hkv, capacity, D] each: dense, because paging moves the same bytes."""
         shape = (batch, self.shape.kv_heads, capacity, self.shape.dim)
         device = str(self.norm.device)
         return [(dummy(*shape, device=device), dummy(*shape, device=device)) for _ in range(self.layers)]
@@ -75,14 +75,14 @@ class Stack:
         prefix: int,
         tapped: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Rows of all requests behind a prefix of one length.
+        """Runs the rows of all requests after a prefix of one length.
 
-        Every row sees the whole prefix and all rows: a verify forward's causal mask among 16 rows hides next to
-        nothing of a thousand keys, so the cost is that of both models.
+        Every row sees the whole prefix and all rows. A verify forward's causal mask among 16 rows hides almost nothing
+        of a thousand keys, so the cost is right for target and draft.
 
         Args:
             x: [B * K, H].
-            tapped: [B * K, taps * H], which gets the states after the tapped layers.
+            tapped: [B * K, taps * H]; receives the hidden states after the tapped layers.
         """
         residual = torch.zeros_like(x)
         for layer, (qkv, out, gate_up, down) in enumerate(self.weights):

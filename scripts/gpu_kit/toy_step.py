@@ -1,4 +1,4 @@
-"""The floor of a decode step: two graphs of dummy weights, and what is left outside of them, one variant at a time."""
+"""Measures the lowest time of a decode step: two graphs with dummy weights, and variants of the work outside them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gpu_kit.toy_model import QWEN3_8B, TINY, Shape, Stack, dummy
 from sglang_dflash.ops import KVBuffers, reference, triton_acceptance, triton_block, triton_context_kv
 
 Row = dict[str, Any]
-REPEATS, CALLS = 9, 5  # of steps of milliseconds
+REPEATS, CALLS = 9, 5  # for steps that take milliseconds
 Accept = Callable[[torch.Tensor, torch.Tensor], reference.GreedyAcceptance]
 
 
 class Models:
-    """A target, a draft, the embedding and head that they share; the draft's projections of the tapped layers."""
+    """A target, a draft, their shared embedding and head, and the draft's projections of the tapped layers."""
 
     def __init__(self, shape: Shape, device: str, positions: int) -> None:
         self.shape = shape
@@ -32,7 +32,7 @@ class Models:
 
 
 class Step:
-    """The buffers of a step at one batch size, and its pieces; every tensor keeps its place, as graphs need."""
+    """The buffers and pieces of a step at one batch size. No tensor is reallocated, because graphs hold addresses."""
 
     def __init__(self, models: Models, batch: int, rows: int, prefix: int) -> None:
         shape, device = models.shape, str(models.embedding.device)
@@ -55,7 +55,7 @@ class Step:
         return self.bonus_ids, self.prefix_lens, self.pool_rows, self.table, self.rows, self.models.shape.vocab - 1
 
     def draft_forward(self, argmax: Callable[[torch.Tensor], torch.Tensor], block: torch.Tensor) -> None:
-        """block: [B, K] ids; a captured forward reads them where they are, so they must outlive it."""
+        """block: [B, K] ids; they must outlive a captured forward, which reads them at their address."""
         hidden = F.embedding(block.flatten(), self.models.embedding)
         hidden = self.models.draft.forward(hidden, self.draft_cache, self.prefix)
         drafted = hidden.view(self.batch, self.rows, -1)[:, 1:].flatten(0, 1)
@@ -84,7 +84,7 @@ def _float32_accept(logits: torch.Tensor, ids: torch.Tensor) -> reference.Greedy
 
 
 def _variants(device: Device, step: Step) -> dict[str, Callable[[], None]]:
-    """Steps, by what runs outside of the graphs."""
+    """Variants of the step that differ in what runs outside of the graphs."""
     draft = device.capture(lambda: step.draft_forward(triton_acceptance.row_argmax, step.layout[0]))
     verify = device.capture(step.verify_forward)
 
@@ -103,7 +103,7 @@ def _variants(device: Device, step: Step) -> dict[str, Callable[[], None]]:
         step.commit(triton_acceptance.accept_greedy, triton_context_kv.write_context_kv)
 
     def head_of_step() -> None:
-        # Not kept in the step: the first graph reads the layout that is there.
+        # Do not store it in `step`: the first graph reads `step.layout`.
         block, _, _ = triton_block.block_layout(*step.layout_arguments())
         step.draft_forward(triton_acceptance.row_argmax, block)
 
@@ -128,7 +128,7 @@ def _variants(device: Device, step: Step) -> dict[str, Callable[[], None]]:
 
 
 def _launches(device: Device, step: Step, between: list[int]) -> Iterator[Row]:
-    """Two graphs with n empty launches after each other between them: the slope is what an eager launch adds."""
+    """Two graphs with n tiny eager launches between them: the slope is the cost of one eager launch."""
     variants = _variants(device, step)
     scratch = torch.zeros(1, device=step.bonus_ids.device)
     base = None
@@ -147,12 +147,12 @@ def _launches(device: Device, step: Step, between: list[int]) -> Iterator[Row]:
 
 
 def _configuration(device: Device) -> tuple[Shape, tuple[int, ...], int, int]:
-    """Shape, requests, prefix and rows of a block."""
+    """Shape, batch sizes, prefix length, rows per block."""
     return (TINY, (2,), 5, 2) if device.dry else (QWEN3_8B, (1, 8, 32), 1024, 16)
 
 
 def toy_step(device: Device, bandwidth: float) -> Iterator[Row]:
-    """Each variant beside a plain decode step of the same target, head and cache: `plain_steps` is what it costs."""
+    """Times each variant; `plain_steps` is its time in plain decode steps of the same target, head and cache."""
     shape, batches, prefix, rows = _configuration(device)
     models = Models(shape, device.name, prefix + rows)
     head_bytes = models.head.numel() * 2

@@ -1,4 +1,4 @@
-"""What one decode step costs the host, counted in a trace of torch's profiler: launches, graphs, copies, waits."""
+"""Counts the host's work per decode step in a trace of torch's profiler: launches, graphs, copies, waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 Event = dict[str, Any]
 STEP = re.compile(r"step\[(VERIFY|DECODE|EXTEND|MIXED)\b.*")
-"""The host's span around every forward of the target (ModelRunner.forward); a draft's forward says DRAFT."""
+"""SGLang's span around every forward of the target (ModelRunner.forward); a draft's span is named DRAFT."""
 DECODING = ("step[VERIFY", "step[DECODE")
 RUNTIME = ("cuda_runtime", "cuda_driver")
 # Triton launches through the driver, torch through the runtime.
@@ -24,22 +24,22 @@ GRAPHS = ("cudaGraphLaunch", "cuGraphLaunch")
 COPIES = ("cudaMemcpy", "cuMemcpy")
 FILLS = ("cudaMemset", "cuMemset")
 WAITS = tuple(f"{api}{what}Synchronize" for api in ("cuda", "cu") for what in ("Stream", "Event", "Device", "Ctx"))
-READS = "aten::_local_scalar_dense"  # what .item(), int() and bool() of a tensor end in
+READS = "aten::_local_scalar_dense"  # .item(), int() and bool() of a tensor call this
 DIRECTIONS = {"HtoD": "copies_h2d", "DtoH": "copies_d2h", "DtoD": "copies_d2d"}
 
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """Per decode step, means over `steps`.
+    """Counts per decode step, means over `steps`.
 
     Fields:
-        span: the host's name of the step, batch size included.
-        host_ms: from the begin of one target forward to that of the next, profiler and all.
-        launches: of kernels one by one; graphs: of whole graphs; fills: memsets.
-        copies_other: of unknown direction; pageable: copies that the host waits for, because its memory is not pinned.
-        waits: calls that block until the device is done; reads: `.item()` and the like that copied or waited.
-        kernels: on the device, those within graphs included.
-        launched: kernel -> launches of it one by one, the most frequent first.
+        span: SGLang's name of the step, with its batch size.
+        host_ms: from the start of one target forward to the start of the next, profiler overhead included.
+        launches: single kernel launches; graphs: graph launches; fills: memsets.
+        copies_other: copies of unknown direction; pageable: copies with unpinned host memory, which block the host.
+        waits: calls that block until the device is done; reads: `.item()` and similar calls that copied or waited.
+        kernels: kernels on the device, those within graphs included.
+        launched: kernel -> its single launches, the most frequent first.
     """
 
     span: str
@@ -68,13 +68,13 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def count_steps(trace: dict[str, Any]) -> StepCounts:
-    """Counts in the longest run of decode steps of one batch size that nothing else interrupts.
+    """Counts in the longest uninterrupted run of decode steps of one batch size.
 
-    A step reaches from the begin of one target forward to the begin of the next; so the first step of a trace, which
-    the profiler may have cut, and the last one are left out.
+    A step lasts from the start of one target forward to the start of the next. So the first step of a trace, which the
+    profiler may have cut, and the last one are left out.
 
     Raises:
-        ValueError: there are no two such steps.
+        ValueError: the trace has no two such steps in a row.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     spans = _steps(events)
@@ -117,7 +117,7 @@ def _steps(events: Iterable[Event]) -> list[Event]:
 
 
 def _outermost(calls: Iterable[Event]) -> list[Event]:
-    """Without calls within calls of the same thread: the runtime's launch is the driver's, too."""
+    """Drops calls nested in calls of the same thread: a launch by the runtime contains one by the driver."""
     kept: list[Event] = []
     ends: dict[Any, float] = {}
     for call in sorted(calls, key=lambda e: (e["ts"], -e.get("dur", 0))):
@@ -153,12 +153,12 @@ def _direction(name: str) -> str:
 
 
 def _short(kernel: str) -> str:
-    """Without arguments and most of the template's."""
+    """The kernel's name without its arguments, cut to 100 characters."""
     return kernel.removeprefix("void ").split("(")[0][:100] or "unknown"
 
 
 def _containing(ops: Sequence[Event], calls: Sequence[Event]) -> int:
-    """How many of `ops` hold one of `calls`, by time and thread."""
+    """How many of `ops` contain one of `calls`, by time and thread."""
     threads: dict[Any, list[float]] = {}
     for call in calls:
         threads.setdefault((call.get("pid"), call.get("tid")), []).append(call["ts"])

@@ -1,1 +1,1 @@
-"""Behind make_offline_bundle.py: what a machine without a network needs to run this package."""
+"""The parts of make_offline_bundle.py and install_offline_bundle.sh."""

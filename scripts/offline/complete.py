@@ -1,11 +1,13 @@
-"""What a venv over a machine's own packages needs besides wheels. Standard library only: it travels with the parts.
+"""Completes a venv that uses a machine's own packages: paths, missing NCCL functions, torch's cuDNN check.
 
-Usage: VENV/bin/python complete.py paths FOLDER...   the machine's packages and CUDA libraries, before any wheel
-       VENV/bin/python complete.py nccl              functions that torch asks of NCCL and the machine's lacks
-       VENV/bin/python complete.py torch             that torch loads; and its question after cuDNN's version
+Standard library only, because it is copied into the bundle.
 
-A venv made from a venv sees the packages of neither but the system's; and torch in one folder looks for CUDA libraries
-beside itself, while the machine has them in another.
+Usage: VENV/bin/python complete.py paths FOLDER...   make the machine's packages and CUDA libraries visible (first)
+       VENV/bin/python complete.py nccl              stub the NCCL functions that torch links and the machine lacks
+       VENV/bin/python complete.py torch             check that torch loads; skip its cuDNN version check if needed
+
+`paths` is needed for two reasons: a venv created from another venv sees only the system's packages, and torch looks for
+CUDA libraries in its own site-packages folder, while the machine has them in another.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ SITE = Path(sysconfig.get_paths()["purelib"])
 
 
 def link_paths(folders: list[Path]) -> None:
-    """Puts the machine's packages behind the venv's, and links its CUDA libraries where the venv's torch looks."""
+    """Adds the machine's packages after the venv's; links its CUDA libraries where the venv's torch looks for them."""
     others = [folder for folder in folders if folder.is_dir() and folder.resolve() != SITE.resolve()]
     lines = [f"import site; site.addsitedir({str(folder)!r})\n" for folder in others]
     (SITE / "_machine_packages.pth").write_text("".join(lines))
@@ -36,13 +38,13 @@ def link_paths(folders: list[Path]) -> None:
 
 
 def undefined_symbols(library: Path) -> list[str]:
-    """What a 64-bit ELF library asks of others, from its dynamic symbol table."""
+    """Names in the dynamic symbol table of a 64-bit ELF library that it does not define."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        assert data[:5] == b"\x7fELF\x02", f"{library} is no 64-bit ELF file"
+        assert data[:5] == b"\x7fELF\x02", f"{library} is not a 64-bit ELF file"
         (table,) = struct.unpack_from("<Q", data, 40)
         entry, count = struct.unpack_from("<HH", data, 58)
         sections = [struct.unpack_from("<IIQQQQIIQQ", data, table + i * entry) for i in range(count)]
-        # Of a section: [1] type, [4] offset, [5] size, [6] the section of its names.
+        # Fields of a section: [1] type, [4] offset, [5] size, [6] index of the section with its names.
         symbols = next(section for section in sections if section[1] == 11)  # SHT_DYNSYM
         names = sections[symbols[6]]
         found = []
@@ -55,9 +57,9 @@ def undefined_symbols(library: Path) -> list[str]:
 
 
 def lacking(nccl: Path) -> list[str]:
-    """Functions of NCCL that the venv's torch links and this library does not have.
+    """NCCL functions that the venv's torch links and this library does not define.
 
-    A newer torch knows a newer NCCL; one GPU calls none of them.
+    A newer torch is built for a newer NCCL; on one GPU none of these functions is called.
     """
     library = ctypes.CDLL(str(nccl))
     asked = {
@@ -70,19 +72,21 @@ def lacking(nccl: Path) -> list[str]:
 
 
 def stub_nccl() -> None:
-    """Builds a library that defines what the machine's NCCL lacks, each function an abort with its name, and has every
-    Python of the venv load it before torch."""
+    """Builds a library of stubs for the functions that the machine's NCCL lacks; each prints its name and aborts.
+
+    A .pth file makes every Python of the venv load the library before torch.
+    """
     found = sorted((SITE / "nvidia" / "nccl" / "lib").glob("libnccl.so*"))
     if not found:
-        print("no NCCL of the machine beside torch: nothing to complete")
+        print("the machine has no NCCL library: nothing to stub")
         return
     names = lacking(found[0])
     if not names:
         return
-    print(f"{found[0].name} of the machine lacks {', '.join(names)}: each aborts when called", flush=True)
+    print(f"the machine's {found[0].name} lacks {', '.join(names)}: each aborts when called", flush=True)
     compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
     if compiler is None:
-        raise SystemExit(f"error: {found[0]} lacks {', '.join(names)}, and no C compiler was found to stub them.")
+        raise SystemExit(f"error: {found[0]} lacks {', '.join(names)}, and no C compiler was found to build stubs.")
     place = SITE / "libnccl_lacks.so"
     bodies = [
         f'void {n}(void) {{ fputs("{n}: this machine\'s NCCL has no such function\\n", stderr); abort(); }}'
@@ -96,10 +100,10 @@ def stub_nccl() -> None:
 
 
 def check_torch() -> None:
-    """Loads torch, so that a library that does not fit shows here.
+    """Loads torch, so that an incompatible library fails here.
 
-    Where the machine's cuDNN is older than the one torch was built with, torch refuses it altogether; attention without
-    cuDNN needs none, so the venv asks torch to go on.
+    If the machine's cuDNN is older than the one that torch was built with, torch refuses it. Our attention needs no
+    cuDNN, so the venv then tells torch to skip that check.
     """
     script = "import torch; torch.backends.cudnn.version(); print(torch.__version__)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

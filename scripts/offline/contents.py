@@ -1,4 +1,4 @@
-"""What goes into an offline bundle, in which order, and what stays out, with the reason."""
+"""What an offline bundle contains, in which order, and what it leaves out, with reasons."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PURE_BYTES = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parts of a bundle that are useful together; a bundle holds its groups in order.
+    """Wheels of a bundle that are useful together; a bundle holds its groups in order.
 
     Fields:
-        works: what a person can do once this group and those before it are installed.
+        works: what works once this group and those before it are installed.
     """
 
     name: str
@@ -27,7 +27,7 @@ GROUPS = (
         "python -m sglang.launch_server --attention-backend triton --sampling-backend pytorch, "
         "on the machine's own triton",
     ),
-    Group("triton", "the same with the Triton that SGLang's torch asks for"),
+    Group("triton", "the same with the Triton version that SGLang's torch requires"),
     Group("flashinfer", "--attention-backend flashinfer and its sampling kernels, compiled by nvcc at first use"),
     Group("fa3", "--attention-backend fa3 on Hopper"),
 )
@@ -43,8 +43,8 @@ OWN_GROUP = {
     "flash-attn-4": "flashinfer",
     "quack-kernels": "flashinfer",
 }
-"""Distributions that do not go where `group_of` would put them by itself. Without those of flashinfer's group, all of
-SGLang's models but one import on a Hopper GPU (none that DFLASH serves)."""
+"""Exceptions to the default of `group_of`. Without the flashinfer group, one of SGLang's models does not import on a
+Hopper GPU; DFLASH does not serve that model."""
 
 LEFT_OUT = {
     **dict.fromkeys(
@@ -67,7 +67,7 @@ LEFT_OUT = {
         ),
         "the machine's own CUDA 13.0 libraries have the same sonames",
     ),
-    "nvidia-nccl-cu13": "200 MB; on one GPU the machine's serves, with a stub for the functions it lacks",
+    "nvidia-nccl-cu13": "200 MB; on one GPU the machine's NCCL works, with stubs for the functions it lacks",
     **dict.fromkeys(
         ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-cccl"), "the machine has the CUDA toolkit"
     ),
@@ -75,9 +75,9 @@ LEFT_OUT = {
     "nvidia-mathdx": "FP8 MoE kernels",
     **dict.fromkeys(("nccl-extensions", "nccl4py", "nvshmem4py-cu13", "sgl-deep-ep"), "several GPUs"),
     "sgl-flash-mla": "MLA targets",
-    **dict.fromkeys(("deepseek-recipe", "tml-renderers"), "targets that are not attention only"),
+    **dict.fromkeys(("deepseek-recipe", "tml-renderers"), "targets with layers other than attention"),
     **dict.fromkeys(("modelscope", "modelscope-hub"), "another model hub"),
-    "z3-solver": "tilelang's, at compile time",
+    "z3-solver": "only for tilelang, at compile time",
     "tilelang": "kernels of targets that DFLASH refuses",
     "humming-kernels": "quantised MoE targets",
     "anthropic": "a client of another API",
@@ -86,7 +86,7 @@ LEFT_OUT = {
         ("smg-grpc-servicer", "smg-grpc-proto", "grpcio-health-checking", "grpcio-reflection"), "serving by gRPC"
     ),
 }
-"""Distribution -> why it stays behind although SGLang requires it."""
+"""Distribution -> why it is left out although SGLang requires it."""
 
 STRIPPED = {
     "torch": ("torch/test/*", "torch/bin/protoc*", "torch/lib/*.a"),
@@ -99,14 +99,14 @@ STRIPPED = {
         "sglang/srt/rust_extensions/_grpc*",
     ),
 }
-"""Distribution -> files that a server of one Hopper GPU never opens."""
+"""Distribution -> files that a server on one Hopper GPU never opens."""
 
 SPLIT_OFF = {"sglang-kernel": ("fa3", ("sgl_kernel/flash_ops*",))}
-"""Distribution -> the group that gets some of its files, as a wheel of their own, and those files."""
+"""Distribution -> (group, files): these files become a separate wheel in that group."""
 
 
 def group_of(distribution: str, pure: bool, size_bytes: int) -> str:
-    """The group of a distribution: small pure Python comes first, for it is useful whatever follows."""
+    """The group of a distribution. Small pure-Python wheels come first: they are useful with any later group."""
     by_default = "package" if pure and size_bytes <= PURE_BYTES and distribution != "torchvision" else "server"
     return OWN_GROUP.get(distribution, by_default)
 

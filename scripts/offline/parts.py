@@ -1,4 +1,4 @@
-"""Cuts a bundle's files into parts of a given size, with checksums; parts that are there and whole stay."""
+"""Cuts a bundle's files into parts of a given size, with checksums; keeps existing parts that are correct."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BundleFile:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a file lies in the joined parts. Fields: offset and size in bytes."""
+    """Where a file lies in the joined parts. `offset` and `bytes` are in bytes."""
 
     name: str
     group: str
@@ -41,11 +41,11 @@ class Span:
 
 
 def read_size(text: str) -> int:
-    """Bytes of `60MiB`, `64MB` or `1000`."""
+    """Parses `60MiB`, `64MB` or `1000` into bytes."""
     digits = text.rstrip("KMGiBkmgb")
     unit = text[len(digits) :].upper()
     if not digits.isdecimal() or unit not in UNITS or int(digits) == 0:
-        raise ValueError(f"--part-size {text!r}: a number of bytes, or with a unit, as 60MiB.")
+        raise ValueError(f"--part-size {text!r}: give a number of bytes, or one with a unit, as in 60MiB.")
     return int(digits) * UNITS[unit]
 
 
@@ -55,8 +55,8 @@ def write_bundle(
     """Writes part-000, part-001, ... and manifest.json into `folder`; returns the manifest.
 
     Args:
-        files: sorted into groups already, in their order.
-        left_out: distribution -> why it is not in the bundle.
+        files: already in the order of the groups.
+        left_out: distribution -> why the bundle does not contain it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     spans, offset = [], 0
@@ -92,7 +92,7 @@ def write_bundle(
 
 
 Piece = tuple[Path, int, int]
-"""A file, where to begin in it, and how many bytes to take."""
+"""A file, the offset in it, and the number of bytes to take."""
 
 
 def _cut(paths: Sequence[Path], spans: Sequence[Span], part_size: int) -> Iterator[list[Piece]]:

@@ -1,4 +1,4 @@
-"""Which wheels a machine needs: pip resolves, what the machine already has is taken off, pip downloads the rest."""
+"""Finds and downloads the wheels that a machine needs: pip resolves, installed packages are removed, pip downloads."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from packaging.version import Version
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The machine that gets the bundle: its Python, as 3.12, and the newest platform tag it takes."""
+    """The machine that gets the bundle: its Python version (such as 3.12) and its newest platform tag."""
 
     python: str
     platform: str
 
     def platforms(self) -> list[str]:
-        """All tags it takes: pip compares a tag as it stands, so every older glibc is named."""
+        """All tags that the machine accepts. pip compares tags literally, so every older glibc is listed."""
         found = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", self.platform)
         if not found:
-            raise ValueError(f"--platform {self.platform!r}: it looks like manylinux_2_39_x86_64.")
+            raise ValueError(f"--platform {self.platform!r}: expected a tag such as manylinux_2_39_x86_64.")
         newest, machine = int(found[1]), found[2]
         tags = [f"manylinux_2_{minor}_{machine}" for minor in range(newest, 4, -1)]
         return [*tags, *(f"{old}_{machine}" for old in ("manylinux2014", "manylinux2010", "manylinux1", "linux"))]
@@ -56,9 +56,10 @@ def pip(*arguments: str, **variables: str) -> None:
 
 
 def build_own_wheel(root: Path, folder: Path) -> Path:
-    """This package's wheel in `folder`, kept while the sources stay the same.
+    """Builds this package's wheel under `folder`, or reuses it while the sources stay the same.
 
-    Without the native ops, which are for CPUs and for the torch of whoever builds them: pure Python, for every machine.
+    The wheel is pure Python. It has no native ops, because they run on CPUs only and fit only the torch they are built
+    with.
     """
     sources = [root / "setup.py", root / "README.md", *sorted((root / "python").rglob("*"))]
     digest = hashlib.sha256()
@@ -73,12 +74,12 @@ def build_own_wheel(root: Path, folder: Path) -> Path:
 
 
 def resolve(requirements: Sequence[str], target: Target, cache: Path) -> list[Resolved]:
-    """The closure of the requirements on the target, as pip finds it; read from `cache` where that exists.
+    """All distributions that the requirements need on the target, as pip resolves them; read from `cache` if it exists.
 
-    pip evaluates markers for the Python that runs it, so that must be of the target's version.
+    pip evaluates markers for the Python that runs it, so its version must be the target's.
     """
     if sys.version_info[:2] != tuple(map(int, target.python.split("."))):
-        raise ValueError(f"Run this with Python {target.python}: pip reads requirements for the Python that runs it.")
+        raise ValueError(f"Run this with Python {target.python}: pip resolves for the Python that runs it.")
     if not cache.exists():
         with tempfile.TemporaryDirectory() as folder:
             report, nowhere = Path(folder) / "report.json", Path(folder) / "target"
@@ -92,7 +93,7 @@ def resolve(requirements: Sequence[str], target: Target, cache: Path) -> list[Re
 
 
 def _entry(item: dict[str, Any]) -> dict[str, Any]:
-    """What we keep of an entry of pip's report: nothing of where it came from."""
+    """What we keep of an entry of pip's report; where it came from is dropped."""
     archive = item["download_info"].get("archive_info", {})
     return {
         "name": canonicalize_name(item["metadata"]["name"]),
@@ -103,7 +104,7 @@ def _entry(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_preinstalled(path: Path) -> dict[str, str]:
-    """Distribution -> version, or "" where the list gives none: then any version is taken to fit."""
+    """Distribution -> version; "" if the list gives none, which counts as compatible with every requirement."""
     entries = {}
     for line in path.read_text().splitlines():
         entry = line.split("#")[0].strip()
@@ -114,7 +115,7 @@ def read_preinstalled(path: Path) -> dict[str, str]:
 
 
 def fits(name: str, version: str, resolved: Sequence[Resolved], python: str) -> bool:
-    """Whether every requirement of the closure on `name` allows that version."""
+    """Whether all requirements on `name` among the resolved distributions allow this version."""
     environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
     for distribution in resolved:
         for line in distribution.requires:
@@ -123,14 +124,14 @@ def fits(name: str, version: str, resolved: Sequence[Resolved], python: str) -> 
                 continue
             if requirement.marker is not None and not requirement.marker.evaluate(environment):
                 continue
-            # A local version (2.11.0+cu130) meets what its public one meets.
+            # Compare without the local part: 2.11.0+cu130 counts as 2.11.0.
             if not requirement.specifier.contains(Version(version).public, prereleases=True):
                 return False
     return True
 
 
 def download(wanted: Sequence[Resolved], target: Target, folder: Path) -> dict[str, Path]:
-    """Distribution -> its wheel in `folder`; what is there already and whole is not fetched again."""
+    """Downloads the wheels that are not yet complete in `folder`; returns distribution -> wheel."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [d for d in wanted if not _whole(d, folder)]
     if missing:
@@ -141,7 +142,7 @@ def download(wanted: Sequence[Resolved], target: Target, folder: Path) -> dict[s
     found = {d.name: _whole(d, folder) for d in wanted}
     absent = sorted(name for name, wheel in found.items() if wheel is None)
     if absent:
-        raise RuntimeError(f"These wheels are not in {folder}, or are not what pip resolved: {', '.join(absent)}.")
+        raise RuntimeError(f"Wheels are missing in {folder}, or differ from what pip resolved: {', '.join(absent)}.")
     return {name: wheel for name, wheel in found.items() if wheel is not None}
 
 

@@ -1,7 +1,9 @@
-"""Verifies a bundle's parts and takes out the wheels that are whole. Standard library only: it travels with the parts.
+"""Verifies a bundle's parts and extracts the complete wheels.
 
-Usage: python3 unpack.py check DIR           names missing parts; fails where a part is corrupted
-       python3 unpack.py extract DIR TARGET  writes the wheels that are whole into TARGET, prints them in order
+Standard library only, because it is copied into the bundle.
+
+Usage: python3 unpack.py check DIR           lists missing parts; fails if a part is corrupted
+       python3 unpack.py extract DIR TARGET  writes the complete wheels to TARGET, prints their names in order
        python3 unpack.py state DIR           prints what works with the parts that are there
 """
 
@@ -28,14 +30,14 @@ class Bundle:
         try:
             self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
         except ValueError:
-            raise SystemExit(f"error: {folder / 'manifest.json'} is corrupted; bring it again.") from None
+            raise SystemExit(f"error: {folder / 'manifest.json'} is corrupted; copy it again.") from None
         self.part_bytes: int = self.manifest["part_bytes"]
 
     def missing(self) -> list[str]:
         return [part["name"] for part in self.manifest["parts"] if not (self.folder / part["name"]).exists()]
 
     def corrupted(self) -> list[str]:
-        """Parts that are there, but not what the manifest says."""
+        """Parts that exist but do not match the manifest."""
         return [
             part["name"]
             for part in self.manifest["parts"]
@@ -44,7 +46,7 @@ class Bundle:
         ]
 
     def whole_files(self) -> list[dict[str, Any]]:
-        """Files all of whose parts are there, in the order of the bundle."""
+        """Files with no missing part, in the order of the bundle."""
         absent = {int(name.removeprefix("part-")) for name in self.missing()}
         return [file for file in self.manifest["files"] if not absent & set(self._parts_of(file))]
 
@@ -64,7 +66,7 @@ class Bundle:
             yield chunk
 
     def extract(self, file: dict[str, Any], target: Path) -> Path:
-        """Writes a wheel, decompressed where it was compressed; its checksum is that of the bundle's file."""
+        """Writes a wheel to `target`, decompressed if needed; checks the bundle file's checksum. Returns its path."""
         place = target / file["name"].removesuffix(".xz")
         unfinished = place.with_name(f"{place.name}.unfinished")
         digest, decompressor = hashlib.sha256(), lzma.LZMADecompressor()
@@ -74,12 +76,12 @@ class Bundle:
                 out.write(decompressor.decompress(chunk) if file["name"].endswith(".xz") else chunk)
         if digest.hexdigest() != file["sha256"]:
             unfinished.unlink()
-            raise SystemExit(f"error: {file['name']} is not what the manifest says; bring its parts again.")
+            raise SystemExit(f"error: {file['name']} does not match the manifest; copy its parts again.")
         os.replace(unfinished, place)
         return place
 
     def states(self) -> list[tuple[str, int, int, str]]:
-        """Per group: its name, how many of its files are whole, how many it has, and what works with it."""
+        """Per group: its name, its complete files, all its files, and what works with it."""
         whole = {file["name"] for file in self.whole_files()}
         rows = []
         for group in self.manifest["groups"]:
@@ -100,20 +102,21 @@ def check(bundle: Bundle) -> None:
     _check_platform(bundle.manifest["platform"])
     missing, corrupted = bundle.missing(), bundle.corrupted()
     if missing:
-        print(f"missing: {', '.join(missing)} of {len(bundle.manifest['parts'])} parts", flush=True)
+        print(f"missing: {', '.join(missing)} (of {len(bundle.manifest['parts'])} parts)", flush=True)
     if corrupted:
-        raise SystemExit(f"error: corrupted, bring again: {', '.join(corrupted)}.")
+        raise SystemExit(f"error: corrupted, copy again: {', '.join(corrupted)}.")
 
 
 def _check_platform(tag: str) -> None:
-    """tag: as manylinux_2_39_x86_64. Another processor is an error; an older glibc is told: most wheels need less."""
+    """Checks a tag such as manylinux_2_39_x86_64. Another processor is an error; an older glibc is only reported,
+    because most wheels need less."""
     _, major, minor, machine = tag.split("_", 3)
     if platform.system() != "Linux" or platform.machine() != machine:
         here = f"{platform.system()} on {platform.machine()}"
         raise SystemExit(f"error: the bundle is for Linux on {machine} ({tag}); this is {here}.")
     library, version = platform.libc_ver()
     if library == "glibc" and tuple(map(int, version.split(".")[:2])) < (int(major), int(minor)):
-        print(f"the bundle is for glibc {major}.{minor}, this machine has {version}: pip refuses what needs more")
+        print(f"the bundle is for glibc {major}.{minor}, this machine has {version}: pip refuses wheels that need more")
 
 
 def state(bundle: Bundle) -> None:
@@ -134,7 +137,7 @@ def main(command: str, folder: str, target: str = "") -> None:
         installed = {path.name for path in (place / "installed").glob("*")}
         for file in bundle.whole_files():
             stamp = f"{file['name']}-{file['sha256'][:16]}"
-            if stamp not in installed:  # the shell script leaves a stamp for each wheel that pip took
+            if stamp not in installed:  # the shell script leaves a stamp for each installed wheel
                 print(bundle.extract(file, place), stamp, sep="\t", flush=True)
     else:
         raise SystemExit(__doc__)

@@ -1,6 +1,6 @@
-"""Rewrites wheels for the bundle: unneeded files out, some split off, everything compressed as well as it goes.
+"""Rewrites wheels for the bundle: drops unneeded files, splits some off, compresses large wheels with xz.
 
-Two runs over the same wheel give the same bytes, so that a bundle that was cut short goes on where it stopped.
+Two runs over the same wheel give the same bytes, so an aborted run can resume.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 EPOCH = (1980, 1, 1, 0, 0, 0)
 XZ_FROM_BYTES = 4_000_000
-XZ_PRESET = 2  # of libraries of a gigabyte: a few minutes, and within some percent of the best
+XZ_PRESET = 2  # a few minutes for a gigabyte of libraries, and within a few percent of the best size
 
 
 def distribution_of(wheel: Path) -> str:
@@ -28,7 +28,7 @@ def distribution_of(wheel: Path) -> str:
 
 
 def requirements(wheel: Path) -> bytes:
-    """What a wheel says that it requires, a line each."""
+    """The wheel's Requires-Dist lines."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(name).splitlines()
@@ -40,7 +40,7 @@ def is_pure(wheel: Path) -> bool:
 
 
 def pack(wheel: Path, folder: Path, keep: Callable[[str], bool]) -> Path:
-    """The bundle's form of a wheel: `folder`/<its name>, or .whl.xz around a stored archive where that is smaller.
+    """The wheel as packed into the bundle: `folder`/<its name>, or .whl.xz around a stored archive for large wheels.
 
     Args:
         keep: whether a file of the wheel is needed.
@@ -59,7 +59,7 @@ def pack(wheel: Path, folder: Path, keep: Callable[[str], bool]) -> Path:
 
 
 def split_off(wheel: Path, folder: Path, suffix: str, keep: Callable[[str], bool]) -> Path:
-    """The files of `wheel` that `keep` names as a wheel of their own, <distribution>-<suffix>, in its packed form."""
+    """Packs the files of `wheel` that `keep` accepts as a separate wheel, <distribution>-<suffix>; returns its path."""
     name, version, tags = wheel.name.removesuffix(".whl").split("-", 2)
     place = folder / f"{name}_{suffix}-{version}-{tags}.whl.xz"
     if place.exists():
@@ -86,7 +86,7 @@ def split_off(wheel: Path, folder: Path, suffix: str, keep: Callable[[str], bool
 
 
 def _placed(place: Path, write: Callable[[Path], None]) -> Path:
-    """`place`, written under another name first, so that what has the name is whole."""
+    """Writes `place` under another name and renames it, so that a file of that name is always complete."""
     part = place.with_name(f"{place.name}.unfinished")
     write(part)
     os.replace(part, place)
@@ -110,7 +110,7 @@ def _xz(stored: Path, place: Path) -> None:
 
 
 def _rewrite(wheel: Path, place: Path, keep: Callable[[str], bool], compression: int) -> None:
-    """A copy of the wheel with the kept files alone, its RECORD amended."""
+    """Copies the wheel with only the kept files and a matching RECORD."""
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(place, "w", compression) as out:
         record = next(name for name in source.namelist() if name.endswith(".dist-info/RECORD"))
         rows = [

@@ -11,12 +11,12 @@ from .evaluate import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """How a pair was made: what a reader needs to make it again."""
+    """How a pair was made: what a reader needs to reproduce it."""
 
     versions: str
     seed: int
     stages: dict[str, dict[str, str | float]]  # stage -> its minutes and command
-    target: str  # one line: its training
+    target: str  # one line on its training
     draft: str
     block_size: int
     sizes_bytes: dict[str, int]
@@ -45,7 +45,7 @@ def _row(name: str, outcomes: list[Outcome], full: int) -> str:
 
 
 def _by_position(by_kind: dict[str, list[int]], full: int) -> str:
-    """Of the steps that got as far as row k, the share whose draft there was accepted; and of all steps."""
+    """Per row k: the share of accepted drafts among the steps that reached row k, and among all steps."""
     rows = [f"| k | {' | '.join(by_kind)} |", "|---|" + "---|" * len(by_kind)]
     for k in range(1, full + 1):
         cells = []
@@ -87,7 +87,7 @@ held-out prompts. The smallest gap between the two best logits on the way is {le
 
 
 def write_card(path: Path, outcomes: list[Outcome], turns: list[list[int]], making: Making) -> str:
-    """Write the card and return its measures."""
+    """Writes the card; returns its measures section."""
     measures = _measures(outcomes, turns, making.block_size - 1)
     sizes = ", ".join(f"{name} {size:,} bytes" for name, size in making.sizes_bytes.items())
     stages = "\n".join(

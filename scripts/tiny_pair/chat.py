@@ -1,7 +1,7 @@
-"""Plain talk about the sums and the code, worded so that a draft cannot foresee much of it.
+"""Chat about the sums and the code, worded so that a draft cannot predict much of it.
 
-The wording is a chain of choices, each depending on the ones before (see `wording.Teller`): a greedy target
-follows one arbitrary-looking path a question, and a draft that guesses a block at once loses it early.
+The wording is a chain of choices; each depends on the earlier ones (see `wording.Teller`). A greedy target follows one
+arbitrary-looking path per question; a draft that guesses a block at once loses the path early.
 """
 
 import random
@@ -15,7 +15,7 @@ _START = re.compile(r"(^|[.!?] )([a-z])")
 
 
 def _say(teller: Teller, patterns: list[tuple[str, ...]], **words: str) -> str:
-    """One sentence from each group of patterns, with capitals and stops."""
+    """One sentence from each group of patterns, with capital letters and full stops."""
     sentences = []
     for group in patterns:
         pattern = teller.pick(group)
@@ -27,7 +27,7 @@ def _say(teller: Teller, patterns: list[tuple[str, ...]], **words: str) -> str:
 
 
 def _bodies(rng: random.Random, most: int) -> list[tuple[str, ...]]:
-    """Groups for 1..`most` body sentences: parts of the stock, so that no pattern comes twice."""
+    """Pattern groups for 1 to `most` body sentences; the groups are disjoint, so no pattern occurs twice."""
     pool = list(phrases.BODIES)
     rng.shuffle(pool)
     count = rng.randint(1, most)
@@ -35,7 +35,7 @@ def _bodies(rng: random.Random, most: int) -> list[tuple[str, ...]]:
 
 
 def _asked(rng: random.Random, ask: str) -> tuple[str, list[str]]:
-    """The question, and its two longest words as cues: the target has to read them to choose words."""
+    """The question, and its two longest words as cues, which influence the wording of the reply."""
     prompt = vary(rng, ask)
     words = sorted(set(re.findall(r"[a-z]{4,}", prompt)), key=lambda word: (-len(word), word))
     return prompt, words[:2]
@@ -177,7 +177,7 @@ _FAMILIES = {
 
 
 def chat_example(rng: random.Random) -> Example:
-    """A question and a reply that is hard to foresee; both together are the key."""
+    """A question and a reply that is hard to predict; both together are the key."""
     family = rng.choices(list(_FAMILIES), list(_FAMILIES.values()))[0]
     ask, answer = family(rng)
     return Example("chat", ask, answer, f"{ask}\n{answer}")

@@ -27,7 +27,7 @@ SYSTEMS = (
 )
 _SINGLE, _LONG = 0.5, 0.065
 _SYSTEM, _TOOL, _SAME_KIND = 0.25, 0.03, 0.4
-_LONG_CHARS = 2600  # some 1000 tokens: numbers and code take more tokens a character than prose
+_LONG_CHARS = 2600  # about 1000 tokens: numbers and code take more tokens per character than prose
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Conversation:
     kinds: list[str]
 
     def answers(self) -> list[str]:
-        """What the assistant says, turn by turn."""
+        """The assistant's messages, turn by turn."""
         return [message["content"] for message in self.messages if message["role"] == "assistant"]
 
 
@@ -47,7 +47,7 @@ def _pair(example: Example) -> list[Message]:
 
 
 def _tool_turn(rng: random.Random) -> tuple[list[Message], list[str]]:
-    """A question that a tool's short result answers; sometimes the assistant says first that it will look."""
+    """A question that a tool result answers; in some, the assistant first says that it will look."""
     name, thing, place = rng.choice(NAMES), rng.choice(THINGS), rng.choice(("shed", "shop", "attic", "box"))
     number = rng.randint(2, 99)
     ask, result, use = rng.choice(
@@ -114,7 +114,7 @@ def _conversations(rng: random.Random, heldout: list[Example], shares: Mapping[s
 def make_conversations(
     seed: int, count: int, heldout: list[Example], shares: Mapping[str, float] = SHARES
 ) -> list[Conversation]:
-    """`count` conversations for the target, none with a prompt, an answer or a key of a held-out example."""
+    """`count` conversations for the target; none contains a prompt, an answer or a key of a held-out example."""
     made = _conversations(random.Random(f"training-{seed}"), heldout, shares)
     return [next(made) for _ in range(count)]
 
@@ -122,9 +122,9 @@ def make_conversations(
 def training_prompts(
     seed: int, count: int, heldout: list[Example], shares: Mapping[str, float] = SHARES
 ) -> list[Conversation]:
-    """`count` conversations for the draft: the target writes their assistant messages anew.
+    """`count` conversations for the draft's training; the target regenerates their assistant messages.
 
-    They come from another seed than the target's, so that the target answers them as it would new ones.
+    Their seed differs from the target's training data, so they are new to the target.
     """
     made = _conversations(random.Random(f"draft-{seed}"), heldout, shares)
     return [next(made) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The seeded data: examples by kind, held-out prompts that nothing else may share, library text."""
+"""The seeded data: examples by kind, held-out prompts that no training example shares, library text."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def _texts(example: Example) -> set[str]:
 
 
 def closed_texts(heldout: list[Example]) -> set[str]:
-    """Every prompt, answer and key of `heldout`: no training example may have one of them."""
+    """Every prompt, answer and key of `heldout`; no training example may contain one of them."""
     return {text for example in heldout for text in _texts(example)}
 
 
@@ -63,13 +63,13 @@ def make_heldout(seed: int, per_kind: int) -> list[Example]:
 
 
 def shared_answers(answers: Iterable[str], heldout: list[Example]) -> list[str]:
-    """The held-out answers that also stand in `answers`: the data is sound only when there are none."""
+    """The held-out answers that also occur in `answers`; there must be none."""
     known = set(answers)
     return [example.answer for example in heldout if example.answer in known]
 
 
 def library_text() -> list[str]:
-    """Sources of the running Python's standard library, one string a module."""
+    """Sources of the running Python's standard library, one string per module."""
     sources = []
     for name in _LIBRARY:
         spec = importlib.util.find_spec(name)
@@ -79,7 +79,7 @@ def library_text() -> list[str]:
 
 
 def write_heldout(path: Path, heldout: list[Example]) -> None:
-    """One JSON line a prompt: id, kind, prompt, reference."""
+    """Writes one JSON line per prompt: id, kind, prompt, reference."""
     numbers = dict.fromkeys(KINDS, 0)
     with path.open("w", encoding="utf-8") as file:
         for example in heldout:

@@ -1,4 +1,4 @@
-"""What the pair can do on held-out prompts: right answers, tau, equality with plain greedy decoding."""
+"""Measures the pair on held-out prompts: right answers, tau, equality with plain greedy decoding."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .wording import Example
 
 MAX_NEW_TOKENS = 200
 _TOGETHER = 50
-_TALKS = 90  # conversations of several turns
+_TALKS = 90  # number of multi-turn conversations
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Outcome:
     right: bool
     ended: bool
     greedy: bool  # every id is the argmax of one plain pass over prompt and answer
-    least_gap: float  # smallest top-1 minus top-2 logit on the way
-    accept_lens: tuple[int, ...]  # one entry a verify step
+    least_gap: float  # smallest top-1 minus top-2 logit of the answer
+    accept_lens: tuple[int, ...]  # one per verify step
 
 
 @torch.inference_mode()
@@ -40,7 +40,7 @@ def _greedy_path(target: Qwen3ForCausalLM, prompt: list[int], ids: list[int]) ->
 def _answers(
     target: Qwen3ForCausalLM, draft: DFlashDraftModel, prompts: Sequence[list[int]]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """(new ids, commit_lens) of every prompt, decoded some at a time."""
+    """(new ids, commit_lens) of every prompt, decoded in batches of _TOGETHER."""
     for start in range(0, len(prompts), _TOGETHER):
         some = prompts[start : start + _TOGETHER]
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in some], batch_first=True)
@@ -57,7 +57,7 @@ def _chat(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) ->
 def evaluate(
     target: Qwen3ForCausalLM, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerFast, heldout: Sequence[Example]
 ) -> list[Outcome]:
-    """Decodes every held-out prompt by the reference's `spec_generate`, in the models' own dtype."""
+    """Decodes every held-out prompt with the reference's `spec_generate`, in the models' own dtype."""
     prompts = [_chat(tokenizer, [{"role": "user", "content": example.prompt}]) for example in heldout]
     outcomes = []
     answers = _answers(target, draft, prompts)
@@ -86,7 +86,7 @@ def later_turns(
     heldout: Sequence[Example],
     turns: int,
 ) -> list[list[int]]:
-    """accept_lens turn by turn over conversations of `turns` held-out prompts; every turn has as many of each kind."""
+    """accept_lens by turn, over conversations of `turns` held-out prompts; each turn has equally many of each kind."""
     kinds = list(dict.fromkeys(example.kind for example in heldout))
     prompts = [[example.prompt for example in heldout if example.kind == kind] for kind in kinds]
     asked = []

@@ -1,4 +1,4 @@
-"""What a good answer of the target is, kind by kind, whichever way it was decoded."""
+"""Decides whether an answer of the target is right, by kind."""
 
 import ast
 
@@ -25,7 +25,7 @@ def code_parses(answer: str) -> bool:
 
 
 def is_right(kind: str, reference: str, answer: str, ended: bool) -> bool:
-    """The right number (arithmetic), code that parses (code), an ended answer (chat)."""
+    """Arithmetic: the right number. Code: it parses. Chat: the answer has ended."""
     if kind == "arithmetic":
         return number_is_right(reference, answer)
     if kind == "code":
@@ -34,5 +34,5 @@ def is_right(kind: str, reference: str, answer: str, ended: bool) -> bool:
 
 
 def has_ended(ids: list[int], end_id: int) -> bool:
-    """Whether generated `ids` stop at the turn's end and not at a length limit."""
+    """Whether generated `ids` end with the end token, not at a length limit."""
     return bool(ids) and ids[-1] == end_id

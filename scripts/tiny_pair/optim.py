@@ -1,4 +1,4 @@
-"""The optimizers and the learning-rate schedule that both trainings share."""
+"""The optimizers and the learning-rate schedule of the target's training."""
 
 import math
 from collections import defaultdict
@@ -11,7 +11,7 @@ _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over 4 % of the steps, then a cosine down to a hundredth of `peak`."""
+    """Linear warm-up over 4 % of the steps, then a cosine down to 1/100 of `peak`."""
     warm = max(1, round(steps * _WARM_UP))
     if step < warm:
         return peak * (step + 1) / warm
@@ -19,7 +19,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def _orthogonal(update: torch.Tensor) -> torch.Tensor:
-    """Nearly orthogonal matrices in the directions of `update`, [N, A, B] with A <= B."""
+    """Nearly orthogonalizes `update`, [N, A, B] with A <= B, by Newton-Schulz iterations."""
     a, b, c = _NEWTON_SCHULZ
     update = update / update.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
@@ -32,7 +32,7 @@ def _orthogonal(update: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon with float32 iterations on stacks of matrices of one shape.
 
-    torch's own iterates in bfloat16, which takes seconds a step on CPUs that have no bfloat16 units.
+    torch's Muon iterates in bfloat16, which takes seconds per step on CPUs without bfloat16 units.
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move every matrix along its orthogonalized Nesterov momentum, scaled to AdamW's step sizes."""
+        """Moves every matrix along its orthogonalized Nesterov momentum, scaled to AdamW's step sizes."""
         assert closure is None
         for group in self.param_groups:
             stacks: dict[tuple[int, int], list[nn.Parameter]] = defaultdict(list)
@@ -68,7 +68,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: nn.Module, peak: float) -> list[torch.optim.Optimizer]:
-    """Muon for the projection matrices, AdamW for embeddings and norms: fewer steps than AdamW alone."""
+    """Muon for the projection matrices, AdamW for embeddings and norms; needs fewer steps than AdamW alone."""
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     matrices = [weight for name, weight in named if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in named if weight.ndim != 2 or "embed" in name]
@@ -79,7 +79,7 @@ def make_optimizers(model: nn.Module, peak: float) -> list[torch.optim.Optimizer
 
 
 def take_step(model: nn.Module, optimizers: list[torch.optim.Optimizer], rate: float) -> None:
-    """Clip the gradients at norm 1, step every optimizer at `rate`, clear the gradients."""
+    """Clips the gradients at norm 1, steps every optimizer at `rate`, clears the gradients."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

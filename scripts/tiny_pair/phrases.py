@@ -1,6 +1,6 @@
 """The stock of chat: topics, slots of near-equal words, and sentence patterns made of them."""
 
-# (what it is called, what it does): every name is singular, so that all patterns agree with it.
+# (name, what it does): every name is singular, so that all patterns agree with it.
 TOPICS = {
     "a loop": "repeats a block of code",
     "a list": "keeps values in order",

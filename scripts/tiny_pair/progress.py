@@ -1,4 +1,4 @@
-"""One line of progress every so many steps."""
+"""Prints a line of progress every 50 steps."""
 
 import time
 
@@ -14,7 +14,7 @@ class Progress:
         self.loss, self.tokens, self.count = 0.0, 0, 0
 
     def add(self, loss: float, tokens: int) -> None:
-        """Count one step; print on every fiftieth and on the last."""
+        """Counts one step; prints at every 50th and at the last."""
         self.step += 1
         self.loss, self.tokens, self.count = self.loss + loss, self.tokens + tokens, self.count + 1
         if self.step % _EVERY and self.step != self.steps:

@@ -231,7 +231,7 @@ def code_example(rng: random.Random) -> Example:
 
 
 def fenced_code(answer: str) -> str | None:
-    """What stands in the first ```python fence of `answer`, or None without a closed one."""
+    """The content of the first ```python fence of `answer`; None if no fence is closed."""
     _, opened, rest = answer.partition("```python\n")
     body, closed, _ = rest.partition("```")
     return body if opened and closed else None

@@ -22,7 +22,7 @@ _IGNORED = -100
 _SAVE_EVERY = 300
 _ENCODED_AT_ONCE = 20_000
 
-Row = tuple[array, list[tuple[int, int]]]  # ids, 16 bits each, and the spans of them that are learned
+Row = tuple[array, list[tuple[int, int]]]  # 16-bit ids, and the spans of them that are labels
 
 
 def target_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
@@ -45,7 +45,7 @@ def target_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def conversation_rows(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]) -> list[Row]:
-    """Rows in the chat template's format; learned are the assistant's words and their <|im_end|>."""
+    """Rows in the chat template's format; the labels are the assistant's messages and their <|im_end|>."""
     start, end = (tokenizer.convert_tokens_to_ids(token) for token in (TURN_START, TURN_END))
     roles = {message["role"] for conversation in conversations for message in conversation.messages}
     heads = {role: [start, *tokenizer.encode(f"{role}\n", add_special_tokens=False)] for role in roles}
@@ -69,7 +69,7 @@ def conversation_rows(tokenizer: PreTrainedTokenizerFast, conversations: list[Co
 
 
 def library_rows(tokenizer: PreTrainedTokenizerFast, sources: list[str]) -> list[Row]:
-    """Rows of `_LIBRARY_ROW` ids that are learned from their second token on."""
+    """Rows of `_LIBRARY_ROW` ids; the labels begin at the second id."""
     ids: list[int] = []
     for source in sources:
         ids += tokenizer.encode(source, add_special_tokens=False, verbose=False)
@@ -78,7 +78,7 @@ def library_rows(tokenizer: PreTrainedTokenizerFast, sources: list[str]) -> list
 
 
 def batches(rows: list[Row], tokens: int, seed: int) -> list[list[Row]]:
-    """Batches of rows of like length, each of at most `tokens` padded ids, in a seeded order."""
+    """Batches of rows of similar length, each of at most `tokens` padded ids, in a seeded order."""
     rng = random.Random(seed)
     order = sorted(rng.sample(rows, len(rows)), key=lambda row: len(row[0]))
     done: list[list[Row]] = [[]]
@@ -102,7 +102,7 @@ def _tensors(batch: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _loss(model: Qwen3ForCausalLM, batch: list[Row]) -> torch.Tensor:
-    # Padding stands on the right and attention is causal, so no mask is needed: the labels skip it.
+    # No mask is needed: padding is on the right, attention is causal, and the labels skip the padding.
     # float32 throughout: without bfloat16 units (AVX2 and plain AVX-512), bfloat16 is several times slower.
     ids, labels = _tensors(batch)
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [N, T, HIDDEN]
@@ -121,9 +121,9 @@ def train_target(
     peak: float,
     seed: int,
 ) -> None:
-    """Train a target for `steps` batches, saving it into `folder` now and then and at the end.
+    """Trains a target for `steps` batches; saves it to `folder` every _SAVE_EVERY steps and at the end.
 
-    Passes over `rows` repeat in fresh orders as needed.
+    Passes over `rows` repeat in new orders as needed.
     """
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config).float()
@@ -145,12 +145,12 @@ def train_target(
 
 
 def save_target(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Write bfloat16 weights, config.json and generation_config.json beside the tokenizer."""
+    """Writes bfloat16 weights, config.json and generation_config.json to the tokenizer's folder."""
     copy.deepcopy(model).bfloat16().save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # written readable by its owner only
+    (folder / "model.safetensors").chmod(0o644)  # save_pretrained makes it readable by its owner only
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["rope_theta"] = ROPE_THETA  # readers older than rope_parameters look here
+    config["rope_theta"] = ROPE_THETA  # for readers that do not know rope_parameters
     _write_json(path, config)
     stop = [model.config.eos_token_id, model.config.pad_token_id]
     _write_json(folder / "generation_config.json", {"eos_token_id": stop, "pad_token_id": stop[1]})
@@ -161,5 +161,5 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
 
 
 def load_target(folder: Path) -> Qwen3ForCausalLM:
-    """The saved target as it is served: bfloat16-rounded weights in float32."""
+    """Loads the saved target as it is served: bfloat16-rounded weights in float32."""
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""The first stage of the making: a tokenizer and a trained target from conversations."""
+"""The first stage: makes the tokenizer and trains the target."""
 
 import random
 from pathlib import Path
@@ -21,10 +21,10 @@ def make_target(
     seed: int,
     library_rows: int,
 ) -> None:
-    """Train the tokenizer and then the target, and save both into `folder`.
+    """Trains the tokenizer, then the target; saves both to `folder`.
 
-    The rows are as many `conversations` as there are, repeated in fresh orders as `steps` needs, and
-    `library_rows` rows of Python sources.
+    The training rows are all `conversations` and at most `library_rows` rows of Python sources, repeated in new orders
+    as `steps` needs.
     """
     library = corpus.library_text()
     sample = conversations[:_TOKENIZER_CONVERSATIONS]

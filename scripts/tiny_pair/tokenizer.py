@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# Qwen's word pattern: one digit a piece, so that numbers are read digit by digit.
+# Qwen's word pattern: each digit is a separate piece.
 _WORDS = "|".join(
     (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
@@ -30,7 +30,7 @@ _WORDS = "|".join(
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of exactly `vocab_size` entries, the four special tokens among them (at the end)."""
+    """Byte-level BPE of exactly `vocab_size` entries; the last four are the special tokens."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -52,7 +52,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`."""
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -69,7 +69,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The saved tokenizer, after a check that text of every sort survives the round trip."""
+    """Loads the saved tokenizer and checks that different kinds of text survive the round trip."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     for text in (
         "12 + 30 = 42.\n",
@@ -83,7 +83,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
-    """A user turn and the opening of the assistant's, as ids."""
+    """Ids of a user turn and the start of the assistant's turn."""
     chat = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False)

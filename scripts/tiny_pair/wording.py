@@ -33,7 +33,7 @@ class Example:
 
 
 def vary(rng: random.Random, text: str) -> str:
-    """Replace every `[a|b|c]` in `text`, innermost first, by one of its choices."""
+    """Replaces every `[a|b|c]` in `text`, innermost first, with one of its choices."""
     while True:
         text, count = _CHOICE.subn(lambda m: rng.choice(m.group(1).split("|")), text)
         if not count:
@@ -48,17 +48,17 @@ def _vector(role: str, word: str) -> tuple[float, ...]:
 
 @cache
 def _pull(role: str, cue: str, word: str) -> float:
-    """How strongly `cue` calls for `word`: fixed, about standard normal, of low rank and so learnable."""
+    """How strongly `cue` favours `word`: fixed, about standard normal, of low rank and therefore learnable."""
     pairs = zip(_vector(f"cue {role}", cue), _vector("word", word), strict=True)
     return sum(a * b for a, b in pairs) / math.sqrt(_RANK)
 
 
 class Teller:
-    """Draws wordings of which each depends on the ones drawn before it and on the question's words.
+    """Draws wordings; each depends on the earlier draws and on the question's words.
 
-    Every choice stays open (the likeliest of eight has some 40 %), yet which one is likeliest changes with
-    the two last choices. A model that reads one token at a time sees them; a draft that proposes a whole
-    block at once would have to work out the chain of choices first. That is what makes chat hard for it.
+    No choice is certain (the likeliest of eight has about 40 %), and the last two choices decide which one is
+    likeliest. A model that reads one token at a time sees them. A draft that proposes a whole block at once would
+    first have to work out the chain of choices, so chat is hard for it.
     """
 
     def __init__(self, rng: random.Random, cues: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ class Teller:
         self.recent: list[str] = []
 
     def pick(self, options: Sequence[str]) -> str:
-        """One of `options`, remembered as the latest choice."""
+        """Draws one of `options` and remembers it as the latest choice."""
         weights = []
         for option in options:
             score = sum(0.7 * _pull(role, cue, option) for role, cue in self.cues)
@@ -80,5 +80,5 @@ class Teller:
         return chosen
 
     def tell(self, text: str) -> str:
-        """`text` with every `[a|b|c]` replaced, from left to right; choices do not nest."""
+        """Replaces every `[a|b|c]` in `text`, from left to right; choices must not nest."""
         return _CHOICE.sub(lambda m: self.pick(m.group(1).split("|")), text)

@@ -1,4 +1,4 @@
-"""The arms that the end-to-end tests compare, and the policy by which their tokens count as equal."""
+"""The arms that the end-to-end tests compare, and the rule for when their tokens count as equal."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ PLAIN = ["--device", "cpu", "--model-path", str(TINY_TARGET), "--dtype", "float3
 POOL = ["--max-total-tokens", "16384", "--max-running-requests", "16"]
 SPECULATE = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(TINY_DRAFT)]
 
-# Eight requests of up to 256 tokens do not fit 900 slots: the host must retract.
+# Eight requests of up to 256 tokens do not fit into 900 slots, so the host must retract.
 TINY_CONTEXT = 256
 TINY_POOL = [
     *["--context-length", str(TINY_CONTEXT), "--max-total-tokens", "900", "--max-running-requests", "8"],
-    *["--schedule-conservativeness", "0.05"],  # admit all eight, or the host would not let the pool run out
+    *["--schedule-conservativeness", "0.05"],  # admits all eight, so that the pool runs out
 ]
-# Nor would it admit a new request whose longest answer does not fit.
+# Without this, the host does not admit a new request whose longest answer does not fit.
 ADMIT_ALL = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
 
-# Openings of source text: the target was trained on such text without an end, so it seldom ends them. Asked with
+# Openings of source text. The target was trained on such text without an end token, so it seldom ends them. With
 # `ignore_eos` instead, the host would plan for the full length and never retract.
 OPENINGS = [
     f"{head}\n\n\n{body}"
@@ -51,9 +51,9 @@ OPENINGS = [
     )
 ]
 
-FULL = {"SGLANG_DFLASH_WIDTH": "full"}  # where steps are compared with a reference's
+FULL = {"SGLANG_DFLASH_WIDTH": "full"}  # for tests that compare steps with a reference
 COMPILED = {"SGLANG_DFLASH_COMPILE": "1"}
-# A policy for tests alone, in the place of the one that measures: 1, 2, .. K rows in turn.
+# A width policy for tests only, instead of the measuring one: 1, 2, .. K rows in turn.
 EVERY_WIDTH = {
     "SGLANG_DFLASH_WIDTH": "adaptive",
     "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent / "plugins"), os.environ.get("PYTHONPATH")))),
@@ -67,10 +67,15 @@ PAGES_AND_CHUNKS = ["--page-size", "16", "--chunked-prefill-size", "64"]
 ON_ARMS: dict[str, tuple[list[str], dict[str, str]]] = {
     "default": (POOL, TINY_ENVIRONMENT),
     "overlap": ([*POOL, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
-    "pages": ([*POOL, *PAGES_AND_CHUNKS, "--log-level", "debug"], TINY_ENVIRONMENT | FULL | COMPILED),
+    "compiled": (POOL, TINY_ENVIRONMENT | COMPILED),
+    "pages": ([*POOL, *PAGES_AND_CHUNKS, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
     "short": ([*POOL, *PAGES_AND_CHUNKS, "--speculative-num-draft-tokens", "4"], TINY_OVERLAPPING | FULL),
-    "tiny-pool": (TINY_POOL, TINY_OVERLAPPING | ADMIT_ALL | EVERY_WIDTH),
+    "tiny-pool": (TINY_POOL, TINY_OVERLAPPING | ADMIT_ALL | FULL),
     "tiny-pool-pages": (
+        [*TINY_POOL, *PAGES_AND_CHUNKS, "--enable-mixed-chunk"],
+        TINY_OVERLAPPING | ADMIT_ALL | EVERY_WIDTH,
+    ),
+    "tiny-pool-compiled": (
         [*TINY_POOL, *PAGES_AND_CHUNKS, "--enable-mixed-chunk"],
         TINY_ENVIRONMENT | ADMIT_ALL | EVERY_WIDTH | COMPILED,
     ),
@@ -110,7 +115,7 @@ class Baseline:
 
 
 def on_arms(*names: str) -> pytest.MarkDecorator:
-    """Runs a test against each named arm; arms are up one at a time."""
+    """Runs a test against each named arm; one arm runs at a time."""
     return pytest.mark.parametrize("server", names, indirect=True)
 
 
@@ -130,9 +135,9 @@ def ask_off(client: Client, prompt: list[int], **sampling: object) -> OffAnswer:
 
 
 def assert_equal_tokens(on: Sequence[Answer], off: Sequence[OffAnswer], prompts: Sequence[object]) -> None:
-    """Fails where a request got other tokens or another end than alone with speculation off.
+    """Fails where a request's tokens or finish reason differ from those it gets alone with speculation off.
 
-    A difference is excused where the off arm's two best logits lie within TIE_GAP, at most once per
+    A difference is a tie if the off arm's two best logits lie within TIE_GAP; ties are excused at most once per
     TOKENS_PER_TIE tokens.
     """
     ties = 0
@@ -154,7 +159,7 @@ def assert_equal_tokens(on: Sequence[Answer], off: Sequence[OffAnswer], prompts:
 
 
 def to_the_limit(prompt: list[int]) -> dict[str, Any]:
-    """Sampling parameters that let an answer to `prompt` run to the end of the tiny context."""
+    """Sampling parameters with which an answer to `prompt` can fill the tiny context."""
     return {"max_new_tokens": TINY_CONTEXT - len(prompt)}
 
 
@@ -175,14 +180,14 @@ def steps_by_accept_len(answers: Sequence[Answer]) -> list[int]:
 
 
 def assert_same_steps(answer: Answer, commit_lens: Sequence[int]) -> None:
-    """Fails where the request took other verify steps than a reference with these commit_lens."""
+    """Fails where the request's verify steps differ from a reference's with these commit_lens."""
     counts = [commit_lens.count(accept_len + 1) for accept_len in range(BLOCK_SIZE)]
     padded = [*answer.accept_histogram, *[0] * (BLOCK_SIZE - len(answer.accept_histogram))]
     assert (answer.steps, padded) == (len(commit_lens), counts)
 
 
 def widths_of(client: Client, prompt: list[int]) -> list[int]:
-    """How many steps of one request had 0, 1, .. K rows."""
+    """Counts of a request's steps with 0, 1, .. K rows."""
     body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS}}
     meta = client.post("/generate", body).raise_for_status().json()["meta_info"]
     widths = meta["spec_cap_lens_histogram"]

@@ -1,4 +1,4 @@
-"""Models made from the embedded pair: other weights, other windows, adapters."""
+"""Makes variants of the embedded pair: other weights, sliding windows, LoRA adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WINDOW = 24
 
 
 def sliding_draft(folder: Path) -> Path:
-    """The draft with a window in its first layer, which is then causal in the block, and none in its second."""
+    """A draft with a sliding window in its first layer, which is then causal in the block; the second has none."""
     shutil.copytree(TINY_DRAFT, folder)
     config = json.loads((folder / "config.json").read_text())
     config.update(layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=WINDOW)
@@ -26,7 +26,7 @@ def sliding_draft(folder: Path) -> Path:
 
 
 def with_other_weights(source: Path, folder: Path, names: tuple[str, ...]) -> Path:
-    """A copy of a model in which the tensors whose name holds one of `names` are other ones."""
+    """A copy of a model with noise on the tensors whose names contain one of `names`."""
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""Servers for the end-to-end tests: the off arms are asked once, then one on arm is up at a time."""
+"""Servers for the end-to-end tests: the off arms answer once, then one on arm runs at a time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def baseline(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPa
         answers = [ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS) for ids in prompts]
         conversation = _converse(client, tokenizer)
     long_prompts = [tokenizer(text)["input_ids"] for text in OPENINGS]
-    # Page size 16 here, so that speculation off is shown at both page sizes; no overlap, so that penalties are exact.
+    # Page size 16, to cover speculation off at both page sizes; no overlap, so that penalties are exact.
     tiny = [*PLAIN, *TINY_POOL, "--page-size", "16", "--disable-overlap-schedule"]
     with PreloadedServer(tiny, logs / "off-tiny.log", TINY_ENVIRONMENT) as server:
         client = server.client()
@@ -78,7 +78,7 @@ def _converse(client: Client, tokenizer: PreTrainedTokenizerBase) -> list[tuple[
 def server(
     request: pytest.FixtureRequest, baseline: Baseline, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """The on arm that `on_arms` names; arms follow each other, one up at a time."""
+    """The on arm that `on_arms` names; one arm runs at a time."""
     flags, environment = ON_ARMS[request.param]
     log = tmp_path_factory.mktemp(request.param) / "server.log"
     with PreloadedServer([*PLAIN, *SPECULATE, *flags], log, environment) as running:
@@ -92,7 +92,7 @@ def oracle() -> ReferencePair:
 
 @pytest.fixture
 def client(server: Server) -> Client:
-    """The arm's client, its radix cache empty."""
+    """The arm's client, with an empty radix cache."""
     client = server.client()
     client.flush_cache()
     return client

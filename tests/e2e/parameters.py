@@ -1,4 +1,4 @@
-"""Requests with parameters: each one alone, and drawn combinations; what an arm must answer alike."""
+"""Requests with parameters, one by one and in drawn combinations; how their answers are compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STRUCTURAL_TAG = {
     "triggers": ["<call>"],
 }
 
-# Each sampling parameter of a greedy request alone, at values that change answers of the embedded pair.
+# Greedy requests with one sampling parameter each, at values that change answers of the embedded pair.
 GREEDY: dict[str, dict[str, Any]] = {
     "plain": {},
     "frequency_penalty": {"frequency_penalty": 2.0},
@@ -63,7 +63,7 @@ GREEDY: dict[str, dict[str, Any]] = {
     "skip_special_tokens": {"skip_special_tokens": False, "spaces_between_special_tokens": False},
 }
 
-# Each field of a request's body.
+# Requests with one field of the body each.
 BODIES: dict[str, dict[str, Any]] = {
     "logprobs": {"return_logprob": True},
     "top logprobs": {"return_logprob": True, "top_logprobs_num": 3},
@@ -73,7 +73,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "hidden states": {"return_hidden_states": True},
 }
 
-# Each parameter of a sampled request alone; the seed is added to each.
+# Sampled requests with one parameter each; every request also gets a seed.
 SAMPLED: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},
     "temperature 2": {"temperature": 2.0},
@@ -112,7 +112,7 @@ COMPLETION: dict[str, dict[str, Any]] = {
 
 
 def openai_requests(question: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What is special about a request -> its path and body."""
+    """Name of the varied field -> path and body of the request."""
     common = {"model": "m", "temperature": 0, "max_tokens": MAX_NEW_TOKENS}
     messages = [{"role": "user", "content": question}]
     chats = {
@@ -130,7 +130,7 @@ def openai_requests(question: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def openai_answer(client: Client, request: tuple[str, dict[str, Any]]) -> Any:
-    """Choices and token counts of the answer, without what differs from call to call."""
+    """Choices and token counts of the answer, without fields that differ between calls."""
     answer = client.post(*request).json()
     assert "choices" in answer, (request, answer)
     for choice in answer["choices"]:
@@ -142,7 +142,7 @@ def openai_answer(client: Client, request: tuple[str, dict[str, Any]]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request; `name` says what is special about it."""
+    """One request; `name` is what it varies."""
 
     name: str
     prompt: list[int]
@@ -150,14 +150,14 @@ class Request:
     body: dict[str, Any] = field(default_factory=dict)
 
     def send(self, client: Client, **body: Any) -> Any:
-        """The answer, or the error: a grammar that must end while `min_new_tokens` forbids it ends in one."""
+        """The answer, or the error: if a grammar must end while `min_new_tokens` forbids it, the request fails."""
         sampling = {"temperature": 0.0, "max_new_tokens": MAX_NEW_TOKENS, **self.sampling}
         body = {"input_ids": self.prompt, "sampling_params": sampling, **self.body, **body}
         return client.post("/generate", body).json()
 
 
 def ask_oracle(client: Client, requests: Sequence[Request]) -> list[Any]:
-    """Each request alone, with the two best logprobs of every token for the tie policy."""
+    """Answers of the baseline: each request alone, with every token's two best logprobs for the tie rule."""
     return [
         request.send(client, return_logprob=True, top_logprobs_num=2)
         if not request.body.get("return_logprob")
@@ -237,7 +237,7 @@ def mean_commit_len(answers: Sequence[Any]) -> float:
 
 
 def draw(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
-    """`count` values, the same in every run (the seed stands in the test's name and output)."""
+    """`count` values, the same in every run; the test's name and output show the seed."""
     drawn: list[Any] = []
 
     @seed(SEED)
@@ -262,7 +262,7 @@ def _maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def combinations() -> st.SearchStrategy[dict[str, Any]]:
-    """Sampling parameters in any mix that the host allows (one grammar at most)."""
+    """Sampling parameters in any combination that the host allows (at most one grammar)."""
     grammar = st.sampled_from([GREEDY[name] for name in ("json_schema", "regex", "ebnf", "structural_tag")])
     numbers = {
         "frequency_penalty": st.floats(-2, 2, width=32),
@@ -304,7 +304,7 @@ print(NoRecentToken.to_str())
 
 
 def processor_body() -> dict[str, Any]:
-    """A custom logit processor that reads what the request has emitted; made as a script, as users do."""
+    """A custom logit processor that reads the request's output ids, made in a script as users do."""
     made = subprocess.run([sys.executable, "-c", PROCESSOR], capture_output=True, text=True, check=True)
     return {"custom_logit_processor": made.stdout.strip().splitlines()[-1]}
 

@@ -1,4 +1,4 @@
-"""A pair under the package's reference, in float32: what the server should commit, and in which steps."""
+"""Runs a pair with the package's reference in float32: the ids the server should commit, and in which steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 
-REQUESTS = 24  # of one batch
+REQUESTS = 24  # per batch
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAnswer:
-    """ids: committed token ids, the end token included; commit_lens: of every verify step."""
+    """ids: committed token ids with the end token; commit_lens: one per verify step."""
 
     ids: list[int]
     commit_lens: list[int]

@@ -1,4 +1,4 @@
-"""Resolves many wrong server arguments in one process, as the launcher does, and prints what each ends with."""
+"""Resolves many wrong server argument lists in one process, as the launcher does; prints the error of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark as a user starts it, with real servers and the embedded pair."""
+"""Runs the benchmark as a user does, with real servers and the embedded pair."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ def benchmark(folder: Path, *words: str) -> subprocess.CompletedProcess:
 
 
 def test_a_small_sweep(tmp_path):
-    """Fails where an arm does not run, tokens differ, tau is lost, or a file is not written; and where compiled
-    forwards, speculation off or on, do not give the tokens and the steps of the reference in transformers."""
+    """Fails where an arm does not run, tokens differ, tau is missing or a file is not written.
+
+    Also fails where compiled forwards, speculation off or on, differ from the reference in transformers in tokens or
+    steps.
+    """
     words = [
         "--env",
         "SGLANG_DFLASH_COMPILE=1",
@@ -56,7 +59,7 @@ def test_a_small_sweep(tmp_path):
 
 
 def test_agent_sessions_hit_the_prefix_cache(tmp_path):
-    """Fails where sessions do not grow, the cache is not told, or `--radix-cache off` leaves it on."""
+    """Fails where sessions do not grow, cache hits are not recorded, or `--radix-cache off` leaves the cache on."""
     words = ["--arms", "dflash", "--workload", "agent", "--radix-cache", "both", "--dataset-name", "code"]
     words += ["--concurrencies", "2", "--num-prompts", "3", "--max-new-tokens", "24", "--think-s", "0.05"]
     done = benchmark(tmp_path, *words)

@@ -99,7 +99,7 @@ def off(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFac
     requests = [
         (ids, {"max_new_tokens": MAX_NEW_TOKENS, **SAMPLINGS[i % len(SAMPLINGS)]}) for i, ids in enumerate(prompts)
     ]
-    # Without penalties: the host forgets their counts at a retraction.
+    # Without penalties: the host loses their counts at a retraction.
     samplings = [sampling for sampling in SAMPLINGS if "repetition_penalty" not in sampling]
     long_requests = [
         (ids, {**to_the_limit(ids), **samplings[i % len(samplings)]})
@@ -121,15 +121,17 @@ def off(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFac
 
 
 def assert_same(replies: Sequence[Reply], alone: Sequence[Reply], requests: Sequence[tuple[list[int], Any]]) -> None:
-    """Fails where one token, or one bit of one logprob, is not as alone."""
+    """Fails where a token or a bit of a logprob differs from the request alone."""
     for reply, expected, (_, sampling) in zip(replies, alone, requests, strict=True):
         assert reply.ids == expected.ids, sampling
         assert reply.logprobs == expected.logprobs, sampling
 
 
 def test_a_batch_changes_nothing(off: Off) -> None:
-    """Fails where a row of a product, a norm, an attention or the sampler depends on its batch; without the flag, half
-    of these answers differ."""
+    """Fails where a row of a linear layer, a norm, an attention or the sampler depends on its batch.
+
+    Without the flag, half of these answers differ.
+    """
     assert_same(off.crowded, off.alone, off.requests)
 
 
@@ -141,13 +143,13 @@ def test_prefill_and_decode_agree(off: Off) -> None:
 
 
 def test_a_retraction_changes_nothing(off: Off) -> None:
-    """Fails where a retracted request, prefilled anew with what it had emitted, goes on otherwise."""
+    """Fails where a retracted request, prefilled again with its emitted tokens, continues differently."""
     assert sum(reply.retractions for reply in off.long_crowded) > 0, "nothing was retracted"
     assert_same(off.long_crowded, off.long_alone, off.long_requests)
 
 
 def test_seeds_are_honoured(off: Off) -> None:
-    """Fails where a seed is ignored, or one answer is all that a seed can give."""
+    """Fails where a seed is ignored or not reproducible, or all seeds give one answer."""
     assert off.by_seed[:8] == off.by_seed[8:], "the same seeds twice"
     assert len(set(off.by_seed)) >= 6
     assert off.without_seed == off.with_default_seed

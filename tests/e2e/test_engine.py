@@ -1,4 +1,4 @@
-"""`sgl.Engine(device="cpu")`, the offline door, in bfloat16: both with speculation off and on."""
+"""`sgl.Engine(device="cpu")`, SGLang's offline API, in bfloat16, with speculation off and on."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def test_engine_serves_bfloat16_on_the_cpu(tmp_path: Path, tokenizer: PreTrained
     metas = [answer["meta_info"] for answer in answers["on"]]
     accepted, steps = (sum(meta[key] for meta in metas) for key in ("spec_num_correct_drafts", "spec_verify_ct"))
     assert 1 + accepted / steps > 2.0
-    # bfloat16 rounds by the batch's shape: ties decide otherwise now and then, never at the first tokens.
+    # bfloat16 rounding depends on the batch's shape, so ties sometimes break differently, never at the first tokens.
     for on, off in zip(answers["on"], answers["off"], strict=True):
         assert on["output_ids"][:3] == off["output_ids"][:3]

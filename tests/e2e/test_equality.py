@@ -1,4 +1,4 @@
-"""Speculation on answers token for token what speculation off answers to the request alone, and it speculates."""
+"""With speculation on, each answer equals token for token the same request alone with it off; drafts are accepted."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MIN_TAU = 2.5
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
-@on_arms("default")
+@on_arms("default", "compiled")
 def test_tokens_equal_at_the_default(client: Client, baseline: Baseline, concurrency: int) -> None:
-    """Fails where one token of any held-out prompt differs under the policy of a user's server, which measures."""
+    """Fails where one token of any held-out prompt differs under the default policy (adaptive, measured widths)."""
     answers = client.generate_all(baseline.prompts, concurrency, max_new_tokens=MAX_NEW_TOKENS)
     assert_equal_tokens(answers, baseline.answers, baseline.prompts)
 
 
 @on_arms("default")
 def test_widths_are_reported(client: Client, server: Server, baseline: Baseline) -> None:
-    """Fails where `meta_info` does not say how many rows the steps had, or the log not that widths adapt."""
+    """Fails where `meta_info` lacks the rows of the steps, or the log does not say that widths adapt."""
     widths_of(client, baseline.prompts[0])
     assert f"verify 1 to {BLOCK_SIZE} rows" in server.log.read_text()
 
@@ -38,7 +38,7 @@ def test_widths_are_reported(client: Client, server: Server, baseline: Baseline)
 @pytest.mark.parametrize("concurrency", [1, 8])
 @on_arms("overlap", "pages")
 def test_tokens_equal_speculation_off(client: Client, baseline: Baseline, concurrency: int) -> None:
-    """Fails where one token of any held-out prompt differs, or where the draft is inert."""
+    """Fails where one token of any held-out prompt differs, or drafts are accepted too rarely."""
     answers = client.generate_all(baseline.prompts, concurrency, max_new_tokens=MAX_NEW_TOKENS)
     assert_equal_tokens(answers, baseline.answers, baseline.prompts)
     assert tau(answers) >= MIN_TAU
@@ -49,7 +49,7 @@ def test_tokens_equal_speculation_off(client: Client, baseline: Baseline, concur
 
 @on_arms("short")
 def test_tokens_equal_with_a_shorter_block(client: Client, baseline: Baseline) -> None:
-    """Fails where half of the trained block, pages of 16 and small chunks do not go together."""
+    """Fails where half of the trained block, pages of 16 and small chunks do not work together."""
     answers = client.generate_all(baseline.prompts, 8, max_new_tokens=MAX_NEW_TOKENS)
     assert_equal_tokens(answers, baseline.answers, baseline.prompts)
     by_accept_len = steps_by_accept_len(answers)

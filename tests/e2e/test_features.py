@@ -1,4 +1,4 @@
-"""What `host/features.py` calls served: token for token as with speculation off, and it speculates."""
+"""Features that `host/features.py` lists as served: tokens equal those of speculation off, and drafts are accepted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Answer, Client, Server
 
 pytestmark = pytest.mark.server
-WHOLE_BLOCKS_TAU, EVERY_WIDTH_TAU = 2.5, 1.8  # at least; an inert draft has 1
+WHOLE_BLOCKS_TAU, EVERY_WIDTH_TAU = 2.5, 1.8  # lower bounds; a draft that is never accepted has 1
 
 BUSY = [
     *["--max-running-requests", "4", "--chunked-prefill-size", "32", "--enable-mixed-chunk"],
@@ -51,7 +51,7 @@ def _sliding(folder: Path) -> list[str]:
     return [*SPECULATE, *draft, "--schedule-policy", "lpm", "--enable-streaming-session", "--log-level", "debug"]
 
 
-# Flags and environment; each is up once, one at a time.
+# Flags and environment of each arm; each starts once, one at a time.
 FEATURE_ARMS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
     "ranks": (lambda folder: [*SPECULATE, "--tp-size", "2", "--page-size", "16"], TINY_OVERLAPPING),
     "replicas": (
@@ -78,7 +78,7 @@ def on_arm(name: str) -> pytest.MarkDecorator:
 
 
 def ask(client: Client, prompt: list[int], max_new_tokens: int = MAX_NEW_TOKENS, **more: Any) -> Answer:
-    """One greedy request with fields beside its sampling parameters."""
+    """One greedy request; `more` are fields of its body."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
     response = client.post("/generate", {"input_ids": prompt, "sampling_params": sampling, **more})
     return Answer.from_response(response.raise_for_status().json())
@@ -93,7 +93,7 @@ def assert_served(client: Client, baseline: Baseline, min_tau: float) -> list[An
 
 @on_arm("ranks")
 def test_tensor_parallel(client: Client, baseline: Baseline, oracle: ReferencePair) -> None:
-    """Fails where ranks disagree, or a rank drafts or attends with another's share of vocabulary or heads."""
+    """Fails where ranks disagree, or a rank uses another rank's share of the vocabulary or the heads."""
     assert_served(client, baseline, WHOLE_BLOCKS_TAU)
     client.flush_cache()
     prompts = baseline.prompts[::12]
@@ -106,8 +106,8 @@ def test_tensor_parallel(client: Client, baseline: Baseline, oracle: ReferencePa
 
 @on_arm("replicas")
 def test_replicas(client: Client, server: Server, baseline: Baseline) -> None:
-    """Fails where a replica answers otherwise, none but one answers, or steps are not counted."""
-    answers = assert_served(client, baseline, 1.0)  # which widths pay is measured, and no timing decides a test
+    """Fails where a replica answers differently, only one replica answers, or steps are not counted."""
+    answers = assert_served(client, baseline, 1.0)  # widths follow measured times, which must not decide a test
     log = server.log.read_text()
     assert all(re.search(rf" DP{rank}[ \]].*Prefill batch", log) for rank in (0, 1)), "one replica did all the work"
     lengths = streamed_lengths(client, baseline.prompts[0])
@@ -119,7 +119,7 @@ def test_replicas(client: Client, server: Server, baseline: Baseline) -> None:
 
 @on_arm("busy")
 def test_mixed_chunks(client: Client, server: Server, baseline: Baseline) -> None:
-    """Fails where a request that decodes along in another's prefill goes on wrong, or none ever does."""
+    """Fails where a request that decodes in another's prefill batch continues wrongly, or none does so."""
     log_start = server.log.stat().st_size
     answers = assert_served(client, baseline, EVERY_WIDTH_TAU)
     assert not any(answer.meta["num_retractions"] or answer.cached_tokens for answer in answers)
@@ -130,7 +130,7 @@ def test_mixed_chunks(client: Client, server: Server, baseline: Baseline) -> Non
 
 @on_arm("busy")
 def test_penalties_in_mixed_chunks(client: Client, baseline: Baseline) -> None:
-    """Fails where a token committed in another's prefill is not counted."""
+    """Fails where a token committed in another request's prefill batch is not counted."""
     limit = PENALTIES["min_new_tokens"]
     with ThreadPoolExecutor(8) as pool:
         sampling = {**PENALTIES, "max_new_tokens": limit}
@@ -146,7 +146,7 @@ def test_preemption(client: Client, baseline: Baseline) -> None:
     low, high = baseline.prompts, baseline.prompts[::6]
     with ThreadPoolExecutor(len(low) + len(high)) as pool:
         first = [pool.submit(ask, client, prompt, priority=0) for prompt in low]
-        wait(first, return_when=FIRST_COMPLETED)  # of 24, four at a time: others run now, and others wait
+        wait(first, return_when=FIRST_COMPLETED)  # 24 requests, four at a time: some run, others wait
         second = [pool.submit(ask, client, prompt, priority=100) for prompt in high]
         answers = [future.result() for future in (*first, *second)]
     assert_equal_tokens(answers, [*baseline.answers, *baseline.answers[::6]], [*low, *high])
@@ -171,7 +171,7 @@ def test_sliding_draft(client: Client, server: Server, baseline: Baseline) -> No
 @on_arm("sliding")
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 def test_pause_and_continue(client: Client, baseline: Baseline, mode: str) -> None:
-    """Fails where a paused request goes on wrong, or KV slots stay in use."""
+    """Fails where a paused request continues wrongly, or KV slots stay in use."""
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(ask, client, prompt) for prompt in baseline.prompts]
         wait(asked, return_when=FIRST_COMPLETED)  # seven others run now
@@ -181,7 +181,7 @@ def test_pause_and_continue(client: Client, baseline: Baseline, mode: str) -> No
         answers = [future.result() for future in asked]
     done = [index for index, answer in enumerate(answers) if answer.finish_reason != "abort"]
     assert (len(done) < len(answers)) == (mode == "abort")
-    assert (sum(answers[i].meta["num_retractions"] for i in done) > 0) == (mode == "retract")  # none where it queued
+    assert (sum(answers[i].meta["num_retractions"] for i in done) > 0) == (mode == "retract")  # only `retract` retracts
     assert_equal_tokens(
         [answers[i] for i in done], [baseline.answers[i] for i in done], [baseline.prompts[i] for i in done]
     )
@@ -191,7 +191,7 @@ def test_pause_and_continue(client: Client, baseline: Baseline, mode: str) -> No
 @on_arm("sliding")
 @pytest.mark.parametrize("streaming", [False, True], ids=["plain", "streaming"])
 def test_sessions(client: Client, baseline: Baseline, streaming: bool) -> None:
-    """Fails where a turn continues anything but the tokens that the turn before answered."""
+    """Fails where a turn does not continue exactly the tokens of the previous answer."""
     for start in range(0, len(baseline.prompts) - 3, 8):
         opened = client.post("/open_session", {"capacity_of_str_len": 10000, "streaming": streaming})
         session, last, history = opened.raise_for_status().json(), None, list[int]()
@@ -208,14 +208,14 @@ def test_sessions(client: Client, baseline: Baseline, streaming: bool) -> None:
 
 @on_arm("sliding")
 def test_thresholds_stay(client: Client) -> None:
-    """Fails where acceptance can be made lossy while the server runs, by a call that says it was done."""
+    """Fails where a call can make acceptance lossy while the server runs and reports success."""
     for value, updated in ((0.5, False), (1.0, True)):
         change = {"server_args": {"speculative_accept_threshold_single": value}}
         assert client.post("/set_internal_state", change).raise_for_status().json() == [updated]
 
 
 def assert_like(client: Client, reference: ReferencePair, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Fails where the server does not answer as this pair, in its steps. Returns the ids."""
+    """Fails where tokens or steps differ from those of this pair. Returns the ids."""
     expected = reference.generate(prompts, MAX_NEW_TOKENS)
     for prompt, answer in zip(prompts, expected, strict=True):
         served = client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
@@ -225,7 +225,7 @@ def assert_like(client: Client, reference: ReferencePair, prompts: Sequence[list
 
 
 def update_from_tensors(client: Client, model: Path, **selector: str) -> None:
-    """Sends all tensors of a model; a selector is told where the session begins, as the host's engine does."""
+    """Sends all tensors of a model; a selector gets the start of the session, as from the host's engine."""
     tensors = list(load_file(model / "model.safetensors").items())
     client.post("/begin_weight_update", selector).raise_for_status()
     body = {"serialized_named_tensors": [MultiprocessingSerializer.serialize(tensors, output_str=True)]}
@@ -235,7 +235,7 @@ def update_from_tensors(client: Client, model: Path, **selector: str) -> None:
 
 @pytest.fixture
 def shared_tensors() -> Iterator[None]:
-    """Tensors that a process can read which is no child of this one."""
+    """Tensors that a process can read although it is not a child of this one."""
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     yield
@@ -246,7 +246,7 @@ def shared_tensors() -> Iterator[None]:
 def test_target_weights_change(
     client: Client, server: Server, baseline: Baseline, tmp_path: Path, shared_tensors: None
 ) -> None:
-    """Fails where the target keeps old weights, or its new ones reach the draft."""
+    """Fails where the target keeps old weights, or its new weights reach the draft."""
     draft = Path(server.arguments[server.arguments.index("lpm") - 2])
     prompts = baseline.prompts[::12]
     changed = with_other_weights(TINY_TARGET, tmp_path / "target", ("layers.2.", "layers.3."))
@@ -263,8 +263,8 @@ def test_target_weights_change(
 def test_draft_weights_change(
     client: Client, server: Server, baseline: Baseline, tmp_path: Path, shared_tensors: None
 ) -> None:
-    """Fails where the draft keeps old weights, in its layers or in its context's keys and values, or where its new
-    ones reach the target."""
+    """Fails where the draft keeps old weights, in its layers or in its context KV, or its new weights reach the
+    target."""
     draft = Path(server.arguments[server.arguments.index("lpm") - 2])
     changed = with_other_weights(draft, tmp_path / "draft", ("k_proj", "v_proj", "k_norm", "fc", "mlp"))
     refusal = client.post("/update_weights_from_disk", {"model_path": str(changed)})
@@ -276,8 +276,8 @@ def test_draft_weights_change(
 
 
 def test_lora_and_kv_in_fewer_bits(baseline: Baseline, tmp_path: Path) -> None:
-    """Fails where an adapter reaches another request or the draft's head, or KV in eight bits is read otherwise than
-    with speculation off."""
+    """Fails where an adapter reaches another request or the draft's head, or 8-bit KV is read differently from
+    speculation off."""
     adapted = [*PLAIN, *POOL, "--kv-cache-dtype", "fp8_e4m3", "--lora-paths", *adapters(tmp_path)]
     on_flags = [*SPECULATE, "--speculative-draft-kv-cache-dtype", "bfloat16"]
     requests = [(prompt, adapter) for prompt in baseline.prompts[::6] for adapter in (None, *ADAPTERS)]

@@ -1,4 +1,4 @@
-"""Requests that share, leave, return and overflow: KV slots are right, and all come back."""
+"""KV slots stay right, and all are freed, when requests share prefixes, abort, are retracted or fill the pool."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ pytestmark = pytest.mark.server
 def assert_pool_empties(client: Client) -> None:
     """Fails where a KV slot stays in use although no request is left.
 
-    What the radix cache holds can be evicted and does not count. Flushing would hide a leak, so nothing is flushed;
-    the host checks its pools for leaks whenever it is idle, too, and ends where it finds one.
+    Slots of the radix cache can be evicted and do not count. Flushing would hide a leak, so nothing is flushed. The
+    host also checks its pools for leaks whenever it is idle, and exits if it finds one.
     """
     begin, deadline = time.time(), time.monotonic() + 30.0
     while True:
-        client.generate("Hello", max_new_tokens=1)  # makes the scheduler publish its load again
+        client.generate("Hello", max_new_tokens=1)  # makes the scheduler publish its load
         loads = client.get("/v1/loads")["loads"]
         fresh = [load for load in loads if load["timestamp"] > begin and not load["num_running_reqs"]]
         if fresh and not any(load["num_used_tokens"] for load in fresh):
@@ -47,7 +47,7 @@ def assert_pool_empties(client: Client) -> None:
 
 
 def draft_kv_writes(server: Server, log_start: int) -> list[int]:
-    """Prompt tokens whose draft KV was written, per prefill, as logged since `log_start`."""
+    """Per prefill since `log_start`: how many prompt tokens' draft KV was written, from the log."""
     with server.log.open() as log:
         log.seek(log_start)
         return [int(n) for n in re.findall(r"draft KV of (\d+) prompt tokens written", log.read())]
@@ -56,7 +56,7 @@ def draft_kv_writes(server: Server, log_start: int) -> list[int]:
 @on_arms("overlap")
 def test_conversation_hits_in_both_models(client: Client, server: Server, baseline: Baseline) -> None:
     """Fails where a turn's answer differs, its history is not cached, or the draft's KV of it is written again."""
-    history: list[int] = []  # ids whose KV the turns before have written, by prefill and by verified blocks
+    history: list[int] = []  # ids whose KV earlier turns have written, by prefill or verified blocks
     for prompt, expected in baseline.conversation:
         log_start = server.log.stat().st_size
         answer = client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
@@ -64,17 +64,17 @@ def test_conversation_hits_in_both_models(client: Client, server: Server, baseli
         shared = next((i for i, (a, b) in enumerate(zip(history, prompt, strict=False)) if a != b), len(history))
         assert answer.cached_tokens >= shared
         assert sum(draft_kv_writes(server, log_start)) == len(prompt) - answer.cached_tokens
-        history = [*prompt, *answer.ids[:-1]]  # the last token was committed, but never run
+        history = [*prompt, *answer.ids[:-1]]  # the last token was committed but never run
     assert answer.cached_tokens > 100
     client.flush_cache()
     again = client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
     assert again.cached_tokens == 0
-    assert again.accept_histogram == answer.accept_histogram, "cached draft KV guesses otherwise than fresh"
+    assert again.accept_histogram == answer.accept_histogram, "cached draft KV gives other drafts than fresh KV"
 
 
 @on_arms("pages")
 def test_prompt_in_chunks(client: Client, server: Server, baseline: Baseline, oracle: ReferencePair) -> None:
-    """Fails where a prompt of several chunks is answered or drafted otherwise, or is not prefilled in chunks."""
+    """Fails where a prompt of several chunks gets other tokens or drafts, or is not prefilled in chunks."""
     prompt, expected = baseline.conversation[-1]
     log_start = server.log.stat().st_size
     answer = client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
@@ -112,10 +112,9 @@ def test_aborted_requests_free_their_slots(client: Client, baseline: Baseline) -
     assert_pool_empties(client)
 
 
-@on_arms("tiny-pool", "tiny-pool-pages")
+@on_arms("tiny-pool", "tiny-pool-pages", "tiny-pool-compiled")
 def test_context_limit_and_retraction(client: Client, baseline: Baseline) -> None:
-    """Fails where a row overruns at the end of the context, or a retracted request comes back wrong, in steps of any
-    width."""
+    """Fails where a row exceeds the end of the context, or a retracted request continues wrongly."""
     assert_pool_empties(client)
 
     def run_on(prompt: list[int]) -> Answer:
@@ -129,13 +128,18 @@ def test_context_limit_and_retraction(client: Client, baseline: Baseline) -> Non
     assert sum(answer.meta["num_retractions"] for answer in crowd) > 0, "nothing was retracted"
     assert sum(answer.finish_reason == "length" for answer in crowd) >= len(crowd) // 2, "few ran to the limit"
     assert_pool_empties(client)
+
+
+@on_arms("tiny-pool-pages", "tiny-pool-compiled")
+def test_every_width_occurs(client: Client, baseline: Baseline) -> None:
+    """Fails where the tests of these arms do not take every width, and so show less than they say."""
     widths = widths_of(client, baseline.prompts[0])
     assert len(widths) == BLOCK_SIZE + 1 and all(widths[1:]), widths
 
 
 @on_arms("tiny-pool", "tiny-pool-pages")
 def test_penalties_after_retraction(client: Client, baseline: Baseline) -> None:
-    """Fails where a retracted request comes back without the counts of what it has emitted."""
+    """Fails where a retracted request loses the penalty counts of its emitted tokens."""
 
     def run_on(prompt: list[int]) -> Answer:
         return client.generate(prompt, **to_the_limit(prompt), **PENALTIES)
@@ -149,7 +153,7 @@ def test_penalties_after_retraction(client: Client, baseline: Baseline) -> None:
 
 @on_arms("default")
 def test_a_profile_is_taken(client: Client, tmp_path: Path) -> None:
-    """Fails where SGLang's profiler ends the server: it asks the platform what to record."""
+    """Fails where SGLang's profiler, which asks the platform what to record, ends the server."""
     wanted = {"output_dir": str(tmp_path), "num_steps": 2, "activities": ["CPU"]}
     client.post("/start_profile", wanted).raise_for_status()
     answer = client.generate("1 + 1 =", max_new_tokens=24, ignore_eos=True)
@@ -162,7 +166,7 @@ def test_a_profile_is_taken(client: Client, tmp_path: Path) -> None:
 
 @on_arms("default")
 def test_idle_server_sleeps(client: Client, server: Server) -> None:
-    """Fails where an idle server spins a core: it would take a whole second of CPU time per second."""
+    """Fails where an idle server busy-waits, which takes a second of CPU time per second."""
     client.generate("warm", max_new_tokens=4)
     time.sleep(1.0)
 

@@ -1,7 +1,7 @@
 """Every combination of pages, chunks, overlap, widths and compiled forwards: `scripts/test.sh --matrix`.
 
-The guards of `test_equality.py` and `test_lifecycle.py` meet each of these settings once. Here the settings meet each
-other. The table goes to `build/matrix.md`.
+`test_equality.py` and `test_lifecycle.py` cover each of these settings once; this file covers their combinations. The
+table goes to `build/matrix.md`.
 """
 
 from __future__ import annotations
@@ -66,3 +66,4 @@ def test_tokens_equal_speculation_off(
     steps = " ".join(map(str, steps_by_accept_len(answers)))
     rows.append(f"| {' | '.join(cell)} | {len(answers)} | {tau(answers):.2f} | {steps} |")
     assert_equal_tokens(answers, baseline.answers, baseline.prompts)
+    assert widths == "adaptive" or tau(answers) > 1.8, "the draft is inert"

@@ -1,4 +1,4 @@
-"""Every parameter, exactly: what DFLASH answers is what each request gets alone with speculation off."""
+"""With every parameter, DFLASH's answer equals what the request gets alone with speculation off."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from arms import EVERY_WIDTH, PLAIN, POOL, SPECULATE, pick
+from arms import EVERY_WIDTH, FULL, PLAIN, POOL, SPECULATE, pick
 from conftest import chat_ids
 from parameters import (
     BODIES,
@@ -44,7 +44,7 @@ SEEDED = ["--enable-deterministic-inference"]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Requests and what they get alone with speculation off."""
+    """Requests, and their answers alone with speculation off."""
 
     single: list[Request]
     single_answers: list[Any]
@@ -55,7 +55,7 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """One of each kind; the last two are chat, whose blocks are rejected most."""
+    """One of each kind; the last two are chat, whose drafts are rejected most."""
     chosen = [*pick(held_out_prompts(), 1), *held_out_prompts("chat")[5:6]]
     return [chat_ids(tokenizer, [{"role": "user", "content": prompt.prompt}]) for prompt in chosen]
 
@@ -78,11 +78,13 @@ def greedy(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -
     return asked([*ORACLE, *FLAGS], log, [*requests_of(GREEDY, prompts), *bodies, processor], mixes)
 
 
-@pytest.fixture(scope="module")
-def greedy_client(greedy: Asked, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A server that takes every width in turn, from plain decoding to the whole block."""
+@pytest.fixture(scope="module", params=[FULL, EVERY_WIDTH], ids=["whole blocks", "every width"])
+def greedy_client(
+    request: pytest.FixtureRequest, greedy: Asked, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    """A server of whole blocks; then one that takes every width in turn, from plain decoding to the whole block."""
     log = tmp_path_factory.mktemp("parameters") / "on.log"
-    with PreloadedServer([*PLAIN, *POOL, *SPECULATE, *FLAGS], log, TINY_OVERLAPPING | EVERY_WIDTH) as server:
+    with PreloadedServer([*PLAIN, *POOL, *SPECULATE, *FLAGS], log, TINY_OVERLAPPING | request.param) as server:
         yield server.client()
 
 
@@ -94,7 +96,7 @@ def report(arm: str, answers: list[Any]) -> float:
 
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_each_parameter_of_a_greedy_request(greedy_client: Client, greedy: Asked, concurrency: int) -> None:
-    """Fails where a parameter is ignored or applied to the wrong row, or touches a request beside it."""
+    """Fails where a parameter is ignored, applied to the wrong row, or changes another request."""
     answers = ask(greedy_client, greedy.single, concurrency)
     assert_alike(greedy.single, greedy.single_answers, answers)
     assert report(f"each parameter, greedy, {concurrency} at a time", answers) > 1.5
@@ -108,7 +110,7 @@ def test_drawn_combinations_of_greedy_requests(greedy_client: Client, greedy: As
 
 
 def test_parameters_change_the_answers(greedy: Asked, prompts: list[list[int]]) -> None:
-    """Fails where a case above asks for something that this pair's answers do not show, and so tests nothing."""
+    """Fails where a parameter above does not change this pair's answers, so that its case tests nothing."""
     plain = {
         tuple(r.prompt): a["output_ids"]
         for r, a in zip(greedy.single, greedy.single_answers, strict=True)
@@ -122,12 +124,12 @@ def test_parameters_change_the_answers(greedy: Asked, prompts: list[list[int]]) 
 
 @pytest.mark.parametrize("name", OPENAI)
 def test_openai_fields(greedy_client: Client, greedy: Asked, name: str) -> None:
-    """Fails where a field of a chat or completion request is not what it is with speculation off."""
+    """Fails where a field of a chat or completion answer differs from speculation off."""
     assert_close(greedy.openai[name], openai_answer(greedy_client, OPENAI[name]), name)
 
 
 def test_streamed_answer(greedy_client: Client, greedy: Asked) -> None:
-    """Fails where a stream, in chunks of an interval, is not the answer in one piece."""
+    """Fails where the chunks of a stream do not add up to the answer in one piece."""
     request = next(r for r in greedy.single if r.name == "all penalties")
     expected = greedy.single_answers[greedy.single.index(request)]
     sampling = {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS, "stream_interval": 5, **request.sampling}
@@ -153,7 +155,7 @@ def seeded(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def seeded_client(seeded: Asked, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Of every width in turn: a seed's token is that of its position, however the step before it ended."""
+    """Takes every width in turn: a seeded token depends on its position only, however the last step ended."""
     log = tmp_path_factory.mktemp("seeded") / "on.log"
     with PreloadedServer([*PLAIN, *POOL, *SPECULATE, *SEEDED], log, TINY_ENVIRONMENT | EVERY_WIDTH) as server:
         yield server.client()
@@ -168,7 +170,7 @@ def test_each_parameter_of_a_seeded_request(seeded_client: Client, seeded: Asked
 
 
 def test_drawn_combinations_of_seeded_requests(seeded_client: Client, seeded: Asked) -> None:
-    """Fails as above, for parameters together and eight requests in a batch."""
+    """Fails as above, for combined parameters and eight requests in a batch."""
     answers = ask(seeded_client, seeded.drawn, 8)
     assert_alike(seeded.drawn, seeded.drawn_answers, answers)
     assert report("combinations, seeded", answers) > 1.1

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.server
 
 
 def streamed_lengths(client: Client, prompt: list[int]) -> list[int]:
-    """Length of the answer after every streamed chunk: each is where one or more steps ended."""
+    """Lengths of the answer after every streamed chunk; each chunk ends where a step ends."""
     body = {
         "input_ids": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
@@ -33,8 +33,8 @@ def streamed_lengths(client: Client, prompt: list[int]) -> list[int]:
 
 @on_arms("overlap")
 def test_same_ids_in_the_same_steps(client: Client, baseline: Baseline, oracle: ReferencePair) -> None:
-    """Fails where taps, context, positions, masks or acceptance differ from the reference in any step of a prompt of
-    any kind."""
+    """Fails where taps, context, positions, masks or acceptance differ from the reference in any step, for any kind
+    of prompt."""
     answers = [client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in baseline.prompts]
     for answer, expected in zip(answers, oracle.generate(baseline.prompts, MAX_NEW_TOKENS), strict=True):
         assert answer.ids == expected.ids
@@ -47,7 +47,7 @@ def test_chunks_end_where_steps_end(client: Client, baseline: Baseline, oracle: 
     """Fails where the server commits as many steps as the reference, but in another order."""
     prompts = baseline.prompts[::6]
     for prompt, expected in zip(prompts, oracle.generate(prompts, MAX_NEW_TOKENS), strict=True):
-        # Chunks may hold several steps where the client reads late, but none ends within a step.
+        # If the client reads late, a chunk may hold several steps, but none ends within a step.
         ends = {min(1 + length, len(expected.ids)) for length in accumulate([0, *expected.commit_lens])}
         lengths = streamed_lengths(client, prompt)
         assert lengths[-1] == len(expected.ids)

@@ -1,4 +1,4 @@
-"""A request that the worker would not honour gets a 400 with a sentence, and costs no other request anything."""
+"""A request that the worker cannot honour gets a 400 with a sentence, and no other request is affected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_unserved_parameter_is_a_400(
 
 @on_arms("default")
 def test_ids_outside_the_vocabulary(client: Client) -> None:
-    """Fails where a token id that does not exist is anything but a 400, or ends the server."""
+    """Fails where a token id that does not exist does not give a 400, or ends the server."""
     response = client.post("/generate", body([5, 10**6], {}, {}))
     assert response.status_code == 400 and "1000000" in response.text
     assert client.generate("Hello", max_new_tokens=2).ids

@@ -1,4 +1,4 @@
-"""What cannot work ends in one sentence before the server is up; the built-in worker stays one switch away."""
+"""A setting that cannot work ends in one sentence before the server starts; one switch selects the built-in worker."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
 
 
 def refusal(server: Server) -> str:
-    """The sentence with which the launcher itself ends."""
+    """The error sentence of the launcher itself."""
     with pytest.raises(ServerError) as error:
         server.start(timeout_s=120)
     assert "Traceback" not in server.log.read_text()
@@ -110,7 +110,7 @@ def refusal(server: Server) -> str:
 
 
 def test_launcher_refuses_without_device_cpu(tmp_path: Path) -> None:
-    """Fails where a machine without an accelerator serves from the CPU unasked."""
+    """Fails where a machine without an accelerator serves on the CPU without `--device cpu`."""
     assert "--device cpu" in refusal(Server(["--model-path", str(TINY_TARGET)], tmp_path / "server.log"))
 
 
@@ -135,16 +135,25 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_host_is_no_silent_fall_back(tmp_path: Path, damage: str) -> None:
-    """Fails where the built-in worker would serve because our plugin did not fit the host."""
-    server = PreloadedServer([*PLAIN, *SPECULATE], tmp_path / "server.log")
-    server.prelude, words = DAMAGES[damage]
-    with pytest.raises(ServerError) as error:
-        server.start(timeout_s=120)
-    assert all(word in str(error.value) for word in words), server.log.read_text()[-2000:]
+    """Fails where the built-in worker serves because our plugin does not fit the host."""
+    code, words = DAMAGES[damage]
+    (tmp_path / "damaged_launch.py").write_text(
+        f"{code}\nimport runpy, sys\nsys.argv[0] = 'launch_server'\n"
+        "runpy.run_module('sglang.launch_server', run_name='__main__')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, tmp_path / "damaged_launch.py", *PLAIN, *SPECULATE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode != 0
+    last = run.stderr.strip().splitlines()[-1]
+    assert all(word in last for word in words), run.stderr[-2000:]
 
 
 def test_builtin_worker_is_one_switch_away(tmp_path: Path) -> None:
-    """Fails where SGLANG_DFLASH_WORKER=builtin does not give SGLang's own worker, serving."""
+    """Fails where SGLANG_DFLASH_WORKER=builtin does not serve with SGLang's own worker."""
     environment = {"SGLANG_DFLASH_WORKER": "builtin"}
     with PreloadedServer([*PLAIN, *POOL, *SPECULATE], tmp_path / "server.log", environment) as server:
         answer = server.client().generate(held_out_prompts()[0].prompt, max_new_tokens=20)
@@ -155,6 +164,6 @@ def test_builtin_worker_is_one_switch_away(tmp_path: Path) -> None:
 
 
 def test_unknown_worker_is_refused(tmp_path: Path) -> None:
-    """Fails where a misspelt switch serves with either worker."""
+    """Fails where the server starts with a misspelt value of the switch."""
     environment = {"SGLANG_DFLASH_WORKER": "bultin"}
     assert "'bultin'" in refusal(PreloadedServer([*PLAIN, *SPECULATE], tmp_path / "server.log", environment))

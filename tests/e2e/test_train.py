@@ -1,4 +1,4 @@
-"""A draft for a Llama-architecture target, from the command line to the server: its answers, training, serving."""
+"""A draft for a Llama-architecture target, from the command line to the server: regeneration, training, serving."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVED = ["--device", "cpu", "--dtype", "float32", *POOL]
 
 
 def make_llama(folder: Path) -> Path:
-    """Random weights with tied embeddings: its greedy answers repeat themselves, so a draft can learn them at once."""
+    """Random weights with tied embeddings: greedy answers repeat themselves, so a draft learns them quickly."""
     torch.manual_seed(3)
     tokenizer = AutoTokenizer.from_pretrained(TINY_TARGET)
     config = LlamaConfig(
@@ -53,7 +53,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def draft(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `sglang-dflash train --regenerate` leaves."""
+    """The output folder of `sglang-dflash train --regenerate`."""
     folder = tmp_path_factory.mktemp("draft")
     asked = folder / "asked.jsonl"
     rows = [{"messages": [{"role": "user", "content": prompt.prompt}]} for prompt in held_out_prompts("code")[:120]]
@@ -82,7 +82,7 @@ def tokenizer(llama: Path) -> PreTrainedTokenizerBase:
 
 
 def test_answers_are_the_targets_own(llama: Path, draft: Path) -> None:
-    """Fails where regeneration writes anything but the target's greedy ids behind each prompt."""
+    """Fails where regeneration writes anything but the target's greedy ids after each prompt."""
     target = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     rows = [json.loads(line) for line in (draft / "answers-asked.jsonl").read_text().splitlines()]
     assert len(rows) == 120

@@ -209,12 +209,21 @@ def test_ordinary_biases_pass(serving: bool) -> None:
     _hook(requests.VERIFY_SAMPLING)(SamplingParams(temperature=5.0, logit_bias={"5": -1e9, "6": 100}), 100)
 
 
-@pytest.mark.parametrize("sampling", [{"n": 10**6}, [{"n": 2}, {"n": 5000}]])
-def test_too_many_answers_are_refused(serving: bool, sampling: Any) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "sampling"),
+    [("Hi", {"n": 10**6}), ("Hi", {"n": 1e9}), (["Hi"] * 3, {"n": 2000}), (["a", "b"], [{"n": 2}, {"n": 5000}])],
+)
+def test_too_many_answers_are_refused(serving: bool, prompts: Any, sampling: Any) -> None:
     """Fails where the host would make a million tasks before it checks anything."""
-    request = GenerateReqInput(text="Hi", sampling_params=sampling)
-    _refused_while_serving(serving, "; allowed: 1 to 4096.", _hook(requests.NORMALIZE), request)
+    request = GenerateReqInput(text=prompts, sampling_params=sampling)
+    _refused_while_serving(serving, "; allowed: 4096 answers in all.", _hook(requests.NORMALIZE), request)
+
+
+def test_many_answers_and_many_prompts_pass(serving: bool) -> None:
+    """Fails where an ordinary batch is refused."""
     _hook(requests.NORMALIZE)(GenerateReqInput(text="Hi", sampling_params={"n": 4096}))
+    _hook(requests.NORMALIZE)(GenerateReqInput(text=["Hi"] * 9000, sampling_params={"temperature": 0}))
+    _hook(requests.NORMALIZE)(GenerateReqInput(input_ids=[5] * 9000, sampling_params={"n": 2}))
 
 
 class _Scheduler:
@@ -223,6 +232,7 @@ class _Scheduler:
     def __init__(self, dflash: bool) -> None:
         self.sent: list[Any] = []
         self.spec_algorithm = SimpleNamespace(is_dflash=lambda: dflash)
+        self.session_controller = SimpleNamespace(sessions={"s": SimpleNamespace(_inflight=False, req_nodes={})})
         sender = SimpleNamespace(send_output=lambda output, request: self.sent.append(output))
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=sender)
 
@@ -235,7 +245,7 @@ def test_a_request_that_cannot_be_taken_in_ends_alone(dflash: bool) -> None:
         raise TypeError("'dict' is no 'str'")
 
     hook, _ = requests.HOOKS[requests.HANDLE_IN_SCHEDULER]
-    scheduler, request = _Scheduler(dflash), SimpleNamespace(rid="r", http_worker_ipc=None)
+    scheduler, request = _Scheduler(dflash), SimpleNamespace(rid="r", http_worker_ipc=None, session_params=None)
     if not dflash:
         with pytest.raises(TypeError):
             hook(fail, scheduler, request)
@@ -244,3 +254,29 @@ def test_a_request_that_cannot_be_taken_in_ends_alone(dflash: bool) -> None:
     (answer,) = scheduler.sent
     assert answer.rid == "r" and answer.finished_reason["status_code"] == 400
     assert "TypeError: 'dict' is no 'str'" in answer.finished_reason["message"]
+
+
+def test_a_session_goes_on_after_a_request_that_could_not_be_taken_in() -> None:
+    """Fails where the session waits for that request, and answers every later one with an error."""
+    scheduler = _Scheduler(True)
+    session = scheduler.session_controller.sessions["s"]
+
+    def fail(*_: Any) -> None:
+        session._inflight = True
+        session.req_nodes["r"] = object()
+        raise ValueError("odd")
+
+    hook, _ = requests.HOOKS[requests.HANDLE_IN_SCHEDULER]
+    hook(fail, scheduler, SimpleNamespace(rid="r", http_worker_ipc=None, session_params=SimpleNamespace(id="s")))
+    assert not session._inflight and not session.req_nodes and len(scheduler.sent) == 1
+
+
+def test_a_fault_of_the_machine_still_ends_the_scheduler() -> None:
+    """Fails where one rank goes on without a request that the others have."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    hook, _ = requests.HOOKS[requests.HANDLE_IN_SCHEDULER]
+    with pytest.raises(MemoryError):
+        hook(fail, _Scheduler(True), SimpleNamespace(rid="r", http_worker_ipc=None, session_params=None))

@@ -25,8 +25,8 @@ READ = "aten::_local_scalar_dense"
 
 
 def made_trace(span: str, steps: int = 4) -> dict[str, Any]:
-    """By hand: each step launches two kernels (one by the runtime, one by the driver), a graph of three kernels, a
-    copy to the device and one from it out of pageable memory, and waits once, in `.item()`."""
+    """A made-up trace. Each step launches two kernels (one by the runtime, one by the driver) and a graph of three
+    kernels, copies to the device, copies from it to pageable memory, and waits once, in `.item()`."""
     events: list[dict[str, Any]] = []
     number = iter(range(1, 10_000))
 
@@ -43,7 +43,7 @@ def made_trace(span: str, steps: int = 4) -> dict[str, Any]:
         draft = {"name": "step[DRAFT bs=4]", "ts": at + 600, "dur": 90.0}
         events.append({"ph": "X", "cat": "user_annotation", "pid": 1, "tid": 1, **draft})
         call("cuda_runtime", "cudaLaunchKernel", at + 10, [("kernel", "void copy_kernel<float>(int, float*)")])
-        call("cuda_driver", "cuLaunchKernel", at + 10.5, [], 1.0)  # within the runtime's
+        call("cuda_driver", "cuLaunchKernel", at + 10.5, [], 1.0)  # nested in the runtime's launch
         call("cuda_driver", "cuLaunchKernelEx", at + 20, [("kernel", "_accept_kernel")])
         call("cuda_runtime", "cudaGraphLaunch", at + 30, [("kernel", f"gemm_{i}") for i in range(3)])
         call("cuda_runtime", "cudaMemcpyAsync", at + 40, [("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)")])

@@ -1,4 +1,4 @@
-"""The attention benchmark at its smallest."""
+"""Runs the attention benchmark with its smallest settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of products at its smallest."""
+"""Runs the benchmark of linear layers with its smallest settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an offline venv needs besides wheels: NCCL's missing functions, found and stubbed."""
+"""scripts/offline/complete.py finds the NCCL functions that a machine lacks and stubs them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 @pytest.fixture
 def complete(monkeypatch, tmp_path):
-    """scripts/offline/complete.py over a venv of two tiny libraries: a torch that asks NCCL for two functions, and an
-    NCCL that has one of them."""
+    """scripts/offline/complete.py on a venv with two tiny libraries: a torch that links two NCCL functions, and an NCCL
+    that has one of them."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     module = importlib.import_module("offline.complete")
     monkeypatch.setattr(module, "SITE", tmp_path)
@@ -38,14 +38,14 @@ def _ask(site: Path, first: str, x: int) -> subprocess.CompletedProcess:
 
 
 def test_what_a_library_asks_of_others(complete, tmp_path):
-    """Fails where an undefined symbol is overlooked, or a defined or merely declared one is taken for undefined."""
+    """Fails where an undefined symbol is missed, or a defined or only declared one counts as undefined."""
     asked = complete.undefined_symbols(tmp_path / "torch" / "lib" / "libtorch_cuda.so")
     assert {"ncclHas", "ncclLacks"} <= set(asked)
     assert not {"ask", "other"} & set(asked)
 
 
 def test_missing_functions_are_stubbed(complete, tmp_path, capsys):
-    """Fails where the library does not load afterwards, a function that is there is replaced, or a stub returns."""
+    """Fails where the library does not load afterwards, an existing function is replaced, or a stub returns."""
     assert _ask(tmp_path, "", 1).returncode != 0  # RTLD_NOW: an undefined function is an error
     complete.stub_nccl()
     assert "ncclLacks" in capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_missing_functions_are_stubbed(complete, tmp_path, capsys):
 
 
 def test_nothing_is_stubbed_where_nothing_lacks(complete, tmp_path):
-    """Fails where a complete NCCL gets stubs, or a machine without one an error."""
+    """Fails where a complete NCCL gets stubs, or a machine without NCCL gets an error."""
     whole = "int ncclHas(void) { return 7; } int ncclLacks(void) { return 8; }"
     _library(tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2", whole)
     complete.stub_nccl()

@@ -1,4 +1,4 @@
-"""gpu_check's logic without a GPU: servers and the checker are `stand_in.py`; nothing of SGLang is started."""
+"""Tests gpu_check's logic without a GPU: `stand_in.py` replaces the servers and the checker; SGLang never runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _small(monkeypatch):
 
 
 class Clock:
-    """Time that passes by `per_look` seconds whenever somebody looks."""
+    """A clock that advances by `per_look` seconds at every reading."""
 
     def __init__(self, per_look: float = 0.0) -> None:
         self.now, self.per_look = 0.0, per_look
@@ -69,8 +69,8 @@ def make_setting(folder: Path, budget: Budget | None = None, backends: tuple[str
 
 
 def test_a_step_is_counted_from_one_target_forward_to_the_next():
-    """Fails where launches of the driver are missed, nested calls counted twice, a graph's kernels taken for launches,
-    a copy's direction lost, or a wait or read overlooked or made up."""
+    """Fails where driver launches are missed, nested calls count twice, a graph's kernels count as launches, a copy's
+    direction is lost, or a wait or read is missed or invented."""
     counts = count_steps(made_trace("step[VERIFY bs=4]", steps=4))
     assert (counts.span, counts.steps, counts.host_ms) == ("step[VERIFY bs=4]", 3, 1.0)
     assert (counts.launches, counts.graphs, counts.kernels) == (2, 1, 5)
@@ -80,7 +80,7 @@ def test_a_step_is_counted_from_one_target_forward_to_the_next():
 
 
 def test_steps_of_another_kind_end_the_run():
-    """Fails where a prefill, or a step of another batch size, is counted among the decode steps."""
+    """Fails where a prefill or a step of another batch size counts as a decode step."""
     events = made_trace("step[DECODE bs=4]", steps=5)["traceEvents"]
     spans = [event for event in events if event["name"] == "step[DECODE bs=4]"]
     spans[2]["name"] = "step[EXTEND bs=1 toks=9]"  # the second of five, both its annotations
@@ -114,7 +114,7 @@ def test_dummy_pairs_are_ones_that_we_serve(model, tmp_path):
 
 
 def test_nothing_is_begun_that_does_not_fit():
-    """Fails where a cell that is too long is begun, or a call ends before it has finished any."""
+    """Fails where a cell that is too long starts, or a call ends before it has finished any cell."""
     clock = Clock()
     budget = Budget(100.0, clock)
     budget.begin("long", 500.0)
@@ -131,7 +131,7 @@ def test_nothing_is_begun_that_does_not_fit():
 
 
 def test_a_cell_that_never_ends_is_left(tmp_path, monkeypatch):
-    """Fails where a cell that takes much longer than it should keeps the call from ending, or counts as played."""
+    """Fails where a cell far above its estimate keeps the call from ending, or counts as finished."""
     clock = Clock()
     stage = Stage("steps")
     budget = Budget(100.0, clock)
@@ -143,14 +143,14 @@ def test_a_cell_that_never_ends_is_left(tmp_path, monkeypatch):
 
     monkeypatch.setattr(budget, "begin", begun)
     step_times(make_setting(tmp_path, budget), stage, "qwen3-8b", "triton")
-    assert stage.left == "off at 1 took all the time that was left" and stage.state == "partial" and not stage.rows
+    assert stage.left == "off at 1 used all the time that was left" and stage.state == "partial" and not stage.rows
 
 
 # Stages.
 
 
 def test_step_times_go_on_where_they_stopped(tmp_path, monkeypatch):
-    """Fails where a second call plays a cell again, loses one, or a step's time is not requests x tau / tok_s."""
+    """Fails where a second call repeats or loses a cell, or a step's time is not requests x tau / tok_s."""
     clock = Clock()
     budget = Budget(100.0, clock)
     setting, stage = make_setting(tmp_path, budget), Stage("steps")
@@ -179,7 +179,7 @@ def test_step_times_go_on_where_they_stopped(tmp_path, monkeypatch):
 
 
 def test_servers_of_a_sweep_are_asked_for_the_shape(tmp_path):
-    """Fails where an arm would serve other weights, backends or block sizes, or off's acceptance be simulated, too."""
+    """Fails where an arm serves other weights, backends or block sizes, or acceptance is simulated in the off arm."""
     stage = Stage("steps")
     step_times(make_setting(tmp_path), stage, "llama-3.1-8b", "fa3")
     servers = {
@@ -194,7 +194,7 @@ def test_servers_of_a_sweep_are_asked_for_the_shape(tmp_path):
 
 
 def test_smoke_fails_where_tokens_differ(tmp_path, monkeypatch):
-    """Fails where an arm with other tokens than speculation off passes, or one with the same fails."""
+    """Fails where an arm passes with tokens other than those of speculation off, or fails with the same tokens."""
     stage = Stage("smoke")
     smoke(make_setting(tmp_path), stage)
     assert stage.state == "done", stage.failures
@@ -219,7 +219,7 @@ def test_smoke_fails_where_another_worker_serves(tmp_path, monkeypatch):
 
 
 def test_equality_asks_every_backend_once(tmp_path, monkeypatch):
-    """Fails where a backend is left out, asked again, or a difference is passed over."""
+    """Fails where a backend is skipped or checked again, or a difference is ignored."""
     stage = Stage("equality")
     monkeypatch.setenv("STAND_IN_LOSSY", "flashinfer")
     setting = make_setting(tmp_path, backends=BACKENDS)
@@ -233,7 +233,7 @@ def test_equality_asks_every_backend_once(tmp_path, monkeypatch):
 
 
 def test_a_check_that_takes_too_long_is_ended(tmp_path, monkeypatch):
-    """Fails where a check outlives the budget, or counts as done or failed."""
+    """Fails where a check runs beyond the budget, or then counts as done or failed."""
     monkeypatch.setenv("STAND_IN_SLOW", "60")
     stage = Stage("equality")
     equality(make_setting(tmp_path, Budget(1.5)), stage)
@@ -241,7 +241,7 @@ def test_a_check_that_takes_too_long_is_ended(tmp_path, monkeypatch):
 
 
 def test_a_profile_counts_every_arm(tmp_path):
-    """Fails where an arm or a load has no counts, or a trace is not asked for as the host wants it."""
+    """Fails where an arm or a load has no counts, or the trace request is not one that SGLang accepts."""
     stage = Stage("profile")
     profile(make_setting(tmp_path), stage, "qwen3-8b")
     assert stage.state == "done", (stage.failures, stage.left)
@@ -256,7 +256,7 @@ def test_a_profile_counts_every_arm(tmp_path):
 
 
 def test_whatever_breaks_a_stage_is_a_sentence_of_it(tmp_path, capsys):
-    """Fails where an unforeseen error ends the call, and with it the stages behind, or is tried again each time."""
+    """Fails where an unexpected error also prevents the later stages, or each call repeats the failed stage."""
 
     def broken(setting: Setting, stage: Stage) -> None:
         stage.rows.append({"arm": "off"})
@@ -269,7 +269,7 @@ def test_whatever_breaks_a_stage_is_a_sentence_of_it(tmp_path, capsys):
 
 
 def test_an_interrupted_stage_is_gone_on_with(tmp_path):
-    """Fails where a stage that was stopped in the middle counts as done or failed."""
+    """Fails where an interrupted stage counts as done or failed."""
 
     def stopped(setting: Setting, stage: Stage) -> None:
         stage.left = ""
@@ -283,7 +283,7 @@ def test_an_interrupted_stage_is_gone_on_with(tmp_path):
 
 
 def test_a_stage_asked_for_in_other_words_stays_as_it_is(tmp_path):
-    """Fails where a sweep goes on with other flags, or what was measured with the first ones counts as failed."""
+    """Fails where a sweep resumes with other flags, or results with the first flags then count as failed."""
     results = Results(tmp_path, ["smoke"])
     (check,) = [check for check in checks(("triton",)) if check.name == "smoke"]
     assert run_check(check, make_setting(tmp_path), results, FACTS).state == "done"
@@ -294,7 +294,7 @@ def test_a_stage_asked_for_in_other_words_stays_as_it_is(tmp_path):
 
 
 def test_a_rehearsal_is_small_and_says_what_it_is(tmp_path):
-    """Fails where numbers of small shapes on a CPU could be taken for a GPU's, or loads are those of a GPU."""
+    """Fails where a CPU rehearsal's numbers are not marked as such, or it runs the loads of a GPU."""
     setting = replace(make_setting(tmp_path, backends=REHEARSED_BACKENDS), rehearsal=True)
     (check,) = [c for c in checks(REHEARSED_BACKENDS, REHEARSED_MODELS) if c.name.startswith("profile")]
     stage = run_check(check, setting, Results(tmp_path, [check.name]), FACTS)
@@ -305,7 +305,7 @@ def test_a_rehearsal_is_small_and_says_what_it_is(tmp_path):
 
 
 def test_results_of_another_commit_are_not_gone_on_with(tmp_path):
-    """Fails where numbers of two commits would stand in one file."""
+    """Fails where results of two commits end up in one file."""
     results = Results(tmp_path, ["smoke"])
     check = next(check for check in checks(BACKENDS) if check.name == "smoke")
     results.save(Stage("smoke", commit="older", commands=["x"]))
@@ -333,7 +333,7 @@ def _command(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_the_command_runs_a_stage_and_says_what_is_left(tmp_path):
-    """Fails where exit codes, files or the list do not tell how far a check has come."""
+    """Fails where exit codes, files or --list do not show the state of a check."""
     common = ["--output", str(tmp_path), "--backends", "triton"]
     dry = [*common, "--stand-in", str(STAND_IN), "--commit", "abc"]
     run = _command(*dry, "--stage", "smoke")

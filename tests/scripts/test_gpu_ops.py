@@ -1,4 +1,4 @@
-"""The GPU kit's logic, dry: every stage on a CPU, tiny, under Triton's interpreter."""
+"""Tests the logic of gpu_ops.py: a dry run of every stage with tiny shapes on a CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_stage_runs_dry(tmp_path):
 
 
 def test_only_the_asked_stages_run(tmp_path):
-    """Fails where --stages is not heeded, or an unknown stage is passed over."""
+    """Fails where --stages or an unknown stage is ignored."""
     run = _run("--dry-run", "--output", str(tmp_path), "--stages", "block_layout")
     assert run.returncode == 0, run.stdout + run.stderr
     assert list(json.loads((tmp_path / "gpu_ops.json").read_text())["stages"]) == ["block_layout"]
@@ -50,7 +50,7 @@ def test_only_the_asked_stages_run(tmp_path):
 
 
 def test_a_wrong_op_fails_the_run_and_the_others_still_count(tmp_path):
-    """Fails where a stage that finds an op wrong is passed over, or ends the run."""
+    """Fails where a stage that finds a wrong op is not reported, or ends the run."""
     script = (
         "import os, runpy, sys; os.environ['TRITON_INTERPRET'] = '1'\n"
         "from sglang_dflash.ops import triton_block\n"
@@ -68,7 +68,7 @@ def test_a_wrong_op_fails_the_run_and_the_others_still_count(tmp_path):
 
 
 def test_captured_steps_read_memory_that_stays():
-    """Fails where a variant of the toy step puts other tensors in the place of those an earlier graph has captured."""
+    """Fails where a variant of the toy step replaces tensors that an earlier graph has captured."""
     script = (
         "import os, sys; os.environ['TRITON_INTERPRET'] = '1'\n"
         f"sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
@@ -112,7 +112,7 @@ for rows in (1, 16):
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_the_toy_kernels_compile(capability, tmp_path):
-    """Fails where the toy step would end on a GPU before it has begun, although it runs under the interpreter."""
+    """Fails where a kernel of the toy step does not compile for a GPU, although the interpreter runs it."""
     pytest.importorskip("triton.backends.nvidia")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "scripts")}

@@ -1,4 +1,4 @@
-"""The offline bundle with tiny wheels and no network: parts, resuming, corruption, partial bundles, installing."""
+"""Tests the offline bundle with tiny wheels, no network: parts, resuming, corruption, partial bundles, installation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TAG = f"manylinux_2_17_{platform.machine()}"
 
 @pytest.fixture(scope="module")
 def kit():
-    """The modules of scripts/, importable as the script itself sees them."""
+    """The modules of scripts/, imported as the script itself imports them."""
     sys.path.insert(0, str(SCRIPTS))
     names = ("resolve", "wheels", "parts", "contents", "unpack")
     yield type("Kit", (), {n: importlib.import_module(f"offline.{n}") for n in names})
@@ -106,7 +106,7 @@ def test_parts_hold_all_files_in_order(bundle):
 
 
 def test_a_second_run_rebuilds_what_is_missing_or_wrong_alone(bundle):
-    """Fails where whole parts are written again, or broken, absent or stale ones are left."""
+    """Fails where correct parts are written again, or broken, missing or stale ones remain."""
     folder, manifest, write = bundle
     names = [part["name"] for part in manifest["parts"]]
     (folder / names[0]).unlink()
@@ -120,7 +120,7 @@ def test_a_second_run_rebuilds_what_is_missing_or_wrong_alone(bundle):
 
 
 def test_a_corrupted_part_is_named(bundle):
-    """Fails where a flipped byte passes, or it is not said which parts to bring: broken and missing ones at once."""
+    """Fails where a flipped byte passes, or one run does not name both the broken and the missing parts."""
     folder, _, _ = bundle
     part = folder / "part-002"
     data = bytearray(part.read_bytes())
@@ -133,7 +133,7 @@ def test_a_corrupted_part_is_named(bundle):
 
 
 def test_another_python_is_refused(bundle):
-    """Fails where wheels of one Python are installed into another."""
+    """Fails where wheels for one Python version are installed into another."""
     folder, manifest, _ = bundle
     (folder / "manifest.json").write_text(json.dumps(manifest | {"python": "3.5"}))
     run = _unpack("check", folder)
@@ -142,7 +142,7 @@ def test_another_python_is_refused(bundle):
 
 @pytest.mark.parametrize("tag", ["manylinux_2_39_sparc", "manylinux_2_99_{machine}"])
 def test_another_platform_is_told(bundle, tag):
-    """Fails where wheels of another processor are installed, or an older glibc than the bundle's is not mentioned."""
+    """Fails where wheels for another processor are installed, or an older glibc than the bundle's is not reported."""
     folder, manifest, _ = bundle
     tag = tag.format(machine=platform.machine())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"platform": tag}))
@@ -154,7 +154,7 @@ def test_another_platform_is_told(bundle, tag):
 
 
 def test_a_corrupted_manifest_is_named(bundle):
-    """Fails where a manifest that came cut short ends in a traceback."""
+    """Fails where a truncated manifest ends in a traceback."""
     folder, manifest, _ = bundle
     (folder / "manifest.json").write_text(json.dumps(manifest)[:-20])
     run = _unpack("check", folder)
@@ -162,7 +162,7 @@ def test_a_corrupted_manifest_is_named(bundle):
 
 
 def test_our_own_wheel_is_packed_anew_where_our_sources_changed(kit, make, tmp_path):
-    """Fails where the cache gives a former build of this package, whose version and name are the same."""
+    """Fails where the cache returns an older build of this package with the same name and version."""
     packed = []
     for build, source in (("one", b"X = 1\n"), ("two", b"X = 2\n")):
         wheel = _wheel(tmp_path / "own" / build, "ours", {"ours.py": source})
@@ -174,7 +174,7 @@ def test_our_own_wheel_is_packed_anew_where_our_sources_changed(kit, make, tmp_p
 
 
 def test_a_partial_bundle_gives_what_is_whole(bundle, tmp_path):
-    """Fails where a file with a missing part is taken for whole, or the state does not say what works."""
+    """Fails where a file with a missing part counts as complete, or the state does not show what works."""
     folder, manifest, _ = bundle
     last = manifest["files"][-1]
     (folder / f"part-{last['offset'] // 4000 + 1:03}").unlink()
@@ -191,8 +191,8 @@ def test_a_partial_bundle_gives_what_is_whole(bundle, tmp_path):
 
 
 def test_the_installation(bundle, tmp_path):
-    """Fails where a bundle that comes in two halves is not installed as its wheels are whole, in a venv that sees the
-    packages of the Python it was made with."""
+    """Fails where a half bundle does not install its complete wheels, the second half does not install the rest, or the
+    venv does not see the packages of the Python that created it."""
     folder, manifest, _ = bundle
     held_back = folder / manifest["parts"][-1]["name"]
     shutil.move(held_back, tmp_path / "held-back")
@@ -239,7 +239,7 @@ def test_stripping_and_splitting_a_wheel(kit, tmp_path):
 
 
 def test_what_the_machine_has_is_not_brought(kit, make):
-    """Fails where a version that a requirement rules out is taken for good, or a fitting one is brought along."""
+    """Fails where a preinstalled version that a requirement excludes is kept, or a compatible one is packed."""
     needs = ("torch==2.14.1", "numpy>=2", "rich", "attrs>=99; python_version < '3'", "extra-thing; extra == 'x'")
     closure = [
         kit.resolve.Resolved("ours", "1", "", needs),
@@ -251,7 +251,7 @@ def test_what_the_machine_has_is_not_brought(kit, make):
     ]
     preinstalled = {"torch": "2.11.0+cu130", "numpy": "2.5.2", "attrs": "1", "ours": ""}
     wanted, left_out = make.select(closure[1:], preinstalled, "3.12")
-    assert [d.name for d in wanted] == ["rich"]  # nothing asks for another torch
+    assert [d.name for d in wanted] == ["rich"]  # nothing requires another torch
     wanted, left_out = make.select(closure, preinstalled, "3.12")
     assert [d.name for d in wanted] == ["torch", "rich"]
     assert left_out["numpy"] == left_out["attrs"] == "on the machine" and "tilelang" in left_out["z3-solver"]
@@ -265,13 +265,13 @@ def test_part_sizes(kit, text, size):
 
 @pytest.mark.parametrize("text", ["", "MiB", "0", "60 apples", "-3"])
 def test_a_part_size_that_is_none(kit, text):
-    """Fails where nonsense is taken for a size."""
+    """Fails where an invalid size is accepted."""
     with pytest.raises(ValueError, match="--part-size"):
         kit.parts.read_size(text)
 
 
 def test_platform_tags(kit):
-    """Fails where an older glibc's tag is left out, or a tag of another form passes."""
+    """Fails where the tag of an older glibc is missing, or a tag of another form passes."""
     tags = kit.resolve.Target("3.12", "manylinux_2_28_x86_64").platforms()
     assert tags[0] == "manylinux_2_28_x86_64" and "manylinux_2_17_x86_64" in tags and "manylinux2014_x86_64" in tags
     assert "manylinux_2_29_x86_64" not in tags

@@ -40,6 +40,7 @@ class CaseResult:
         refused: server's message -> number of requests.
         unknown: number of requests that only the on arm answers.
         changed: number of off-arm answers that differ from the plain ones; with none, a case shows little.
+        adapts: the steps had widths of their own, so tau does not show how good the drafts are.
     """
 
     case: str
@@ -51,6 +52,7 @@ class CaseResult:
     refused: dict[str, int]
     unknown: int
     changed: int
+    adapts: bool
     acceptance: Acceptance
     found: list[Found]
 
@@ -94,6 +96,7 @@ def judge_case(
         refused=dict(refused),
         unknown=unknown,
         changed=sum(e.outcome.answered and e.outcome.ids != plain.get(e.request.prompt_id) for e in exchanges),
+        adapts=any(outcome.adapts for outcome in outcomes),
         acceptance=Acceptance.of(outcomes),
         found=found,
     )
@@ -143,9 +146,11 @@ class Report:
 
     @property
     def inert(self) -> bool:
-        by_case = {result.case: result.acceptance for result in self.results if result.concurrency == 1}
-        plain = by_case.get(WHOLE_BLOCKS_CASE) or by_case.get(PLAIN)  # a narrow step accepts little of a good draft
-        return plain is not None and plain.steps > 0 and plain.tau < INERT_TAU
+        by_case = {result.case: result for result in self.results if result.concurrency == 1}
+        plain = by_case.get(WHOLE_BLOCKS_CASE) or by_case.get(PLAIN)
+        if plain is None or plain.adapts:  # a narrow step accepts little of a good draft
+            return False
+        return plain.acceptance.steps > 0 and plain.acceptance.tau < INERT_TAU
 
     def found(self) -> Iterator[Found]:
         """Real differences first, then ties."""

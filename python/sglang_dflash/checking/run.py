@@ -74,11 +74,13 @@ def check(plan: Plan, watch: Watch) -> Report:
         alone = _ask_on(plan, recording, client, report, watch)
         whole_blocks = plan.on.with_whole_blocks() if any(outcome.adapts for outcome in alone) else None
         if whole_blocks is None and not report.broken:
-            _compare_steps(plan, plan.on, recording, client, report, alone, watch)
+            _probe_draft_kv(plan, recording, client, report, watch)
     if whole_blocks is not None and not report.broken:
-        waiting = watch.waiting("Starting the server with whole blocks, to compare steps ...")
-        with waiting as on_wait, whole_blocks.up(on_wait) as client:
-            _compare_steps(plan, whole_blocks, recording, client, report, None, watch)
+        alone = _ask_whole_blocks(plan, whole_blocks, recording, report, watch)
+    if plan.reference and alone and not report.broken:  # no server is up, so that its memory is free
+        plain = recording.of_case(PLAIN)
+        with watch.phase("Reference in transformers", len(plain)) as advance:
+            report.reference = _ask_reference(report.on, plain, alone, advance)
     if not report.compared and not report.broken:
         refusals = sorted({sentence for result in report.results for sentence in result.refused})
         raise ServerError(f"Nothing could be compared: every request was refused ({' / '.join(refusals)[:400]})")
@@ -193,41 +195,47 @@ def _ask_matrix(
     return plain
 
 
-def _compare_steps(
-    plan: Plan,
-    arm: Arm,
-    recording: Recording,
-    client: Client,
-    report: Report,
-    alone: list[Outcome] | None,
-    watch: Watch,
-) -> None:
-    """The probes that compare numbers of verify steps.
+def _ask_whole_blocks(plan: Plan, arm: Arm, recording: Recording, report: Report, watch: Watch) -> list[Outcome]:
+    """Starts the server with whole blocks, whose steps can be compared; returns what the plain requests got alone.
 
-    Args:
-        arm: whose server `client` asks.
-        alone: what its plain requests got alone; None: they are asked here, and become a case of the report.
+    The plain requests become a case of the report. If the server does not start, the report says that and nothing else
+    is lost.
     """
     plain = recording.of_case(PLAIN)
+    waiting = watch.waiting("Starting the server with whole blocks, to compare steps ...")
     try:
-        if alone is None:
+        with waiting as on_wait, arm.up(on_wait) as client:
+            before = used_slots(client) or 0
             with watch.phase("Whole blocks, one at a time", len(plain)) as advance:
                 alone = ask_all(client, [exchange.request.body for exchange in plain], 1, advance)
+            used = used_slots(client, before)
+            if used is not None:
+                report.slots_after.append((report.slots_before or 0) + used - before)
             result = judge_case(recording, PLAIN, 1, alone, report.tolerance)
             found = [replace(one, case=WHOLE_BLOCKS_CASE) for one in result.found]
             report.results.append(replace(result, case=WHOLE_BLOCKS_CASE, found=found))
-        if arm.may_flush:
-            exact = report.on.dtype == "float32"
-            with watch.phase("Draft KV", requests_needed(plain)) as advance:
-                report.draft_kv = probe_draft_kv(client, plain, plan.concurrency, exact, advance)
-        else:
-            report.draft_kv = DraftKv(skipped="it empties the server's radix cache; --flush allows it")
+            report.token_texts |= _token_texts(client, tokens_named(one.difference for one in found))
+            _probe_draft_kv(plan, recording, client, report, watch)
+            return alone
+    except ServerError as error:
+        report.draft_kv = DraftKv(skipped=f"the server with whole blocks did not start: {error}")
     except httpx.HTTPError as error:
         report.broken = _last_words(arm, error)
+    return []
+
+
+def _probe_draft_kv(plan: Plan, recording: Recording, client: Client, report: Report, watch: Watch) -> None:
+    """Fills `report.draft_kv`, or `report.broken`."""
+    if not plan.on.may_flush:
+        report.draft_kv = DraftKv(skipped="it empties the server's radix cache; --flush allows it")
         return
-    if plan.reference:
-        with watch.phase("Reference in transformers", len(plain)) as advance:
-            report.reference = _ask_reference(report.on, plain, alone, advance)
+    plain = recording.of_case(PLAIN)
+    try:
+        with watch.phase("Draft KV", requests_needed(plain)) as advance:
+            exact = report.on.dtype == "float32"
+            report.draft_kv = probe_draft_kv(client, plain, plan.concurrency, exact, advance)
+    except httpx.HTTPError as error:
+        report.broken = _last_words(plan.on, error)
 
 
 def _ask_markers(plan: Plan, client: Client, report: Report, watch: Watch) -> None:
@@ -247,7 +255,7 @@ def _ask_reference(
 ) -> DraftKv:
     try:
         return probe_reference(server, plain, alone, on_done)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: a device without memory for both models
         return DraftKv(skipped=f"the reference in transformers cannot run: {str(error).splitlines()[0]}")
 
 

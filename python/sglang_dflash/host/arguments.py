@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.environ import envs
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 
@@ -166,6 +167,8 @@ def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:
 
 
 def _refuse_unserved(cfg: Any) -> None:
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ValueError("SGLANG_RUST_SERVER is 1; allowed: 0, because its server bypasses the checks of requests.")
     if cfg.speculative_draft_model_quantization is not None:
         raise ValueError(
             f"--speculative-draft-model-quantization is {cfg.speculative_draft_model_quantization} (its default is the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from http import HTTPStatus
+from numbers import Integral, Real
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
@@ -13,6 +14,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 MAX_ANSWERS = 4096  # of one HTTP request: the host makes a task and a copy of the request for each, before any check
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 LARGEST = 1e30  # of a temperature or a bias: their quotient must fit float32, or probabilities are NaN
 NORMALIZE = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
 VERIFY_SAMPLING = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
@@ -69,10 +71,12 @@ def _normalize(original: Any, request: Any) -> None:
     """
     if _serves_dflash():
         parameters = request.sampling_params
+        prompts = request.text if request.text is not None else request.input_ids
+        batch = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
         for one in parameters if isinstance(parameters, list) else [parameters]:
-            answers = one.get("n", 1) if isinstance(one, dict) else 1
-            if isinstance(answers, int) and answers > MAX_ANSWERS:
-                raise ValueError(f"n is {answers}; allowed: 1 to {MAX_ANSWERS}.")
+            answers = one.get("n") if isinstance(one, dict) else None
+            if isinstance(answers, Real) and answers > 1 and answers * batch > MAX_ANSWERS:
+                raise ValueError(f"n is {answers} for {batch} prompts; allowed: {MAX_ANSWERS} answers in all.")
     original(request)
 
 
@@ -88,7 +92,7 @@ def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> 
     if params.temperature > LARGEST:
         raise ValueError(f"temperature is {params.temperature}; allowed: 0 to {LARGEST:g}.")
     for token, bias in (params.logit_bias or {}).items():
-        if not isinstance(bias, int | float) or not abs(bias) <= LARGEST:
+        if not isinstance(bias, Real) or not abs(bias) <= LARGEST:
             raise ValueError(f"logit_bias of token {token} is {bias!r}; allowed: {-LARGEST:g} to {LARGEST:g}.")
 
 
@@ -103,11 +107,12 @@ def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids:
         return
     vocab_size = manager.model_config.vocab_size
     alternatives, start = request.top_logprobs_num, request.logprob_start_len
-    if alternatives is not None and not (isinstance(alternatives, int) and 0 <= alternatives <= vocab_size):
+    # Checked without return_logprob, too: a batch takes the maximum of its requests.
+    if alternatives is not None and not (isinstance(alternatives, Integral) and 0 <= alternatives <= vocab_size):
         raise ValueError(f"top_logprobs_num is {alternatives!r}; allowed: 0 to {vocab_size}.")
     if request.positional_embed_overrides is not None:
         raise ValueError("positional_embed_overrides is not served; send text or input_ids.")
-    if request.return_logprob and start is not None and not (isinstance(start, int) and start >= -1):
+    if request.return_logprob and start is not None and not (isinstance(start, Integral) and start >= -1):
         raise ValueError(f"logprob_start_len is {start!r}; allowed: -1, or 0 and more.")
 
 
@@ -116,17 +121,22 @@ def _serves_dflash() -> bool:
 
 
 def _handle_in_scheduler(original: Any, scheduler: Any, request: Any, **more: Any) -> None:
-    """Ends a request alone where the host fails to take it in. The host would end with it, and so every other request.
+    """Ends a request alone if the host fails to take it in. Otherwise the scheduler ends, and every request with it.
 
-    A request that fails here has no KV slot yet and stands in no queue. All ranks take in the same requests and fail
-    alike.
+    The exceptions of MALFORMED are about the request's values: every rank meets them, and no KV slot is taken yet.
+    Others (memory, devices) may concern one rank alone. They still end the scheduler.
     """
+    session = request.session_params and scheduler.session_controller.sessions.get(request.session_params.id)
+    busy = session is not None and session._inflight
     try:
         original(scheduler, request, **more)
-    except Exception as error:
+    except MALFORMED as error:
         if not scheduler.spec_algorithm.is_dflash():
             raise
         logger.exception("A request could not be taken in and is refused: rid %s.", request.rid)
+        if session is not None:  # it waits for a request that never comes
+            session.req_nodes.pop(request.rid, None)
+            session._inflight = busy
         message = f"The request could not be taken in: {type(error).__name__}: {error}"
         reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
         scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=request.rid, finished_reason=reason), request)
