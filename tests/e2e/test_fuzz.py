@@ -24,6 +24,11 @@ DEADLY: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", {"return_hidden_states": []}, "could not be taken in"),
     ("/generate", {"positional_embed_overrides": {"1": 1e308}}, "positional_embed_overrides is not served"),
     ("/generate", {"sampling_params": {"temperature": 1.0, "logit_bias": {"1": 1e308}}}, "logit_bias of token 1 is"),
+    (
+        "/generate",
+        {"sampling_params": {"temperature": 1.0, "repetition_penalty": 1e-300}},
+        "repetition_penalty is 1e-300",
+    ),
     ("/generate", {"sampling_params": {"temperature": 1e308, "regex": "[0-9]+"}}, "temperature is 1e+308"),
     ("/generate", {"sampling_params": {"n": 2147483647}}, "n is 2147483647 for 1 prompts"),
     ("/update_weights_from_disk", {"model_path": "/nowhere", "load_format": "root"}, "load_format is 'root'"),

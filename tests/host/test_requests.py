@@ -194,6 +194,7 @@ def test_ordinary_logprobs_pass_the_tokenizer(serving: bool) -> None:
     ("sampling", "named"),
     [
         ({"temperature": 1e308}, "temperature is 1e+308; allowed: 0 to 1e+30."),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300; allowed: 1e-30 to 2."),
         ({"logit_bias": {"5": 1e308}}, "logit_bias of token 5 is 1e+308; allowed: -1e+30 to 1e+30."),
         ({"logit_bias": {"5": float("nan")}}, "logit_bias of token 5 is nan"),
         ({"logit_bias": {"5": "a"}}, "logit_bias of token 5 is 'a'"),

@@ -81,7 +81,7 @@ def _normalize(original: Any, request: Any) -> None:
 
 
 def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> None:
-    """Refuses numbers that are infinite in float32: probabilities become NaN, and drawing from them ends the scheduler.
+    """Refuses numbers that are infinite or 0 in float32: probabilities are NaN then, and drawing ends the scheduler.
 
     Raises:
         ValueError: the host answers it with HTTP 400.
@@ -91,6 +91,8 @@ def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> 
         return
     if params.temperature > LARGEST:
         raise ValueError(f"temperature is {params.temperature}; allowed: 0 to {LARGEST:g}.")
+    if params.repetition_penalty < 1 / LARGEST:
+        raise ValueError(f"repetition_penalty is {params.repetition_penalty}; allowed: {1 / LARGEST:g} to 2.")
     for token, bias in (params.logit_bias or {}).items():
         if not isinstance(bias, Real) or not abs(bias) <= LARGEST:
             raise ValueError(f"logit_bias of token {token} is {bias!r}; allowed: {-LARGEST:g} to {LARGEST:g}.")
