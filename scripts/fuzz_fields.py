@@ -199,7 +199,7 @@ def _draw_call(rng: Random, path: str, fields: dict[str, list[str]]) -> Call:
         value = rng.choice(EXTREMES[kind])
         if kind == "integer" and rng.random() < 0.2:
             value = rng.randint(-100, 3000)
-        if name.endswith("n") and len(name) <= 2 and kind == "integer" and 7 < value <= 4096:
+        if name in ("n", ".n") and kind == "integer" and 7 < value <= 4096:
             value = 7  # as many answers are honest work, and take minutes
         (sampling if name[0] == "." else body)[name.removeprefix(".")] = value
     return Call(path, body)

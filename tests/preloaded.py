@@ -4,6 +4,7 @@ A start of SGLang takes 40 s on two cores, and imports take 35 s of it: the laun
 process that it spawns. Here one process, the zygote, imports SGLang once and stays single-threaded. Every server is a
 fork of it that runs `sglang.launch_server` as usual. A process that SGLang spawns is a fork of the untouched zygote,
 too. It gets its work by pickle, as a spawned process does, so it inherits nothing but imported modules.
+
 The tests of the command line, of refused starts and of shutdown by SIGTERM start their servers as users do.
 """
 

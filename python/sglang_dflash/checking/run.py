@@ -74,7 +74,7 @@ def check(plan: Plan, watch: Watch) -> Report:
         alone = _ask_on(plan, recording, client, report, watch)
         whole_blocks = plan.on.with_whole_blocks() if any(outcome.adapts for outcome in alone) else None
         if whole_blocks is None and not report.broken:
-            _probe_draft_kv(plan, recording, client, report, watch)
+            _probe_draft_kv(plan, plan.on, recording, client, report, watch)
     if whole_blocks is not None and not report.broken:
         alone = _ask_whole_blocks(plan, whole_blocks, recording, report, watch)
     if plan.reference and alone and not report.broken:  # no server is up, so that its memory is free
@@ -215,7 +215,7 @@ def _ask_whole_blocks(plan: Plan, arm: Arm, recording: Recording, report: Report
             found = [replace(one, case=WHOLE_BLOCKS_CASE) for one in result.found]
             report.results.append(replace(result, case=WHOLE_BLOCKS_CASE, found=found))
             report.token_texts |= _token_texts(client, tokens_named(one.difference for one in found))
-            _probe_draft_kv(plan, recording, client, report, watch)
+            _probe_draft_kv(plan, arm, recording, client, report, watch)
             return alone
     except ServerError as error:
         report.draft_kv = DraftKv(skipped=f"the server with whole blocks did not start: {error}")
@@ -224,9 +224,9 @@ def _ask_whole_blocks(plan: Plan, arm: Arm, recording: Recording, report: Report
     return []
 
 
-def _probe_draft_kv(plan: Plan, recording: Recording, client: Client, report: Report, watch: Watch) -> None:
-    """Fills `report.draft_kv`, or `report.broken`."""
-    if not plan.on.may_flush:
+def _probe_draft_kv(plan: Plan, arm: Arm, recording: Recording, client: Client, report: Report, watch: Watch) -> None:
+    """Fills `report.draft_kv`, or `report.broken`. `arm`: whose server `client` asks."""
+    if not arm.may_flush:
         report.draft_kv = DraftKv(skipped="it empties the server's radix cache; --flush allows it")
         return
     plain = recording.of_case(PLAIN)
@@ -235,7 +235,7 @@ def _probe_draft_kv(plan: Plan, recording: Recording, client: Client, report: Re
             exact = report.on.dtype == "float32"
             report.draft_kv = probe_draft_kv(client, plain, plan.concurrency, exact, advance)
     except httpx.HTTPError as error:
-        report.broken = _last_words(plan.on, error)
+        report.broken = _last_words(arm, error)
 
 
 def _ask_markers(plan: Plan, client: Client, report: Report, watch: Watch) -> None:

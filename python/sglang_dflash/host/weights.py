@@ -79,10 +79,10 @@ def _update_from_disk(original: Any, manager: Any, request: Any) -> Any:
 
     Refuses an unknown format, too, which would end the scheduler.
     """
-    message = ""
-    formats = [one.value for one in LoadFormat]
     if get_spec().speculative_algorithm != "DFLASH":
         return original(manager, request)
+    message = ""
+    formats = [one.value for one in LoadFormat]
     if request.load_format is not None and str(request.load_format).lower() not in formats:
         message = f"load_format is {request.load_format!r}; allowed: {', '.join(formats)}."
     elif _holds_draft(request.model_path):
