@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -75,9 +76,9 @@ def copies(req: Req, count: int) -> list[Req]:
 class Batch:
     """What a worker sees of a `ScheduleBatch`."""
 
-    def __init__(self, reqs: Sequence[Req], vocab_size: int, **fields: Any) -> None:
+    def __init__(self, reqs: Sequence[Req], vocab_size: int, device: str = "cpu", **fields: Any) -> None:
         self.reqs = list(reqs)
-        self.device = "cpu"
+        self.device = device
         self.decoding_reqs: list[Req] | None = None
         self.has_grammar = False
         self.return_logprob = False
@@ -101,9 +102,9 @@ def output_of(logits: torch.Tensor) -> LogitsProcessorOutput:
     return LogitsProcessorOutput(next_token_logits=logits)
 
 
-def make_row_sampler(sampler: Any, vocab_size: int, width: int) -> RowSampler:
+def make_row_sampler(sampler: Any, vocab_size: int, width: int, device: str = "cpu") -> RowSampler:
     runner = SimpleNamespace(
-        model_config=SimpleNamespace(vocab_size=vocab_size), device="cpu", sampler=sampler, model=None
+        model_config=SimpleNamespace(vocab_size=vocab_size), device=device, sampler=sampler, model=None
     )
     return RowSampler(runner, width)
 
@@ -130,3 +131,21 @@ def make_sampler() -> Sampler:
     """The host's sampler of one rank; to be constructed and called within `configured`."""
     with get_parallel().override(tp_group=SimpleNamespace(device_group=None)):
         return Sampler()
+
+
+class Group:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.rank_in_group = 0
+        self._sent: dict[int, torch.Tensor] = {}
+        self._barrier = threading.Barrier(world_size)
+        self.local = threading.local()
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        self._sent[self.local.rank] = tensor
+        self._barrier.wait(10)
+        gathered = torch.cat([self._sent[rank] for rank in range(self.world_size)], dim)
+        self._barrier.wait(10)  # before anybody sends again
+        return gathered

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+from stand_ins import Group
 
 from sglang_dflash.host import draft_runner
 from sglang_dflash.host.draft_runner import DraftHead
 
 BLOCK_SIZE = 4
-
-
-class Group:
-    """Ranks that are threads of this process."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.rank_in_group = 0
-        self._sent: dict[int, torch.Tensor] = {}
-        self._barrier = threading.Barrier(world_size)
-        self.local = threading.local()
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        self._sent[self.local.rank] = tensor
-        self._barrier.wait(10)
-        return torch.cat([self._sent[rank] for rank in range(self.world_size)], dim)
 
 
 def head_of(weight: torch.Tensor, first: int, padding: int, group: Group) -> DraftHead:

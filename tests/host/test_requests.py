@@ -193,6 +193,9 @@ def test_ordinary_logprobs_pass_the_tokenizer(serving: bool) -> None:
 @pytest.mark.parametrize(
     ("sampling", "named"),
     [
+        ({"top_k": 2**31}, "top_k is 2147483648; allowed: at most 1073741824."),
+        ({"top_k": float("nan")}, "top_k is nan; allowed: at most 1073741824."),
+        ({"min_new_tokens": 2**40, "max_new_tokens": 2**41}, "min_new_tokens is 1099511627776; allowed: at most"),
         ({"temperature": 1e308}, "temperature is 1e+308; allowed: 0 to 1e+30."),
         ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300; allowed: 1e-30 to 2."),
         ({"logit_bias": {"5": 1e308}}, "logit_bias of token 5 is 1e+308; allowed: -1e+30 to 1e+30."),
@@ -200,8 +203,9 @@ def test_ordinary_logprobs_pass_the_tokenizer(serving: bool) -> None:
         ({"logit_bias": {"5": "a"}}, "logit_bias of token 5 is 'a'"),
     ],
 )
-def test_numbers_that_make_nan_are_refused(serving: bool, sampling: dict[str, Any], named: str) -> None:
-    """Fails where probabilities become NaN, which ends the scheduler as soon as a token is drawn."""
+def test_numbers_that_end_the_scheduler_are_refused(serving: bool, sampling: dict[str, Any], named: str) -> None:
+    """Fails where an integer does not fit the host's int32 tensors, or where probabilities become NaN, which ends the
+    scheduler as soon as a token is drawn."""
     _refused_while_serving(serving, named, _hook(requests.VERIFY_SAMPLING), SamplingParams(**sampling), 100)
 
 

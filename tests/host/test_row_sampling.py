@@ -15,9 +15,10 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, Dis
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from stand_ins import Batch, configured, make_plan, make_req, make_row_sampler, make_sampler, output_of
 
+from sglang_dflash import ops
 from sglang_dflash.host import hidden_states
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
-from sglang_dflash.host.sampling import expand
+from sglang_dflash.host.sampling import LOGPROBS, expand
 
 VOCAB = 16
 PROCESSOR = DisallowedTokensLogitsProcessor.to_str()
@@ -221,6 +222,56 @@ def test_logprobs_stand_where_the_host_looks_for_them(temperature):
         torch.testing.assert_close(listed, expected[3 + row, [3, 1]])
     assert [len(values) for values in out.next_token_top_logprobs_val] == [2, 2, 2, 0, 0, 0]
     assert [len(values) for values in out.next_token_token_ids_logprobs_val] == [0, 0, 0, 2, 2, 2]
+
+
+@pytest.mark.parametrize("sampled_rows", [1, 3, 7])
+def test_parts_of_a_batch_are_sampled_as_the_whole(sampled_rows, monkeypatch):
+    """Fails where sampling some requests at a time changes a token, a logprob or a processor's rows, or where a part in
+    which nobody asks for logprobs shifts those of the others."""
+    monkeypatch.setattr("sglang.srt.layers.sampler.murmur_hash32", ops.murmur_hash32)  # the host's needs CUDA
+    recorder, width = Recorder(), 3
+    entry = ProcessorEntry(recorder, [1, 4], torch.tensor([1, 4]))
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.0},
+        {"temperature": 1.3, "top_k": 5, "presence_penalty": 0.5},
+        {"temperature": 1.0},
+        {"temperature": 0.9, "top_p": 0.5},
+    ]
+
+    def run(sampled_rows: int) -> tuple[torch.Tensor, Any, list]:
+        recorder.seen.clear()
+        fields = {"return_logprob": True, "top_logprobs_nums": [0, 2, 0, 0, 1]}
+        fields["token_ids_logprobs"] = [None, None, [3, 1], None, None]
+        reqs = [make_req(slot=i, vocab_size=VOCAB, **params) for i, params in enumerate(asked)]
+        batch = Batch(reqs, VOCAB, **fields)
+        info = batch.sampling_info
+        batch.sampling_info = replace(
+            info,
+            sampling_seed=torch.arange(len(asked)),
+            has_custom_logit_processor=True,
+            custom_logit_processor={1: entry},
+            custom_params=[None, "b", None, None, "e"],
+        )
+        sampler = make_row_sampler(make_sampler(), VOCAB, width)
+        sampler.sampled_rows = sampled_rows
+        sampler.prefill(batch)
+        sampler.prefilled(batch, torch.arange(len(asked)))
+        generator = torch.Generator().manual_seed(0)
+        out = output_of(torch.randn(len(asked) * width, VOCAB, generator=generator) * 2)
+        ids = torch.randint(VOCAB, (len(asked), width), generator=generator)
+        return sampler.choose(batch, make_plan(ids), out, None, None), out, list(recorder.seen)
+
+    ids, out, seen = run(512)
+    part_ids, part_out, part_seen = run(sampled_rows)
+    assert torch.equal(part_ids, ids)
+    assert torch.equal(part_out.next_token_logprobs, out.next_token_logprobs)
+    for name in LOGPROBS:
+        whole, parts = ([torch.as_tensor(x).tolist() for x in getattr(o, name)] for o in (out, part_out))
+        assert parts == whole, name
+    assert len(part_seen) > len(seen) == 1
+    assert torch.equal(torch.cat([logits for logits, _ in part_seen]), seen[0][0])
+    assert [param for _, params in part_seen for param in params] == seen[0][1] == ["b"] * width + ["e"] * width
 
 
 def test_logits_may_be_a_slice_of_a_padded_vocabulary():

@@ -15,27 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.scheduler import GenerationBatchResult
-from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
-from stand_ins import Batch, configured, make_req, make_row_sampler
+from stand_in_worker import BATCH, BLOCK, COLUMNS, LAYERS, decode_batch, worker_of
+from stand_ins import configured
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
-from sglang_dflash.core.width import FullWidth
 from sglang_dflash.host import draft_input
-from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_input import DraftInput
-from sglang_dflash.host.draft_runner import DraftHead, DraftRunner
-from sglang_dflash.host.hidden_states import ReturnedHiddenStates
+from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.worker import DFlashWorker
 
-BATCH, BLOCK, VOCAB, HIDDEN, TAPS, LAYERS, HEADS, DIM, COLUMNS = 3, 8, 64, 16, 3, 5, 2, 8, 64
 BOXES = {
     "block": (DFlashWorker, "_lay_out_block"),
     "KV plan": (DFlashWorker, "_plan_kv"),
@@ -95,119 +85,6 @@ def _shares(out: Any, tensors: list[torch.Tensor]) -> bool:
     return any(first.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in tensors)
 
 
-def _target(table: torch.Tensor, generator: torch.Generator) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """The runner and worker of a target whose verify forward returns ready logits and hidden states."""
-    runner = SimpleNamespace(
-        device="cpu",
-        dtype=torch.float32,
-        model=None,
-        is_draft_worker=False,
-        model_config=SimpleNamespace(vocab_size=VOCAB, model_is_mrope=False, requires_mm_token_modalities=False),
-        req_to_token_pool=SimpleNamespace(req_to_token=table),
-        kv_index_translator=_translator(table),
-        attn_backend=SimpleNamespace(init_forward_metadata=lambda batch: None),
-        decode_cuda_graph_runner=None,
-        lora_manager=None,
-        ngram_embedding_manager=SimpleNamespace(enabled=False),
-    )
-    logits = torch.randn(BATCH * BLOCK, VOCAB, generator=generator)
-    hidden = torch.randn(BATCH * BLOCK, TAPS * HIDDEN, generator=generator)
-
-    def forward(**_: Any) -> GenerationBatchResult:
-        out = LogitsProcessorOutput(next_token_logits=logits, hidden_states=hidden)
-        return GenerationBatchResult(logits_output=out, can_run_cuda_graph=False)
-
-    return runner, SimpleNamespace(model_runner=runner, forward_batch_generation=forward)
-
-
-def _translator(table: torch.Tensor) -> KVIndexTranslator:
-    return KVIndexTranslator(
-        req_to_token=table, token_to_kv_pool_allocator=None, token_to_kv_pool=None, page_size=1, device="cpu"
-    )
-
-
-def _draft_model(rows: ops.RowOps, generator: torch.Generator) -> SimpleNamespace:
-    rotary = SimpleNamespace(is_neox_style=True, cos_sin_cache=torch.randn(COLUMNS, DIM, generator=generator))
-    fc, norm = torch.randn(HIDDEN, TAPS * HIDDEN, generator=generator), torch.ones(HIDDEN)
-
-    def attention() -> SimpleNamespace:
-        return SimpleNamespace(
-            qkv_proj=SimpleNamespace(weight=torch.randn(3 * HEADS * DIM, HIDDEN, generator=generator), bias=None),
-            k_norm=SimpleNamespace(weight=torch.ones(DIM), variance_epsilon=1e-6),
-            rotary_emb=rotary,
-            attn=SimpleNamespace(k_scale=None, v_scale=None),
-            num_kv_heads=HEADS,
-            head_dim=DIM,
-            q_size=HEADS * DIM,
-        )
-
-    layers = [SimpleNamespace(self_attn=attention()) for _ in range(LAYERS)]
-    return SimpleNamespace(layers=layers, project_target_hidden=lambda x: rows.rms_norm(F.linear(x, fc), norm, 1e-6))
-
-
-def _pool(model: SimpleNamespace) -> MHATokenToKVPool:
-    """The host's pool with only its buffers and a plain write."""
-    pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
-    pool.kv_cache_layout = "nhd"
-    pool.k_buffer, pool.v_buffer = ([torch.zeros(BATCH * COLUMNS, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv")
-    order = {id(layer.self_attn.attn): i for i, layer in enumerate(model.layers)}
-
-    def set_kv_buffer(layer, location, k, v, k_scale, v_scale):
-        pool.k_buffer[order[id(layer)]][location.loc] = k
-        pool.v_buffer[order[id(layer)]][location.loc] = v
-
-    pool.set_kv_buffer = set_kv_buffer
-    return pool
-
-
-def _draft(table: torch.Tensor, rows: ops.RowOps, generator: torch.Generator) -> DraftRunner:
-    model = _draft_model(rows, generator)
-    hidden = torch.randn(BATCH * BLOCK, HIDDEN, generator=generator)
-    out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
-    runner = DraftRunner.__new__(DraftRunner)
-    runner.runner = SimpleNamespace(
-        device="cpu", forward=lambda batch: out, kv_index_translator=_translator(table), token_to_kv_pool=_pool(model)
-    )
-    embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
-    runner._embed, runner._embed_scale = lambda ids: F.embedding(ids, embedding), 1.0
-    runner._head = DraftHead(SimpleNamespace(weight=embedding, shard_indices=None), BLOCK)
-    runner._context_kv = ContextKVWriter(model)
-    runner._context_kv.bind(runner.runner.token_to_kv_pool)
-    runner._window = None
-    runner._spec_infos = {BLOCK: make_draft_block_spec_info(draft_token_num=BLOCK, device="cpu")}
-    return runner
-
-
-def _worker(table: torch.Tensor, rows: ops.RowOps) -> DFlashWorker:
-    generator = torch.Generator().manual_seed(0)
-    worker = DFlashWorker.__new__(DFlashWorker)
-    worker._target, worker._target_worker = _target(table, generator)
-    worker.device, worker.block_size, worker._mask_token_id = "cpu", BLOCK, VOCAB - 1
-    worker._draft = _draft(table, rows, generator)
-    worker._sampler = make_row_sampler(None, VOCAB, BLOCK)
-    worker._hidden_states = ReturnedHiddenStates(None)
-    worker._rows, worker._accept_chain, worker._fuses_acceptance = rows, ops.accept_chain, True
-    worker._widths = FullWidth(BLOCK)
-    return worker
-
-
-class DecodeBatch(Batch):
-    """Missing fields are None, as those of a `ScheduleBatch` that a plain step leaves empty."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def _batch() -> DecodeBatch:
-    reqs = [make_req(str(row), row, VOCAB, temperature=0.0) for row in range(BATCH)]
-    lens = torch.tensor([5, 9, 30])
-    fields = {"forward_mode": ForwardMode.DECODE, "is_extend_in_batch": False, "return_hidden_states": False}
-    fields |= {"seq_lens": lens.clone(), "seq_lens_cpu": lens, "seq_lens_sum": int(lens.sum())}
-    batch = DecodeBatch(reqs, VOCAB, req_pool_indices=torch.arange(BATCH), **fields)
-    batch.spec_info = DraftInput.create(torch.tensor([1, 2, 3]), lens)
-    return batch
-
-
 @contextmanager
 def _in_boxes(monkeypatch: pytest.MonkeyPatch, counting: Counting):
     """Tells `counting` in which box an op is dispatched."""
@@ -241,7 +118,7 @@ def test_launches_of_a_step(bodies, launches, monkeypatch):
     published = []
     group = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None)
     with configured(), get_parallel().override(tp_group=group), torch.no_grad():
-        worker, batch = _worker(table, rows), _batch()
+        worker, batch = worker_of(table, rows), decode_batch()
         counting = Counting([batch.seq_lens_cpu])
         with _in_boxes(monkeypatch, counting):
             result = worker.forward_batch_generation(batch, published.append)
@@ -261,7 +138,7 @@ def test_the_reservation_before_a_step_launches_nothing(monkeypatch):
     monkeypatch.setattr(draft_input, "alloc_for_spec_decode", lambda *_, **__: None)
     monkeypatch.setattr(draft_input, "get_alloc_reserve_per_decode", lambda: 2 * BLOCK)
     with configured():
-        batch = _batch()
+        batch = decode_batch()
     for req in batch.reqs:
         req.kv.kv_committed_len = req.kv.kv_allocated_len = 9
     batch.token_to_kv_pool_allocator = SimpleNamespace(page_size=1)

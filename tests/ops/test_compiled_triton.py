@@ -14,6 +14,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sglang_dflash.ops import triton_acceptance as acceptance, triton_block as block, triton_context_kv as context_kv
+from sglang_dflash.ops import triton_penalties as penalties
 
 def build(kernel, capability, types, **constants):
     names = kernel.arg_names
@@ -27,14 +28,24 @@ def build(kernel, capability, types, **constants):
 
 capability = int(sys.argv[1])
 for dtype in ("*bf16", "*fp32"):
-    types = {"logits": dtype, "partials": "*i64", "vocab": "i32", "row_stride": "i32"}
-    ptx = build(acceptance._split_argmax_kernel, capability, types, SPLIT_BLOCKS=3, SPLITS=32, BLOCK=2048)
+    types = {"logits": dtype, "partials": "*i64", "vocab": "i32", "row_stride": "i32", "split_blocks": "i32"}
+    ptx = build(acceptance._split_argmax_kernel, capability, types, BLOCK=2048)
     assert "ld.global.v4" in ptx, "logits are read element by element"
-types = {"partials": "*i64", "target_ids": "*i64", "rows": "i32"}
-build(acceptance._reduce_kernel, capability, types, SPLITS=32, ROWS=16)
+types = {"partials": "*i64", "target_ids": "*i64", "rows": "i32", "splits": "i32"}
+build(acceptance._reduce_kernel, capability, types, MAX_SPLITS=64, ROWS=16)
 types = {"choices": "*i64", "ids": "*i64", "out_ids": "*i64", "commit_lens": "*i32", "bonus_ids": "*i64"}
-for splits in (0, 32):
-    build(acceptance._accept_kernel, capability, types, WIDTH=16, SPLITS=splits, LANES=16)
+types |= {"splits": "i32"}
+for splits in (0, 64):
+    build(acceptance._accept_kernel, capability, types, WIDTH=16, MAX_SPLITS=splits, LANES=16)
+types = {"logits": "*fp32", "request_stride": "i32", "row_stride": "i32", "requests": "*i64", "rows": "*i64"}
+types |= {"block_ids": "*i64", "seen": "*u8", "sums": "*fp32", "lens": "*i64", "frequency": "*fp32"}
+types |= {"presence": "*fp32", "repetition": "*fp32", "min_new_tokens": "*i64", "stop_ids": "*i64"}
+types |= {"num_stops": "i32", "vocab": "i32"}
+ptx = build(penalties._penalize_kernel, capability, types, column_stride=1, WIDTH=16, SPAN=1024)
+assert "div.rn.f32" in ptx and "ld.global.v" in ptx, "the scaling is rounded otherwise than the host's"
+types = {"requests": "*i64", "rows": "*i64", "ids": "*i64", "counts": "*i32", "seen": "*u8", "sums": "*fp32"}
+types |= {"lens": "*i64", "frequency": "*fp32", "vocab": "i32"}
+build(penalties._append_kernel, capability, types, WIDTH=16, LANES=16)
 types = {"bonus_ids": "*i64", "prefix_lens": "*i64", "req_pool_indices": "*i64", "req_to_token": "*i32"}
 types |= {"table_stride": "i32", "out": "*i64", "plane": "i32", "mask_token_id": "i32"}
 build(block._block_layout_kernel, capability, types, WIDTH=16, LANES=16)

@@ -232,7 +232,9 @@ def test_emitted_tokens_are_lists(data):
             most = max(len(model.tokens[row]) for row in rows) + data.draw(st.integers(0, width))
             neutral = [0.0] * len(rows)
             params = make_params([model.frequency[row] for row in rows], neutral, neutral)
-            ours.append(torch.tensor(rows), torch.tensor(ids), torch.tensor(lens, dtype=torch.int32), most, params)
+            requests = torch.arange(len(rows))
+            counts = torch.tensor(lens, dtype=torch.int32)
+            ours.append(requests, torch.tensor(rows), torch.tensor(ids), counts, most, params)
             for row, new, length in zip(rows, ids, lens, strict=True):
                 model.tokens[row] += new[:length]
         known = sorted(model.tokens)
@@ -245,7 +247,7 @@ def test_no_requests():
     nothing = torch.empty(0, dtype=torch.int64)
     params = PenaltyParams(*(torch.empty(0),) * 3, nothing, torch.empty(0, 1, dtype=torch.int64))
     ours = EmittedTokens(5, "cpu")
-    ours.append(nothing, torch.empty(0, 4, dtype=torch.int64), nothing, 3, params)
+    ours.append(nothing, nothing, torch.empty(0, 4, dtype=torch.int64), nothing, 3, params)
     logits = torch.zeros(2, 4, 5)
     penalize(logits, nothing, torch.empty(0, 4, dtype=torch.int64), ours.of(nothing, 3), params)
     assert not logits.any()

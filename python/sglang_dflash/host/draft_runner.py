@@ -35,6 +35,8 @@ from sglang_dflash.core.block import Block
 from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_window import DraftWindow
+from sglang_dflash.host.plan_stream import PlanStream, own_input_buffers
+from sglang_dflash.host.sharded_logits import best_of_ranks
 from sglang_dflash.host.weights import DraftWeights
 
 logger = logging.getLogger(__name__)
@@ -71,14 +73,12 @@ class DraftHead:
         if self._group is None:
             return ops.row_argmax(logits).view(rows.shape[:2])
         best, ids = logits.view(*rows.shape[:2], -1).max(-1)
-        return self._best_of_ranks(best, ids + self._first_id)
+        return best_of_ranks(self._group, best, ids + self._first_id)
 
-    def _best_of_ranks(self, best: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """best: [B, K-1], this rank's largest logits; ids: theirs. Ranks hold ascending spans of ids, so that the
-        first largest is the lowest id."""
-        pairs = torch.stack((best.double(), ids.double()))  # one exchange; float64 holds both exactly
-        best, ids = self._group.all_gather(pairs, dim=0).unflatten(0, (-1, 2)).unbind(1)  # [ranks, B, K-1] each
-        return ids.gather(0, best.argmax(0, keepdim=True))[0].long()
+    @property
+    def logits(self) -> tuple[int, torch.dtype]:
+        """Columns and dtype of the logits whose argmax is taken."""
+        return self._vocab_size, self._lm_head.weight.dtype
 
     def reserve(self, max_batch: int) -> None:
         """Allocates the buffer that graph replays write."""
@@ -169,8 +169,21 @@ class DraftRunner:
         if capture:
             self._head.reserve(max(graphs.decode.bs))
             self.runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(self._head))
-        with draft_pp_context():
+        with draft_pp_context(), own_input_buffers(PlanStream.wanted(self.runner.device)):
             self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
+
+    def warm_up(self) -> None:
+        """Compiles the write of context KV, by a row in slot 0, which no request owns."""
+        slot = torch.zeros(1, dtype=torch.int64, device=self.runner.device)
+        weight = self.model.fc.weight
+        hidden = torch.zeros((1, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+        with torch.inference_mode():
+            self._context_kv.write(self.runner.token_to_kv_pool, hidden, slot, slot)
+
+    @property
+    def logits(self) -> tuple[int, torch.dtype]:
+        """Columns and dtype of the logits whose argmax the head takes."""
+        return self._head.logits
 
     def _free_memory_gb(self) -> float:
         """The lowest value of all ranks, because either all of them capture or none."""

@@ -10,6 +10,9 @@ import torch
 from sglang_dflash import ops
 from sglang_dflash.host.draft_input import upload
 
+Asking = tuple[int, int, Any]
+"""A request with penalties: its index in the batch, its slot, and the host's `Req`."""
+
 
 class Group(NamedTuple):
     """The requests of a batch that ask for penalties.
@@ -34,10 +37,11 @@ class RequestPenalties:
     """
 
     def __init__(self, vocab_size: int, max_width: int, device: Any) -> None:
-        self._emitted = ops.EmittedTokens(vocab_size, device)
+        self._emitted = ops.emitted_tokens(vocab_size, device)
         self._max_width = max_width
         self._device = device
         self._row_of_slot: dict[int, int] = {}
+        self._held: tuple[list[Asking], Group] | None = None
 
     def prefill(self, batch: Any) -> Group | None:
         """Starts the counts of a prefill's requests, and sets the penalties that the host's sampler applies.
@@ -64,16 +68,23 @@ class RequestPenalties:
         """The batch's requests with penalties; None if there are none."""
         if batch.sampling_info.acc_additive_penalties is None:  # the host knows that none asks
             return None
-        asking = [i for i, req in enumerate(batch.reqs) if asks_for_penalties(req.sampling_params)]
+        asking = [
+            (i, req.kv.req_pool_idx, req) for i, req in enumerate(batch.reqs) if asks_for_penalties(req.sampling_params)
+        ]
         if not asking:
             return None
-        reqs = [batch.reqs[i] for i in asking]
+        # Under overlap the host does not know the previous step's tokens yet.
+        most = max(len(req.output_ids) for *_, req in asking) + 2 * self._max_width
+        if self._held is None or not _same(self._held[0], asking):
+            self._held = asking, self._uploaded(asking)
+        return self._held[1]._replace(most=most)
+
+    def _uploaded(self, asking: list[Asking]) -> Group:
         return Group(
-            self._upload(asking, torch.int64),
-            self._upload([self._row_of_slot[req.kv.req_pool_idx] for req in reqs], torch.int64),
-            self._params(reqs),
-            # Under overlap the host does not know the previous step's tokens yet.
-            max(len(req.output_ids) for req in reqs) + 2 * self._max_width,
+            self._upload([i for i, *_ in asking], torch.int64),
+            self._upload([self._row_of_slot[slot] for _, slot, _ in asking], torch.int64),
+            self._params([req for *_, req in asking]),
+            0,
         )
 
     def _params(self, reqs: Sequence[Any]) -> ops.PenaltyParams:
@@ -96,12 +107,16 @@ class RequestPenalties:
 
     def apply(self, group: Group, logits: torch.Tensor, block_ids: torch.Tensor) -> None:
         """logits: [B, W, V], changed in place; block_ids: [B, W]."""
-        emitted = self._emitted.of(group.rows, group.most)
-        ops.penalize(logits, group.requests, block_ids[group.requests], emitted, group.params)
+        self._emitted.penalize(logits, group.requests, group.rows, block_ids, group.most, group.params)
 
     def commit(self, group: Group, ids: torch.Tensor, lens: torch.Tensor) -> None:
         """Counts, for every request, the first `lens` ([B]) of its `ids` ([B, W])."""
-        self._emitted.append(group.rows, ids[group.requests], lens[group.requests], group.most, group.params)
+        self._emitted.append(group.requests, group.rows, ids, lens, group.most, group.params)
+
+
+def _same(held: list[Asking], asking: list[Asking]) -> bool:
+    """Whether these are the same requests in the same places; a request keeps its parameters."""
+    return len(held) == len(asking) and all(a[:2] == b[:2] and a[2] is b[2] for a, b in zip(held, asking, strict=True))
 
 
 def asks_for_penalties(params: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_spec
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 logger = logging.getLogger(__name__)
 MAX_ANSWERS = 4096  # of one HTTP request: the host makes a task and a copy of the request for each, before any check
@@ -81,7 +81,8 @@ def _normalize(original: Any, request: Any) -> None:
 
 
 def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> None:
-    """Refuses numbers that are infinite or 0 in float32: probabilities are NaN then, and drawing ends the scheduler.
+    """Refuses numbers that end the scheduler: integers beyond 32 bits, which the host cannot store, and numbers that
+    are infinite or 0 in float32, as then probabilities are NaN.
 
     Raises:
         ValueError: the host answers it with HTTP 400.
@@ -89,6 +90,9 @@ def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> 
     original(params, vocab_size)
     if not _serves_dflash():
         return
+    for name in ("top_k", "min_new_tokens"):
+        if not (value := getattr(params, name)) <= TOP_K_ALL:  # also where it is NaN
+            raise ValueError(f"{name} is {value}; allowed: at most {TOP_K_ALL}.")
     if params.temperature > LARGEST:
         raise ValueError(f"temperature is {params.temperature}; allowed: 0 to {LARGEST:g}.")
     if params.repetition_penalty < 1 / LARGEST:

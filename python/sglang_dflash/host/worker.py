@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
@@ -19,12 +21,15 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
-from sglang_dflash.host import simulated
+from sglang_dflash.host import page_tables, simulated
 from sglang_dflash.host.arguments import read_draft_config
 from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
+from sglang_dflash.host.plan_stream import PlanStream
 from sglang_dflash.host.sampling import RowSampler
+from sglang_dflash.host.sampling_memory import measure_sampling
+from sglang_dflash.host.sharded_logits import ShardedLogits
 from sglang_dflash.host.widths import choose_width_policy
 
 logger = logging.getLogger(__name__)
@@ -50,10 +55,12 @@ class DFlashWorker(BaseSpecWorker):
         self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
         self._sampler = RowSampler(self._target, self.block_size)
         self._hidden_states = ReturnedHiddenStates(self._target.model)
+        self._sharded_logits = ShardedLogits.of(self._target.model, unwrap_lora_layer(self._target.model.lm_head))
         self._rows = ops.choose_rows(self.device, self._target.dtype)
         self._accept_chain = simulated.accept if simulated.simulates() else ops.accept_chain
         # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
+        self._plan_stream = PlanStream.of(self.device)
         self._widths = choose_width_policy(self.block_size, self.device, get_parallel().tp_size)
 
     # What the scheduler needs from a worker besides steps.
@@ -61,6 +68,11 @@ class DFlashWorker(BaseSpecWorker):
     @property
     def draft_worker(self) -> Any:
         return self._draft.worker
+
+    @property
+    def model_runner(self) -> Any:
+        """The draft's: what `save_remote_model` exports beside the target."""
+        return self._draft.runner
 
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
@@ -79,9 +91,25 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         self._draft.init_attention_backends()
+        page_tables.widen(self.spec_v2_attn_backends)  # the host has made the target's before
 
     def init_cuda_graphs(self) -> None:
         self._draft.init_graphs()
+
+    def prewarm_sampling(self) -> SamplingPrewarmResult:
+        """Compiles the step's kernels and measures sampling, so that neither waits for nor fails on a request."""
+        table, vocab_size = self._target.req_to_token_pool.req_to_token, self._target.model_config.vocab_size
+        if not table.is_cuda:
+            return super().prewarm_sampling()
+        verified = vocab_size if self._sharded_logits is None else self._sharded_logits.span
+        logits = {(verified, torch.float32), self._draft.logits}
+        ops.warm_up(self.block_size, logits, vocab_size, table, self._mask_token_id)
+        self._draft.warm_up()
+        most = self._target.max_running_requests
+        seeded = get_exec().deterministic.enable_deterministic_inference
+        result = measure_sampling(self._sampler, self.block_size, most, vocab_size, seeded, self.device)
+        self._target.sampling_prewarm_result = result
+        return result
 
     # A step.
 
@@ -125,14 +153,16 @@ class DFlashWorker(BaseSpecWorker):
         width = self._widths.begin(len(batch.reqs))
         block = self._lay_out_block(batch, width)
         kv_plan = self._plan_kv(block, batch)
+        if self._plan_stream is not None:
+            self._plan_stream.mark()
         draft_ids = block.ids[:, 1:]  # empty in a block of one row
         if block.block_size > 1:
             with spec_stage_span("draft"):
                 draft_ids = self._draft.propose(block, batch, kv_plan)
-        plan = plan_chain(block, draft_ids, block.block_size)
+        plan, forward_batch = self._plan(block, draft_ids, batch, kv_plan)
         grammar_tree = self._sampler.grammar_tree(batch, plan)
         with spec_stage_span("verify"):
-            target = self._verify(plan, batch, kv_plan)
+            target = self._verify(plan, forward_batch, batch, kv_plan)
         accepted = self._accept(plan, batch, target.logits_output, grammar_tree, grammar_barrier)
         self._sampler.commit(batch, accepted.out_ids, accepted.commit_lens)
         prefix_lens = block.prefix_lens + accepted.commit_lens
@@ -158,9 +188,16 @@ class DFlashWorker(BaseSpecWorker):
     def _accept(
         self, plan: VerifyPlan, batch: Any, target_out: Any, grammar_tree: Any, grammar_barrier: Any
     ) -> ops.GreedyAcceptance:
-        if self._fuses_acceptance and self._sampler.plain(batch):
+        plain = self._sampler.plain(batch)
+        if self._fuses_acceptance and plain:
             return self._rows.accept_greedy(target_out.next_token_logits.view(*plan.ids.shape, -1), plan.ids)
-        target_ids = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
+        if self._sharded_logits is not None and plain:
+            target_ids = self._sharded_logits.argmax(target_out.next_token_logits).view(plan.ids.shape)
+            target_out.next_token_logits = None  # a shard must not pass for logits
+        else:
+            if self._sharded_logits is not None:
+                target_out.next_token_logits = self._sharded_logits.gather(target_out.next_token_logits)
+            target_ids = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
         return self._accept_chain(self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids), plan.ids)
 
     def _lay_out_block(self, batch: Any, block_size: int) -> Block:
@@ -185,8 +222,25 @@ class DFlashWorker(BaseSpecWorker):
             read_extent=block.block_size,
         )
 
-    def _verify(self, plan: VerifyPlan, batch: Any, kv_plan: Any) -> GenerationBatchResult:
-        """The target's forward over the planned rows; its result includes the tapped layers' hidden states."""
+    def _plan(
+        self, block: Block, draft_ids: torch.Tensor, batch: Any, kv_plan: Any
+    ) -> tuple[VerifyPlan, ForwardBatch | None]:
+        """The rows to verify; and, with a plan stream, their forward batch, prepared beside the draft's forward.
+
+        Only the ids depend on the draft. So the batch is prepared with the block's masks, and the drafts then take
+        their places in the same tensor; the graph runner copies ids and positions once more at replay.
+        """
+        if self._plan_stream is None:
+            return plan_chain(block, draft_ids, block.block_size), None
+        plan = VerifyPlan(block.ids, block.positions, block.slots)
+        with self._plan_stream.work():
+            forward_batch = self._prepare_verify(plan, batch, kv_plan)
+        self._plan_stream.join()
+        plan.ids[:, 1:].copy_(draft_ids)
+        return plan, forward_batch
+
+    def _prepare_verify(self, plan: VerifyPlan, batch: Any, kv_plan: Any) -> ForwardBatch:
+        """The target's `ForwardBatch` over the planned rows, and its attention metadata."""
         verify_input = DFlashVerifyInput(
             draft_token=plan.ids.flatten(),
             positions=plan.positions.flatten(),
@@ -198,9 +252,17 @@ class DFlashWorker(BaseSpecWorker):
         lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu, batch.seq_lens_sum = known_kv_lens(batch, plan.width)
         # Without graphs, the forward prepares the attention metadata itself.
-        eager = self.device == "cpu"
+        eager = self._target.decode_cuda_graph_runner is None
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker, defer_metadata_init=eager)
         batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum
+        return forward_batch
+
+    def _verify(
+        self, plan: VerifyPlan, forward_batch: ForwardBatch | None, batch: Any, kv_plan: Any
+    ) -> GenerationBatchResult:
+        """The target's forward over the planned rows; its result includes the tapped layers' hidden states."""
+        if forward_batch is None:
+            forward_batch = self._prepare_verify(plan, batch, kv_plan)
         return self._target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )

@@ -22,6 +22,7 @@ from sglang_dflash.ops.bodies import (
     bodies,
     choose_attention,
     choose_rows,
+    emitted_tokens,
     native_attention,
     native_write_and_attend,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "choose_attention",
     "choose_rows",
     "context_kv",
+    "emitted_tokens",
     "extend_positions",
     "fits",
     "gather_slots",
@@ -75,6 +77,7 @@ __all__ = [
     "recent_slots",
     "row_argmax",
     "serves",
+    "warm_up",
 ]
 
 
@@ -97,3 +100,13 @@ def accept_chain(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptanc
 
         return triton_acceptance.accept_chain(target_ids, ids)
     return reference.accept_chain(target_ids, ids)
+
+
+def warm_up(
+    width: int, logits: set[tuple[int, torch.dtype]], vocab_size: int, req_to_token: torch.Tensor, mask_token_id: int
+) -> None:
+    """See `triton_warm_up.warm_up`; on a CPU there is nothing to compile."""
+    if req_to_token.is_cuda:
+        from sglang_dflash.ops import triton_warm_up
+
+        triton_warm_up.warm_up(width, logits, vocab_size, req_to_token, mask_token_id)

@@ -16,6 +16,7 @@ import torch
 
 from sglang_dflash.ops import native, reference
 from sglang_dflash.ops.attention import PagedRows, paged_attention
+from sglang_dflash.ops.penalties import EmittedTokens
 from sglang_dflash.ops.tiled_attention import invariant_attention
 
 
@@ -191,6 +192,15 @@ def choose_rows(device: torch.device | str, *dtypes: torch.dtype) -> RowOps:
         write_context_kv=lambda *rest: compiled.write_context_kv(*rest[:-1], rest[-1].k, rest[-1].v),
         accept_greedy=lambda logits, ids: reference.GreedyAcceptance(*compiled.accept_greedy(logits, ids)),
     )
+
+
+def emitted_tokens(vocab_size: int, device: torch.device | str) -> EmittedTokens:
+    """An `EmittedTokens` with the device's bodies."""
+    if torch.device(device).type == "cuda":
+        from sglang_dflash.ops.triton_penalties import TritonEmittedTokens
+
+        return TritonEmittedTokens(vocab_size, device)
+    return EmittedTokens(vocab_size, device)
 
 
 def bodies(device: torch.device | str = "cpu") -> str:

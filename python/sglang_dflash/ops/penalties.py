@@ -107,23 +107,23 @@ def drafted_before(entries: torch.Tensor, block_ids: torch.Tensor) -> torch.Tens
 class EmittedTokens:
     """The tokens that requests have emitted, one row each, kept on the device from step to step.
 
-    Rows and columns are added as needed. `start` begins a row; only the next `start` replaces it.
+    Rows and columns are added as needed. `start` begins a row; only the next `start` replaces it. No method waits for
+    the device.
     """
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self._vocab_size = vocab_size
-        self._ids = torch.zeros((0, 0), dtype=torch.int64, device=device)
         self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
         self._sums = torch.zeros((0, vocab_size), dtype=torch.float32, device=device)
         self._lens = torch.zeros(0, dtype=torch.int64, device=device)
+        self._ids = torch.zeros((0, 0), dtype=torch.int64, device=device)
 
     def _reserve(self, rows: int, columns: int) -> None:
         have_rows, have_columns = self._ids.shape
         if rows > have_rows or columns > have_columns:
             rows = max(have_rows, 2 * rows if rows > have_rows else 0)
             columns = max(have_columns, 2 * columns if columns > have_columns else 0)
-            grown = (0, columns - have_columns, 0, rows - have_rows)
-            self._ids = F.pad(self._ids, grown)
+            self._ids = F.pad(self._ids, (0, columns - have_columns, 0, rows - have_rows))
             self._seen = F.pad(self._seen, (0, 0, 0, rows - have_rows))
             self._sums = F.pad(self._sums, (0, 0, 0, rows - have_rows))
             self._lens = F.pad(self._lens, (0, rows - have_rows))
@@ -131,24 +131,30 @@ class EmittedTokens:
     def start(self, row: int, ids: torch.Tensor, frequency: float) -> None:
         """Sets the row to exactly `ids` ([N] int64, on the device)."""
         self._reserve(row + 1, len(ids) + 1)
-        self._seen[row] = False
-        self._sums[row] = 0.0
-        self._seen[row, ids] = True
-        self._sums[row].scatter_add_(0, ids, self._sums.new_full(ids.shape, frequency))
-        self._ids[row, : len(ids)] = ids
-        self._lens[row] = len(ids)
+        # `fill_` and its kin, because an assignment of a Python number copies it from the CPU and waits.
+        self._seen[row].zero_().index_fill_(0, ids, True)
+        self._sums[row].zero_().scatter_add_(0, ids, self._sums.new_full(ids.shape, frequency))
+        self._ids[row, : len(ids)].copy_(ids)
+        self._lens[row].fill_(len(ids))
 
     def append(
-        self, rows: torch.Tensor, ids: torch.Tensor, lens: torch.Tensor, most: int, params: PenaltyParams
+        self,
+        requests: torch.Tensor,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        lens: torch.Tensor,
+        most: int,
+        params: PenaltyParams,
     ) -> None:
-        """Appends the first `lens` of its `ids` to each row.
+        """Appends what P requests of a batch have emitted: of each, the first `lens` of its `ids`.
 
         Args:
-            rows: [P] int64, each at most once.
-            ids: [P, W] int64; those beyond `lens` may be any id.
-            lens: [P] int.
+            requests, rows: [P] int64, each at most once; the indices in the batch, and the rows here.
+            ids: [B, W] int64; those beyond `lens` may be any id.
+            lens: [B] int.
             most: bound, known on the host, of the tokens that any of these rows holds before.
         """
+        ids, lens = ids[requests], lens[requests]
         width = ids.shape[1]
         self._reserve(0, most + width)
         columns = torch.arange(width, device=ids.device)
@@ -159,6 +165,23 @@ class EmittedTokens:
         self._seen.view(-1)[where] |= valid if width == 1 else _any_equal(ids, valid)
         self._sums.view(-1).scatter_add_(0, where.flatten(), (valid * params.frequency[:, None]).flatten())
         self._lens[rows] += lens.long()
+
+    def penalize(
+        self,
+        logits: torch.Tensor,
+        requests: torch.Tensor,
+        rows: torch.Tensor,
+        block_ids: torch.Tensor,
+        most: int,
+        params: PenaltyParams,
+    ) -> None:
+        """The function `penalize` for P requests of a batch; `requests`, `rows` and `most` as in `append`.
+
+        Args:
+            logits: [B, W, V] float32, changed in place.
+            block_ids: [B, W] int64.
+        """
+        penalize(logits, requests, block_ids[requests], self.of(rows, most), params)
 
     def of(self, rows: torch.Tensor, most: int) -> Emitted:
         """The tokens of `rows` ([P] int64); `most` as in `append`."""

@@ -3,6 +3,9 @@
 A row of 151,936 logits is too long for one program, and a few requests have too few rows to fill a GPU. So each row is
 split. The first launch packs the best entry of each split into an int64; their maximum is the row's argmax. The second
 launch reduces the splits and accepts. No float32 copy of the logits is made.
+
+The number of splits follows the number of rows. It is no constant of the kernels: Triton would compile a variant per
+number, while requests wait.
 """
 
 from __future__ import annotations
@@ -26,18 +29,17 @@ def _ordered(x):
     return tl.where(x != x, 0x7FFFFFFF, key)
 
 
-@triton.jit
-def _split_argmax_kernel(
-    logits, partials, vocab, row_stride, SPLIT_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """partials: [rows, SPLITS] int64; the high half orders by value, the low half by falling id."""
+@triton.jit(do_not_specialize=("split_blocks",))
+def _split_argmax_kernel(logits, partials, vocab, row_stride, split_blocks, BLOCK: tl.constexpr):
+    """One program per row and split, `split_blocks` blocks each. partials: [rows, splits] int64; the high half orders
+    by value, the low half by falling id."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    start = split * SPLIT_BLOCKS * BLOCK
+    start = split * split_blocks * BLOCK
     columns = start + tl.arange(0, BLOCK)
     best_ids = columns
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for _ in range(SPLIT_BLOCKS):
+    for _ in range(split_blocks):
         x = tl.load(logits + row * row_stride + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
         # Only a strictly better value replaces the best: ids ascend within a lane, so the lowest id of a tie stays.
         better = (x > best) | ((x != x) & (best == best))
@@ -46,31 +48,44 @@ def _split_argmax_kernel(
         columns += BLOCK
     # Lanes beyond the vocabulary hold -inf and ids larger than all real ones, so they lose every tie.
     packed = (_ordered(best).to(tl.int64) << 32) | (0x7FFFFFFF - best_ids).to(tl.int64)
-    tl.store(partials + row * SPLITS + split, tl.max(packed, 0))
+    tl.store(partials + row * tl.num_programs(1) + split, tl.max(packed, 0))
 
 
 @triton.jit
-def _reduce_kernel(partials, target_ids, rows, SPLITS: tl.constexpr, ROWS: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    split = tl.arange(0, SPLITS)
+def _best_of_splits(partials, row, valid, splits, MAX_SPLITS: tl.constexpr):
+    """The ids of rows whose `splits` partials are dense. row, valid: [N]."""
+    split = tl.arange(0, MAX_SPLITS)
+    inside = valid[:, None] & (split < splits)[None, :]
     lowest = -0x7FFFFFFFFFFFFFFF
-    packed = tl.load(partials + row[:, None] * SPLITS + split[None, :], mask=row[:, None] < rows, other=lowest)
-    tl.store(target_ids + row, 0x7FFFFFFF - (tl.max(packed, 1) & 0x7FFFFFFF), mask=row < rows)
+    packed = tl.load(partials + row[:, None] * splits + split[None, :], mask=inside, other=lowest)
+    return 0x7FFFFFFF - (tl.max(packed, 1) & 0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "splits"))
+def _reduce_kernel(partials, target_ids, rows, splits, MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tl.store(target_ids + row, _best_of_splits(partials, row, row < rows, splits, MAX_SPLITS), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=("splits",), do_not_specialize_on_alignment=("choices", "ids"))
 def _accept_kernel(
-    choices, ids, out_ids, commit_lens, bonus_ids, WIDTH: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr
+    choices,
+    ids,
+    out_ids,
+    commit_lens,
+    bonus_ids,
+    splits,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
-    """One program per block. choices: [B, WIDTH] ids, or [B, WIDTH, SPLITS] partials if SPLITS > 0."""
+    """One program per block. choices: [B, WIDTH, splits] partials, or [B, WIDTH] ids if MAX_SPLITS is 0."""
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     row = block * WIDTH + lane
     valid = lane < WIDTH
-    if SPLITS > 0:
-        cells = row[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
-        packed = tl.load(choices + cells, mask=valid[:, None], other=0)
-        chosen = 0x7FFFFFFF - (tl.max(packed, 1) & 0x7FFFFFFF)
+    if MAX_SPLITS > 0:
+        chosen = _best_of_splits(choices, row, valid, splits, MAX_SPLITS)
     else:
         chosen = tl.load(choices + row, mask=valid, other=0)
     following = tl.load(ids + row + 1, mask=lane < WIDTH - 1, other=0)
@@ -95,9 +110,7 @@ def _split_argmax(logits: torch.Tensor) -> torch.Tensor:
     partials = torch.empty((rows, splits), dtype=torch.int64, device=logits.device)
     if rows:
         blocks = triton.cdiv(vocab, splits * BLOCK)
-        _split_argmax_kernel[(rows, splits)](
-            logits, partials, vocab, logits.stride(0), SPLIT_BLOCKS=blocks, SPLITS=splits, BLOCK=BLOCK
-        )
+        _split_argmax_kernel[(rows, splits)](logits, partials, vocab, logits.stride(0), blocks, BLOCK=BLOCK)
     return partials
 
 
@@ -107,7 +120,7 @@ def row_argmax(logits: torch.Tensor) -> torch.Tensor:
     rows, splits = partials.shape
     target_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        _reduce_kernel[(triton.cdiv(rows, 16),)](partials, target_ids, rows, SPLITS=splits, ROWS=16)
+        _reduce_kernel[(triton.cdiv(rows, 16),)](partials, target_ids, rows, splits, MAX_SPLITS=MAX_SPLITS, ROWS=16)
     return target_ids
 
 
@@ -121,7 +134,16 @@ def _accept(choices: torch.Tensor, ids: torch.Tensor, splits: int) -> GreedyAcce
     if batch:
         lanes = triton.next_power_of_2(width)
         _accept_kernel[(batch,)](
-            choices, ids, out_ids, commit_lens, bonus_ids, WIDTH=width, SPLITS=splits, LANES=lanes, num_warps=1
+            choices,
+            ids,
+            out_ids,
+            commit_lens,
+            bonus_ids,
+            splits,
+            WIDTH=width,
+            LANES=lanes,
+            MAX_SPLITS=MAX_SPLITS if splits else 0,
+            num_warps=1,
         )
     return GreedyAcceptance(out_ids, commit_lens, bonus_ids)
 

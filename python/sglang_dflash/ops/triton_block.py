@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=("plane",), do_not_specialize_on_alignment=("bonus_ids", "prefix_lens", "req_pool_indices")
+)
 def _block_layout_kernel(
     bonus_ids,
     prefix_lens,

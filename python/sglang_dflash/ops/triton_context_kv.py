@@ -9,7 +9,7 @@ import triton.language as tl
 from sglang_dflash.ops.kv_buffers import KVBuffers
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("positions", "slots"))
 def _write_context_kv_kernel(
     kv,
     k_norm_weight,

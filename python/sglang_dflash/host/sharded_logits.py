@@ -1,0 +1,80 @@
+"""Under tensor parallelism the logits of verified rows stay on their ranks, which exchange only each row's best id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_dflash import ops
+
+
+def best_of_ranks(group: Any, best: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The ids of the largest logits of all ranks; the lowest of equals, if ranks hold ascending spans of ids.
+
+    Args:
+        best, ids: [...]; this rank's largest logits, and their ids in the whole vocabulary.
+
+    Returns:
+        [...] int64, the same on every rank.
+    """
+    pairs = torch.stack((best.double(), ids.double()))  # one exchange; float64 holds both exactly
+    best, ids = group.all_gather(pairs, dim=0).unflatten(0, (-1, 2)).unbind(1)  # [ranks, ...] each
+    return ids.gather(0, best.argmax(0, keepdim=True))[0].long()
+
+
+class ShardedLogits:
+    """The logits of a verify forward that were not gathered: a row's width is this rank's span of the vocabulary.
+
+    The host would exchange B * W rows of the whole vocabulary in every step, while a greedy batch needs one id per row.
+    SGLang's own worker spares that, too, but only for targets with a logit cap.
+    """
+
+    def __init__(self, processor: LogitsProcessor, lm_head: Any) -> None:
+        """Changes `processor`: its verify forwards no longer gather. To be called before graphs are captured."""
+        shard = lm_head.shard_indices
+        self._group = get_parallel().tp_group
+        self._vocab_size = processor.vocab_size
+        self.span = shard.num_org_elements  # the rest of a shard's columns is padding
+        self._first_id = shard.org_vocab_start_index
+        gathered = processor._get_logits
+
+        def get_logits(hidden_states: torch.Tensor, head: Any, metadata: Any, *rest: Any, **more: Any) -> torch.Tensor:
+            held = processor.do_tensor_parallel_all_gather
+            processor.do_tensor_parallel_all_gather = held and not metadata.forward_mode.is_target_verify()
+            try:
+                logits: torch.Tensor = gathered(hidden_states, head, metadata, *rest, **more)
+            finally:
+                processor.do_tensor_parallel_all_gather = held
+            return logits
+
+        processor._get_logits = get_logits
+
+    @classmethod
+    def of(cls, target_model: Any, lm_head: Any) -> ShardedLogits | None:
+        """None if the target's logits are whole on every rank, or gathered in another way than over the ranks of
+        `--tp-size`."""
+        processors = [module for module in target_model.modules() if isinstance(module, LogitsProcessor)]
+        shard = getattr(lm_head, "shard_indices", None)
+        if get_parallel().tp_size == 1 or len(processors) != 1 or shard is None:
+            return None
+        (processor,) = processors
+        plain = (
+            processor.do_tensor_parallel_all_gather
+            and not processor.use_attn_tp_group
+            and not processor.do_tensor_parallel_all_gather_dp_attn
+        )
+        return cls(processor, lm_head) if plain else None
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits: [N, span]. Returns [N] int64, the lowest id of a tie; the same on every rank."""
+        own = logits[:, : self.span]
+        ids = ops.row_argmax(own)
+        return best_of_ranks(self._group, own.gather(1, ids[:, None])[:, 0], ids + self._first_id)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits: [N, span]. Returns [N, V]."""
+        whole: torch.Tensor = self._group.all_gather(logits, dim=-1)
+        return whole[:, : self._vocab_size]

@@ -1,0 +1,41 @@
+"""Compiles every variant of the Triton kernels that a decode step can meet, before requests wait for them.
+
+A variant depends on dtypes, on the block's width, and on what Triton reads off an argument: a stride of 1, divisibility
+by 16. The kernels keep whatever varies with the batch out of it, so one small call each covers all batches.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_dflash.ops import triton_acceptance, triton_block
+from sglang_dflash.ops.penalties import PenaltyParams
+from sglang_dflash.ops.triton_penalties import TritonEmittedTokens
+
+
+def warm_up(
+    width: int, logits: set[tuple[int, torch.dtype]], vocab_size: int, req_to_token: torch.Tensor, mask_token_id: int
+) -> None:
+    """Runs each kernel on a request of its own; writes nothing that anybody reads.
+
+    Args:
+        width: rows of a request in a step.
+        logits: columns and dtype of the logits whose argmax is taken: the target's and the draft's.
+        vocab_size: columns of the logits that penalties change.
+        req_to_token: [R, C] int32; the slot table, whose first row and columns are read.
+    """
+    device = req_to_token.device
+    first = torch.zeros(1, dtype=torch.int64, device=device)
+    ids, _, _ = triton_block.block_layout(first, first, first, req_to_token, width, mask_token_id)
+    for columns, dtype in logits:
+        rows = torch.zeros((1, width, columns), dtype=dtype, device=device)
+        triton_acceptance.accept_greedy(rows, ids)
+        triton_acceptance.accept_chain(triton_acceptance.row_argmax(rows[0]).view(1, width), ids)
+    emitted = TritonEmittedTokens(vocab_size, device)
+    emitted.start(0, first, 0.0)
+    zero = torch.zeros(1, device=device)
+    params = PenaltyParams(zero, zero, zero + 1, first, first[:, None])
+    penalised = torch.zeros((1, width, vocab_size), device=device)
+    emitted.penalize(penalised, first, first, ids, 1, params)
+    for ids_of_a_step in (ids, ids[:, :1]):  # of a decode step, and of a prefill
+        emitted.append(first, first, ids_of_a_step, first.int() + 1, 1, params)

@@ -1,0 +1,76 @@
+"""Verified logits that stay on their ranks: every rank ends with what the whole vocabulary gives."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from stand_ins import Group
+
+from sglang_dflash.host import sharded_logits
+from sglang_dflash.host.sharded_logits import ShardedLogits
+
+SPAN = 5
+
+
+def processor_of(vocab_size: int) -> SimpleNamespace:
+    """A stand-in of the host's `LogitsProcessor`; its logits say whether they would be gathered."""
+    one = SimpleNamespace(vocab_size=vocab_size, do_tensor_parallel_all_gather=True)
+    one._get_logits = lambda *_: "whole" if one.do_tensor_parallel_all_gather else "shard"
+    return one
+
+
+def rank_of(rank: int, vocab_size: int, group: Group, processor: SimpleNamespace) -> ShardedLogits:
+    own = min(SPAN, vocab_size - rank * SPAN)
+    shard = SimpleNamespace(num_org_elements=own, org_vocab_start_index=rank * SPAN)
+    return ShardedLogits(processor, SimpleNamespace(shard_indices=shard))
+
+
+@pytest.mark.parametrize("special", [None, float("inf"), float("nan"), float("-inf")])
+@pytest.mark.parametrize(("rows", "ranks"), [(1, 2), (7, 2), (3, 4)])
+def test_every_rank_chooses_the_same(rows, ranks, special, monkeypatch):
+    """Fails where a rank's span has a wrong offset, its padding wins, a tie goes to a higher id, or gathering changes a
+    logit."""
+    vocab_size = ranks * SPAN - 2
+    group = Group(ranks)
+    monkeypatch.setattr(sharded_logits, "get_parallel", lambda: SimpleNamespace(tp_group=group))
+    logits = torch.randint(-2, 3, (rows, vocab_size), generator=torch.Generator().manual_seed(ranks)).float()
+    if special is not None:
+        logits[:, [3, vocab_size - 1]] = special
+    padded = torch.cat((logits, torch.full((rows, 2), 1e4)), dim=1)
+    sharded = [rank_of(rank, vocab_size, group, processor_of(vocab_size)) for rank in range(ranks)]
+
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        group.local.rank = rank
+        own = padded[:, rank * SPAN : (rank + 1) * SPAN].contiguous()
+        return sharded[rank].argmax(own), sharded[rank].gather(own)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        for ids, whole in pool.map(run, range(ranks)):
+            assert ids.dtype == torch.int64 and torch.equal(ids, logits.argmax(-1))
+            assert torch.equal(whole.nan_to_num(7), logits.nan_to_num(7))
+
+
+def test_only_verify_forwards_stay_sharded(monkeypatch):
+    """Fails where a prefill's logits stay sharded, a verify forward's are gathered, or an error leaves the processor
+    changed."""
+    monkeypatch.setattr(sharded_logits, "get_parallel", lambda: SimpleNamespace(tp_group=Group(2)))
+    processor = processor_of(8)
+    rank_of(0, 8, Group(2), processor)
+    for mode, expected in ((ForwardMode.EXTEND, "whole"), (ForwardMode.TARGET_VERIFY, "shard")):
+        assert processor._get_logits(None, None, SimpleNamespace(forward_mode=mode)) == expected
+    with pytest.raises(AttributeError):
+        processor._get_logits(None, None, None)
+    assert processor.do_tensor_parallel_all_gather
+
+
+def test_one_rank_has_nothing_to_exchange(monkeypatch):
+    """Fails where a server of one rank, or with logits gathered in another way, changes how they are computed."""
+    monkeypatch.setattr(sharded_logits, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    head = SimpleNamespace(shard_indices=object())
+    assert ShardedLogits.of(SimpleNamespace(modules=lambda: []), head) is None
+    monkeypatch.setattr(sharded_logits, "get_parallel", lambda: SimpleNamespace(tp_size=2))
+    assert ShardedLogits.of(SimpleNamespace(modules=lambda: []), head) is None
