@@ -58,6 +58,14 @@ RELIED_ON = [
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
+    # Page tables, whose width we change; graph inputs, filled early on a plan stream; logits, left sharded.
+    "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.__init__",
+    "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.init_cuda_graph_state",
+    "sglang.srt.layers.attention.trtllm_mha_backend.TRTLLMHAAttnBackend.__init__",
+    "sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend.__init__",
+    "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits",
+    "sglang.srt.model_executor.input_buffers.share_input_buffer",
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch",
     # The draft model, whose weights and projection we use, and the switch that we turn off on a CPU.
     "sglang.srt.models.dflash.DFlashAttention.__init__",
     "sglang.srt.models.dflash.DFlashAttention.forward",

@@ -1,0 +1,157 @@
+"""Our worker's decode steps over a target and a draft that are attention layers on SGLang's fa3 backend.
+
+Worker, draft runner and draft window are ours as they are; their two forwards run the layers of `fa3_models`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, get_req_to_token_extra_context_len
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
+
+from host.stand_ins import Batch, configured, make_req
+from rehearsal.fa3_models import BLOCK, CONTEXT, GRAPH_SIZES, REQUESTS, VOCAB, AttentionModel, Graphs, Layer, Setup
+from sglang_dflash import ops
+from sglang_dflash.core.width import FullWidth
+from sglang_dflash.host.draft_input import DraftInput, reserve_lens
+from sglang_dflash.host.draft_runner import DraftRunner
+from sglang_dflash.host.draft_window import DraftWindow
+from sglang_dflash.host.hooks import _row_headroom
+from sglang_dflash.host.worker import DFlashWorker
+
+TARGET_LAYERS = (Layer(), Layer(left=20))
+DRAFT_LAYERS = (Layer(causal=False), Layer(left=20), Layer(left=20, causal=False))
+
+
+class Step(Batch):
+    """What our worker reads of a `ScheduleBatch` in a decode step; other fields are None, as in a plain step."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class Rig:
+    """Our worker over the two models. `step` runs one decode step and leaves the outputs in `target` and `draft`."""
+
+    def __init__(self, setup: Setup, widen: bool = True) -> None:
+        self.setup = setup
+        width = CONTEXT + _row_headroom(get_req_to_token_extra_context_len)
+        tables = [ReqToTokenPool(REQUESTS, width, "cpu", False) for _ in range(2)]
+        self.target = AttentionModel(setup, TARGET_LAYERS, tables[0], 1, is_draft=False)
+        draft_table = tables[0] if setup.draft_window is None else tables[1]
+        self.draft = AttentionModel(setup, DRAFT_LAYERS, draft_table, 2, is_draft=True)
+        self.slots, self.unread = self._lay_out_slots(width)
+        self.worker = self._make_worker()
+        if widen:
+            self.worker.init_attention_backends()
+        if setup.graphs:
+            for one in (self.target, self.draft):
+                one.runner.decode_cuda_graph_runner = Graphs(one)
+
+    def _lay_out_slots(self, width: int) -> tuple[torch.Tensor, int]:
+        """Gives every row of the table but the first its pages, in no order. [rows, width] int64, and a slot of no row.
+
+        In a pool of its own, a sliding layer's pages stand in another order.
+        """
+        page, generator = self.setup.page_size, torch.Generator().manual_seed(3)
+        columns = -(-width // page)
+        last = self.target.pages
+        pages = (torch.randperm(last - 1, generator=generator) + 1).view(REQUESTS, columns)
+        slots = (pages[:, :, None] * page + torch.arange(page)).flatten(1)[:, :width]
+        if isinstance(self.target.pool, SWAKVPool):
+            moved = torch.randperm(last, generator=generator) + 1
+            mapping = self.target.pool.full_to_swa_index_mapping
+            mapping[page:-1] = (moved[:, None] * page + torch.arange(page)).flatten()
+            mapping[-1] = -1
+        return torch.cat((torch.zeros_like(slots[:1]), slots)), last * page
+
+    def _make_worker(self) -> DFlashWorker:
+        worker = DFlashWorker.__new__(DFlashWorker)
+        worker._target = self.target.runner
+        worker._target_worker = SimpleNamespace(model_runner=self.target.runner, forward_batch_generation=self._verify)
+        worker.device, worker.block_size, worker._mask_token_id = "cuda", BLOCK, VOCAB - 1
+        worker._draft = self._make_draft_runner()
+        worker._sampler = SimpleNamespace(plain=lambda batch: True, commit=_nothing, grammar_tree=_nothing)
+        worker._hidden_states = SimpleNamespace(put=_nothing)
+        worker._rows, worker._fuses_acceptance, worker._widths = ops.TORCH_ROWS, True, FullWidth(BLOCK)
+        worker._plan_stream, worker._sharded_logits = None, None
+        return worker
+
+    def _make_draft_runner(self) -> DraftRunner:
+        runner = DraftRunner.__new__(DraftRunner)
+        runner.runner, runner.runner.forward = self.draft.runner, self._propose
+        runner.init_attention_backends = _nothing  # made in `AttentionModel`
+        runner._embed, runner._embed_scale = lambda ids: torch.zeros(*ids.shape, 1), 1.0
+        ids = torch.zeros(max(GRAPH_SIZES), BLOCK - 1, dtype=torch.int64)
+        runner._head = SimpleNamespace(captured_ids=ids, draft_ids=lambda hidden, block: ids[: len(hidden)])
+        runner._context_kv = SimpleNamespace(write=_nothing)
+        runner._spec_infos = {BLOCK: make_draft_block_spec_info(draft_token_num=BLOCK, device="cpu")}
+        runner._window = None
+        if self.setup.draft_window is not None:
+            tables = (self.target.table_pool.req_to_token, self.draft.table_pool.req_to_token)
+            runner._window = DraftWindow(self.setup.draft_window, self.setup.page_size, *tables)
+        return runner
+
+    def _propose(self, forward_batch: ForwardBatch) -> SimpleNamespace:
+        replayed = self.draft.forward(forward_batch)
+        hidden = torch.zeros(forward_batch.batch_size, 1)
+        return SimpleNamespace(can_run_graph=replayed, logits_output=SimpleNamespace(hidden_states=hidden))
+
+    def _verify(self, forward_batch: ForwardBatch, **_: Any) -> GenerationBatchResult:
+        replayed = self.target.forward(forward_batch)
+        logits = torch.zeros(forward_batch.batch_size * BLOCK, VOCAB)
+        out = LogitsProcessorOutput(next_token_logits=logits, hidden_states=torch.zeros(len(logits), 1))
+        return GenerationBatchResult(logits_output=out, can_run_cuda_graph=replayed)
+
+    def hold(self, rows: torch.Tensor, prefix_lens: torch.Tensor, reserved: Sequence[int]) -> None:
+        """The state before a step: committed KV, and reserved slots in the table. All other entries lead to NaN."""
+        for pool in {id(one.table_pool): one.table_pool for one in (self.target, self.draft)}.values():
+            pool.req_to_token.fill_(self.unread)
+            pool.req_to_token[0] = 0
+        for row, length in zip(rows.tolist(), reserved, strict=True):
+            self.target.table_pool.req_to_token[row, :length] = self.slots[row, :length]
+        for one in (self.target, self.draft):
+            one.hold(self.slots, rows, prefix_lens)
+
+    def step(self, rows: Sequence[int], prefix_lens: Sequence[int]) -> None:
+        """One step of requests with these rows of the table. The host is a whole block behind where it overlaps."""
+        rows, lens = torch.tensor(rows), torch.tensor(prefix_lens)
+        behind = 0 if self.setup.knows_lens else BLOCK
+        committed = [max(length - behind, 0) for length in prefix_lens]
+        reserve = get_alloc_reserve_per_decode()
+        reserved = reserve_lens(committed, [0] * len(rows), reserve, self.setup.page_size)
+        self.hold(rows, lens, reserved)
+        known = lens if self.setup.knows_lens else None
+        fields = {"forward_mode": ForwardMode.DECODE, "is_extend_in_batch": False, "return_hidden_states": False}
+        fields |= {"seq_lens": lens.clone(), "seq_lens_cpu": known, "req_pool_indices": rows}
+        fields |= {"seq_lens_sum": None if known is None else int(known.sum())}
+        reqs = [make_req(str(row), row, VOCAB, temperature=0.0) for row in rows.tolist()]
+        batch = Step(reqs, VOCAB, **fields)
+        batch.spec_info = DraftInput.create(torch.ones(len(rows), dtype=torch.int64), lens)
+        batch.spec_info.nxt_kv_lens_cpu = torch.tensor(reserved)
+        batch.spec_info.nxt_kv_lens_sum = sum(reserved)
+        self.worker.forward_batch_generation(batch)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+@contextmanager
+def rig(setup: Setup, widen: bool = True) -> Iterator[Rig]:
+    """`widen`: whether our worker mends the host's page tables at the start."""
+    group = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None)
+    config = {"page_size": setup.page_size, "speculative_num_draft_tokens": BLOCK}
+    with configured(**config), get_parallel().override(tp_group=group), torch.no_grad():
+        yield Rig(setup, widen)
