@@ -18,17 +18,24 @@ import pytest
 import torch
 from sglang.srt.layers import sampler as host_sampler
 from sglang.srt.runtime_context import get_parallel
-from stand_in_worker import BATCH, BLOCK, COLUMNS, VOCAB, decode_batch, prefill_batch, worker_of
+from stand_in_worker import BATCH, BLOCK, COLUMNS, HIDDEN, TAPS, VOCAB, decode_batch, prefill_batch, worker_of
 from stand_ins import configured, make_row_sampler, make_sampler
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
-from sglang_dflash.host import context_kv, draft_input, emitted_text, penalties, sampling, worker
+from sglang_dflash.host import context_kv, draft_input, emitted_text, penalties, sampling, sampling_memory, worker
 from sglang_dflash.host.sampling_memory import rehearse
 from sglang_dflash.ops import penalties as torch_penalties
-from sglang_dflash.ops import reference, triton_acceptance, triton_block, triton_context_kv, triton_penalties
+from sglang_dflash.ops import (
+    reference,
+    triton_acceptance,
+    triton_block,
+    triton_context_kv,
+    triton_penalties,
+    triton_warm_up,
+)
 
 TRITON = {
     triton_block: ["block_layout"],
@@ -141,8 +148,8 @@ def watch(monkeypatch) -> Iterator[Watch]:
         append = watch.as_one("append", torch_penalties.EmittedTokens.append)
         penalize = watch.as_one("penalize", torch_penalties.EmittedTokens.penalize)
 
-    # A function of the class is a method only if it is a plain function, which `as_one` returns.
-    monkeypatch.setattr(triton_penalties, "TritonEmittedTokens", Emitted)
+    for module in (triton_penalties, triton_warm_up):
+        monkeypatch.setattr(module, "TritonEmittedTokens", Emitted)
     for module in (draft_input, penalties, sampling, worker):
         monkeypatch.setattr(module, "upload", upload_unseen(watch))
     monkeypatch.setattr(context_kv.ops, "fits", lambda *_: False)  # fake tensors have no addresses: layer by layer
@@ -284,6 +291,24 @@ def test_sampling_memory_does_not_grow_with_the_batch(seeded, watch):
         rehearse(sampler, 256, 16, vocab_size, seeded, "cuda")
     print(f"{(watch.peak_bytes - logits_bytes) / 1e9:.2f} GB for all rows at once")
     assert watch.peak_bytes - logits_bytes > (25e9 if seeded else 10e9)
+
+
+def test_the_start_of_a_server_warms_up(watch, monkeypatch):
+    """Fails where a kernel of a step is left to the first request, or the host does not learn what sampling takes."""
+    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32), make_sampler())
+    one._target.max_running_requests = 4
+    one._draft.model = SimpleNamespace(fc=SimpleNamespace(weight=torch.zeros(HIDDEN, TAPS * HIDDEN, device="cuda")))
+    monkeypatch.setattr(sampling_memory, "_peak_bytes", lambda call: call() or 11)
+    with watch:
+        result = one.prewarm_sampling()
+    assert one._target.sampling_prewarm_result is result and result.sampling_headroom_bytes == 11
+    launched = {name for name in watch.launches if name.startswith("triton.")}
+    assert launched == {
+        f"triton.{name}" for names in TRITON.values() for name in names if name != "write_context_kv"
+    } | {
+        "triton.append",
+        "triton.penalize",
+    }
 
 
 def test_processors_are_the_one_wait(watch):
