@@ -8,6 +8,8 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 
+from sglang_dflash.host.draft_input import upload
+
 
 class ReturnedHiddenStates:
     """Returns what plain decoding returns: the states after the final norm.
@@ -35,5 +37,7 @@ class ReturnedHiddenStates:
         if not batch.return_hidden_states or states is None:
             return
         if rows_of_last_tokens is not None and not max(batch.return_hidden_states_mode, self._server_mode).is_full():
-            states = states[rows_of_last_tokens]
+            states = states[upload(torch.tensor(rows_of_last_tokens), states.device)]
+        elif states.is_cuda:
+            states = states.clone()  # a graph's output: the next replay may overwrite it before the host has copied it
         output.hidden_states = states

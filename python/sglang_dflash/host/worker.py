@@ -252,7 +252,7 @@ class DFlashWorker(BaseSpecWorker):
         lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu, batch.seq_lens_sum = known_kv_lens(batch, plan.width)
         # Without graphs, the forward prepares the attention metadata itself.
-        eager = self._target.decode_cuda_graph_runner is None
+        eager = self.device == "cpu" and self._target.decode_cuda_graph_runner is None
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker, defer_metadata_init=eager)
         batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum
         return forward_batch

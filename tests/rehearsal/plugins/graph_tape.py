@@ -1,0 +1,134 @@
+"""A plugin of SGLang for tests: our CPU platform offers SGLang's own graph runner, with tapes in the place of graphs.
+
+The file that `GRAPH_TAPE_BUG` names holds the name of a bug for the moment, or nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "GRAPH_TAPE_BUG"
+STALE_DRAFTS = "the drafts of the batch before"
+REBOUND_IDS = "a rebound buffer of ids"
+LIVE_PADDING = "padding that writes a live slot"
+
+
+def activate() -> None:
+    """Entry point."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+    HookRegistry.register(f"{setup}.capture_decode_graph", _capture, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tp_model_worker", _offer, HookType.BEFORE)
+
+
+def _offer(*_: Any) -> None:
+    """Runs in the scheduler's process before it loads a model."""
+    import torch
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+    from sglang.srt.platforms.interface import PlatformCapabilities
+    from static_attention import StaticAttentionBackend
+    from tape_backend import TapeGraphBackend
+
+    from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
+    from sglang_dflash.host.cpu.platform import CpuPlatform
+
+    CpuPlatform.capabilities = PlatformCapabilities(graph_capture=True)
+    CpuPlatform.get_graph_runner_cls = lambda platform: DecodeCudaGraphRunner
+    CpuPlatform.get_full_graph_backend_cls = lambda platform: TapeGraphBackend
+    register_attention_backend(ATTENTION_BACKEND)(StaticAttentionBackend)
+    # On a CPU the host replays graphs for plain decoding alone (forward_batch_info.py:283).
+    ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
+    # It asks torch for the current stream of an accelerator (utils/common.py:1371), and a CPU's torch knows no capture.
+    parallel_state.get_current_device_stream_fast = torch.cpu.current_stream
+    torch.cpu.is_current_stream_capturing = lambda: False
+    _rehearse_plan_stream()
+    _plant_stale_drafts()
+    _plant_rebound_ids()
+    _plant_live_padding()
+
+
+def _capture(*, model_runner: Any) -> Any:
+    """`capture_decode_graph`, which on a CPU captures only for torch.compile."""
+    from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
+    from sglang.srt.platforms import current_platform
+
+    begin = time.perf_counter()
+    runner = current_platform.get_graph_runner_cls()(model_runner)
+    phase = "draft_decode" if model_runner.is_draft_worker else "target_verify"
+    seconds = time.perf_counter() - begin
+    return GraphCapture(runner=runner, memory_phase=phase, memory_usage_gb=0.0, capture_time=seconds)
+
+
+def _rehearse_plan_stream() -> None:
+    """With SGLang's variable, the draft's graph runs as late as a plan stream lets it: after all work beside it."""
+    from sglang.srt.environ import envs
+    from tape_backend import TapeGraphBackend
+
+    from sglang_dflash.host.plan_stream import PlanStream
+
+    if not envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
+        return
+    TapeGraphBackend.late = []
+    PlanStream.wanted = staticmethod(lambda device: True)
+    join = PlanStream.join
+
+    def run_and_join(stream: PlanStream) -> None:
+        TapeGraphBackend.run_late()
+        join(stream)
+
+    PlanStream.join = run_and_join
+
+
+def _planted(bug: str) -> bool:
+    return Path(os.environ[VARIABLE]).read_text() == bug
+
+
+def _plant_stale_drafts() -> None:
+    """The drafts of a step are read before the draft's graph has run."""
+    from sglang_dflash.host.draft_runner import DraftRunner
+
+    propose = DraftRunner.propose
+
+    def propose_stale(runner: Any, block: Any, *rest: Any) -> Any:
+        stale = runner._head.captured_ids[: len(block.ids)].clone()
+        fresh = propose(runner, block, *rest)
+        return stale if _planted(STALE_DRAFTS) else fresh
+
+    DraftRunner.propose = propose_stale
+
+
+def _plant_rebound_ids() -> None:
+    """The buffer of token ids is another tensor than at capture."""
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    load = DecodeCudaGraphRunner.load_batch
+
+    def load_into_another(runner: Any, *args: Any, **kwargs: Any) -> None:
+        slot = runner.buffer_registry.get_slot("input_ids")
+        captured = slot.buffer
+        if _planted(REBOUND_IDS):
+            slot.buffer = runner.buffers.input_ids = captured.clone()
+        load(runner, *args, **kwargs)
+        slot.buffer = runner.buffers.input_ids = captured
+
+    DecodeCudaGraphRunner.load_batch = load_into_another
+
+
+def _plant_live_padding() -> None:
+    """The slots of a padded batch's last rows stay those of the batch before."""
+    from sglang.srt.model_executor.cuda_graph_buffer_registry import GraphSlot
+
+    reset = GraphSlot.reset_padding
+
+    def reset_others(slot: Any, raw_n: int, padded_n: int) -> None:
+        if not (slot.name == "out_cache_loc" and _planted(LIVE_PADDING)):
+            reset(slot, raw_n, padded_n)
+
+    GraphSlot.reset_padding = reset_others

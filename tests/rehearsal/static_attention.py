@@ -1,0 +1,101 @@
+"""Attention for rehearsed graphs: its inputs lie at fixed places, and Python decides nothing by their values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from sglang_dflash.host.cpu.attention import CpuAttentionBackend, _view_of
+
+
+class StaticAttentionBackend(CpuAttentionBackend):
+    """Verification inside a graph, in plain torch over the whole width of the slot table; the rest as on any CPU.
+
+    Like the backends of a device, it asks for no lengths on the CPU, and copies slots and lengths into buffers of its
+    own before each replay.
+    """
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._batch = 0  # requests of the graph at hand; 0 outside graphs
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        table = self.req_to_token_pool.req_to_token
+        self._slots = torch.zeros(max_bs, table.shape[1], dtype=torch.int64)
+        self._prefix_lens = torch.zeros(max_bs, dtype=torch.int64)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        return SharedReadEnds.PRE_REPLAY
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        self._batch = 0
+        super().init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        assert forward_batch.forward_mode.is_target_verify(), forward_batch.forward_mode
+        self._batch = forward_batch.batch_size
+        rows = forward_batch.req_pool_indices
+        self._slots[: self._batch].copy_(self.req_to_token_pool.req_to_token[rows])
+        self._prefix_lens[: self._batch].copy_(forward_batch.seq_lens)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if not self._batch:
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        scaling, causal, window = _view_of(layer)
+        assert window is None and not any(value is not None for value in kwargs.values()), (window, list(kwargs))
+        if save_kv_cache:
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        slots, prefix_lens = self._slots[: self._batch], self._prefix_lens[: self._batch]
+        q = q.view(self._batch, -1, layer.tp_q_head_num, layer.qk_head_dim)
+        return attend(q, keys, values, slots, prefix_lens, scaling, causal).flatten(0, 1).flatten(1)
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    scaling: float,
+    causal: bool,
+) -> torch.Tensor:
+    """Attention of W rows of each request to its prefix and to those rows.
+
+    Args:
+        q: [B, W, Hq, D].
+        keys, values: [S, Hkv, D]; a model's pool.
+        slots: [B, C] int64; slot of each position. Entries behind a request's last row may be anything.
+        prefix_lens: [B] int64.
+        causal: whether a row sees the rows behind it.
+
+    Returns:
+        [B, W, Hq, D].
+    """
+    batch, width, heads, dim = q.shape
+    q = q.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * W, D]; G queries a key
+    k, v = (pool.index_select(0, slots.flatten()).unflatten(0, slots.shape).transpose(1, 2) for pool in (keys, values))
+    last = prefix_lens[:, None] + (torch.arange(width) if causal else torch.full((width,), width - 1))  # [B, W]
+    unseen = torch.arange(slots.shape[1]) > last[..., None]  # [B, W, C]
+    scores = (q @ k.transpose(2, 3) * scaling).unflatten(2, (-1, width))  # [B, Hkv, G, W, C]
+    weights = scores.masked_fill_(unseen[:, None, None], float("-inf")).softmax(-1).flatten(2, 3)
+    return (weights @ v).unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4).reshape(batch, width, heads, dim)
