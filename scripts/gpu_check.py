@@ -1,8 +1,9 @@
 """Checks our worker in SGLang on a GPU: token equality, step times against built-in and off, launches per step.
 
 A call takes at most about --budget-s seconds: it starts nothing that it cannot finish; the next call resumes. The
-output folder gets a JSON file per stage and a README.md with all tables. Exit codes: 0: all requested stages are done,
-1: a stage failed, 2: the check could not run, 3: work is left (call again), 130: interrupted.
+output folder gets a JSON file per stage and a README.md with all tables, after every cell. Exit codes: 0: all
+requested stages are done, 1: a stage failed, 2: the check could not run, 3: work is left (call again), 130:
+interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import signal
 import sys
@@ -38,6 +38,9 @@ from gpu_kit.checks import (  # noqa: E402
     checks,
     run_check,
 )
+from gpu_kit.estimates import seconds  # noqa: E402
+from gpu_kit.hour import short_name  # noqa: E402
+from gpu_kit.peers import why_no_builtin  # noqa: E402
 from gpu_kit.results import Results  # noqa: E402
 from gpu_kit.setting import Setting  # noqa: E402
 from sglang_dflash.bench.machine import machine, versions  # noqa: E402
@@ -47,7 +50,9 @@ REHEARSAL_FLAGS = "--device cpu --max-total-tokens 32768"
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="list the stages; with --output, their states, too")
+    parser.add_argument(
+        "--list", action="store_true", help="list the stages with estimates; with --output, states, too"
+    )
     parser.add_argument("--stage", action="append", help="run only this stage; repeatable (default: all unfinished)")
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds for this call (default %(default)g)")
     parser.add_argument("--output", type=Path, help="folder of the results (default: docs/gpu/DEVICE-COMMIT)")
@@ -96,31 +101,31 @@ def _device(arguments: argparse.Namespace) -> str:
 
     if not torch.cuda.is_available():
         raise ValueError("No GPU was found. --device cpu --output DIR runs all stages with real servers on the CPU.")
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
+    return short_name(torch.cuda.get_device_name(0))
 
 
-def show(every: list[Check], results: Results | None) -> None:
+def show(every: list[Check], results: Results | None, arms: int) -> None:
     for check in every:
         stage = results.load(check.name) if results else None
         state = "" if stage is None else f"{stage.state if stage.commands else 'not begun':11}"
-        print(f"{check.name:28} {state}{check.about}")
+        print(f"{check.name:30} about {seconds(check.name, arms):3.0f} s  {state}{check.about}")
 
 
 def main() -> int:
     arguments = parse_arguments()
     every: list[Check] = arguments.checks
-    if arguments.list and arguments.output is None:
-        show(every, None)
-        return 0
     names = [check.name for check in every]
+    rehearsal = arguments.device == "cpu"
+    no_builtin = "" if rehearsal else why_no_builtin()
     if arguments.list:
-        show(every, Results(arguments.output, names))
+        show(every, Results(arguments.output, names) if arguments.output else None, 2 if no_builtin else 3)
         return 0
     facts = describe(arguments)
     folder = arguments.output or ROOT / "docs" / "gpu" / f"{facts['device']}-{facts['commit']}"
     results = Results(folder.resolve(), names)
-    chosen = [c for c in every if (c.name in arguments.stage if arguments.stage else not _played(results, c.name))]
-    rehearsal = arguments.device == "cpu"
+    chosen = [
+        c for c in every if (c.name in arguments.stage if arguments.stage else not _played(results, c.name, no_builtin))
+    ]
     setting = Setting(
         raw=results.folder / "raw",
         models=Path(tempfile.gettempdir()) / "sglang-dflash-dummies",
@@ -130,6 +135,8 @@ def main() -> int:
         server_flags=" ".join(filter(None, [REHEARSAL_FLAGS if rehearsal else "", arguments.server_flags])),
         stand_in=arguments.stand_in.resolve() if arguments.stand_in else None,
         command=shlex.join(["bash", "scripts/gpu_check.sh", *sys.argv[1:]]),
+        keep=results.save,
+        no_builtin=no_builtin,
         rehearsal=rehearsal,
     )
     for number, check in enumerate(chosen, 1):
@@ -145,9 +152,11 @@ def main() -> int:
     return 3 if "partial" in states.values() else 1 if "failed" in states.values() else 0
 
 
-def _played(results: Results, name: str) -> bool:
-    """Whether the stage ran to its end. A failed stage runs again only if --stage names it."""
-    return results.load(name).state != "partial"
+def _played(results: Results, name: str, no_builtin: str) -> bool:
+    """Whether the stage ran to its end, with every arm that can start here. A failed stage runs again only if --stage
+    names it."""
+    stage = results.load(name)
+    return stage.state != "partial" and (bool(no_builtin) or not stage.absent)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

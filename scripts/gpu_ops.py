@@ -1,8 +1,9 @@
 """Checks and times our Triton ops on a GPU, before SGLang runs there.
 
 Compares results with the reference ops, times with the memory bandwidth's limit, and measures the lowest time of a
-decode step. Needs torch and Triton, no SGLang. Each stage prints a table; gpu_ops.json in the output folder has all
-tables, also if the run is cut short. Exit codes: 0: all stages passed, 1: a stage failed.
+decode step. Needs torch and Triton, no SGLang. Each stage prints a table; gpu_ops.json in the output folder gets every
+row as it is measured, and keeps the stages of earlier runs at the same commit on the same machine. Exit codes: 0: all
+stages passed, 1: a stage failed, 130: it was interrupted.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
+from types import FrameType
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
 
+from gpu_kit.estimates import OPS_S  # noqa: E402
 
 STAGES = {
     "block_layout": "op_stages",
@@ -36,7 +40,13 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("gpu-ops"), help="folder of gpu_ops.json")
     parser.add_argument("--dry-run", action="store_true", help="run tiny shapes on a CPU with Triton's interpreter")
     parser.add_argument("--stages", nargs="+", help="run these stages only")
+    parser.add_argument("--list", action="store_true", help="list the stages, with estimates")
+    parser.add_argument("--commit", default="", help="commit of this folder, if it is not a git checkout")
     arguments = parser.parse_args()
+    if arguments.list:
+        for name in STAGES:
+            print(f"{name:28} about {OPS_S[name]:3.0f} s")
+        return 0
     chosen = arguments.stages or list(STAGES)
     unknown = sorted(set(chosen) - set(STAGES))
     if unknown:
@@ -51,20 +61,30 @@ def main() -> int:
     facts = device.describe()
     bandwidth = device.bandwidth()
     facts["copy_gb_s"] = bandwidth / 1e3
-    report = Report(arguments.output, facts)
+    report = Report(arguments.output, facts, arguments.commit)
     print(facts, flush=True)
     for number, name in enumerate(chosen, 1):
         begin = time.perf_counter()
         print(f"[{number}/{len(chosen)}] {name}", flush=True)
         try:
             stage = getattr(importlib.import_module(f"gpu_kit.{STAGES[name]}"), name)
-            report.add(name, list(stage(device, bandwidth)))
+            report.run(name, stage(device, bandwidth))
         except Exception as error:  # GPU time is scarce: the other stages still run
             traceback.print_exc()
             report.fail(name, f"{type(error).__name__}: {error}")
         print(f"  {time.perf_counter() - begin:.1f} s", flush=True)
-    return 1 if report.content["failures"] else 0
+    return 1 if set(chosen) & set(report.content["failures"]) else 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        print("stopped; finished rows are saved", file=sys.stderr)
+        code = 130
+    sys.exit(code)

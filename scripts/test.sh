@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests. Usage: bash scripts/test.sh [--quick | --matrix] [pytest arguments]
 #   (nothing)  all tests: those without servers in two processes, then those with servers
-#   --quick    the tests without servers alone
+#   --quick    the tests without servers, but for the slow ones
 #   --matrix   only the long matrices, which no other run includes; each leaves a table in build/
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" dev
@@ -10,7 +10,7 @@ cd "$ROOT"
 case "${1:-}" in
     --quick)
         shift
-        exec "$PYTHON" -m pytest -m "not server" -n 2 --dist worksteal "$@"
+        exec "$PYTHON" -m pytest -m "not server and not slow" -n 2 --dist worksteal "$@"
         ;;
     --matrix)
         shift

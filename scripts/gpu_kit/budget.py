@@ -8,12 +8,11 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from gpu_kit.estimates import CELL_S, START_S
 from sglang_dflash.bench.board import Board
 from sglang_dflash.bench.records import Cell, CellKey, Record, Run
 
 MARGIN = 1.3  # factor on the longest time seen so far
-START_S = 120.0  # first estimate of a server start
-CELL_S = 40.0  # first estimate of a cell
 GRACE_S = 30.0  # extra time for a cell that takes longer than its estimate
 
 
@@ -60,10 +59,14 @@ class Budget:
 class BudgetBoard(Board):
     """A sweep's board that ends the sweep in time. It estimates a start or a cell from the previous ones."""
 
-    def __init__(self, console: Console, cells: int, starts: int, budget: Budget, run: Run) -> None:
+    def __init__(
+        self, console: Console, cells: int, starts: int, budget: Budget, run: Run, keep: Callable[[], None]
+    ) -> None:
+        """keep: called when a cell is finished and saved in the run."""
         super().__init__(console, cells, starts)
         self._budget = budget
         self._run = run
+        self._keep = keep
 
     @contextmanager
     def starting(self, label: str) -> Iterator[Callable[[float], None]]:
@@ -90,6 +93,7 @@ class BudgetBoard(Board):
     def finished(self, cell: Cell) -> None:
         super().finished(cell)
         self._budget.finished()
+        self._keep()
 
     def start_s(self) -> float:
         """Estimated seconds of a server start, warm-up included."""

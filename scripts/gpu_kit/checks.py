@@ -15,41 +15,50 @@ from gpu_kit.results import OtherRunError, Results, Stage
 from gpu_kit.setting import Setting
 from gpu_kit.sweep_stages import smoke, step_times
 
-BACKENDS = ("triton", "flashinfer", "fa3")
+BACKENDS = ("triton", "fa3", "flashinfer")
 MODELS = ("qwen3-8b", "llama-3.1-8b")
 REHEARSED_BACKENDS = ("dflash_cpu",)
 REHEARSED_MODELS = ("qwen3-small", "llama-small")
+EXACT = ("triton", "dflash_cpu")  # backends that also check float32, where rounding ties are rare
 REHEARSAL = "A rehearsal: real servers on a CPU with small shapes. No number here is valid for a GPU."
+CUT = "the call was killed"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A stage: `run(setting, stage)` fills in `rows`, `failures`, `notes` and `left` of the stage."""
+    """A stage: `run(setting, stage)` fills in `rows`, `failures`, `notes` and `absent` of the stage, and returns why
+    another call is needed, or ""."""
 
     name: str
     about: str
-    run: Callable[[Setting, Stage], None]
+    run: Callable[[Setting, Stage], str]
 
 
 def checks(backends: Sequence[str], models: Sequence[str] = MODELS) -> list[Check]:
     """The stages in running order, the most informative first. Only the first model is profiled."""
-    times = [
-        Check(
-            f"steps-{model}-{backend}",
-            f"step times of off, our worker and the built-in: {model} shape, {backend}",
-            partial(step_times, model=model, backend=backend),
-        )
-        for model in models
-        for backend in backends
-    ]
-    about_profile = f"launches, copies and waits per step: {models[0]} shape, {backends[0]}"
+    first = backends[0]
+    about_smoke = f"embedded pair: tokens and tau of ours and the built-in beside off: {first}"
+    about_profile = f"launches, copies and waits per step: {models[0]} shape, {first}"
     return [
-        Check("smoke", f"embedded pair: tokens of ours and the built-in equal off: {backends[0]}", smoke),
-        Check("equality", "sglang-dflash check of the embedded pair on every attention backend", equality),
-        times[0],
+        _equality(first, "bfloat16"),
         Check(f"profile-{models[0]}", about_profile, partial(profile, model=models[0])),
-        *times[1:],
+        _step_times(models[0], first),
+        *(_equality(backend, "bfloat16") for backend in backends[1:]),
+        *(_step_times(models[0], backend) for backend in backends[1:]),
+        *(_equality(backend, "float32") for backend in backends if backend in EXACT),
+        Check("smoke", about_smoke, smoke),
+        *(_step_times(model, backend) for model in models[1:] for backend in backends),
     ]
+
+
+def _equality(backend: str, dtype: str) -> Check:
+    about = f"sglang-dflash check of the embedded pair: {backend}, {dtype}"
+    return Check(f"equality-{backend}-{dtype}", about, partial(equality, backend=backend, dtype=dtype))
+
+
+def _step_times(model: str, backend: str) -> Check:
+    about = f"step times of off, our worker and the built-in: {model} shape, {backend}"
+    return Check(f"steps-{model}-{backend}", about, partial(step_times, model=model, backend=backend))
 
 
 def run_check(check: Check, setting: Setting, results: Results, facts: dict[str, Any]) -> Stage:
@@ -70,13 +79,14 @@ def run_check(check: Check, setting: Setting, results: Results, facts: dict[str,
     stage.commit, stage.versions, stage.machine = facts["commit"], facts["versions"], facts["machine"]
     stage.commands.append(setting.command)
     begin, left = time.monotonic(), stage.left
+    stage.left = CUT  # what the file says if this process is killed
     try:
-        check.run(setting, stage)
+        stage.left = check.run(setting, stage)
     except OtherRunError:
         stage.left = left
         raise
     except KeyboardInterrupt:
-        stage.left = "interrupted"  # set here, because a stage clears `left` when it begins
+        stage.left = "interrupted"
         raise
     except Exception as error:  # any error: the other stages still run, because GPU time is scarce
         traceback.print_exc()

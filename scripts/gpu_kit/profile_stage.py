@@ -11,23 +11,22 @@ from typing import Any
 
 import httpx
 
-from gpu_kit.budget import MARGIN, START_S, OutOfTimeError
+from gpu_kit.budget import MARGIN, OutOfTimeError
 from gpu_kit.dummy_pairs import make_pair
+from gpu_kit.estimates import PROFILE_LOADS, PROFILE_S, START_S
 from gpu_kit.results import Stage
 from gpu_kit.setting import Setting
 from gpu_kit.sweep_stages import ARMS, dummy_flags
 from gpu_kit.trace import count_steps, read_trace
-from sglang_dflash.bench.arms import Arm, Models, Serving, arms_of, split_flags
+from sglang_dflash.bench.arms import Arm, Models, Serving, arms_of
 from sglang_dflash.checking.arms import last_error
 from sglang_dflash.serving import Client, ServerError
 
-LOADS = (1, 8, 32)
 REHEARSED_LOADS = (1, 4)
 STEPS = 24
 LONG = 4096  # tokens of an answer: many more than STEPS steps produce
 WARM = 32
 PREFILLED_S = 1.0  # after this time all requests decode
-CELL_S = 45.0  # first estimate of one profile
 TRACE_S = 120.0
 NOTES = (
     f"About {STEPS} steps under torch's profiler in the scheduler process; host_ms includes the profiler's overhead.",
@@ -37,31 +36,36 @@ NOTES = (
 )
 
 
-def profile(setting: Setting, stage: Stage, model: str) -> None:
-    """Profiles every arm on the first attention backend, at each load with a constant batch size."""
+def profile(setting: Setting, stage: Stage, model: str) -> str:
+    """Profiles every arm on the first attention backend, at each load with a constant batch size.
+
+    Returns:
+        Why another call is needed, or "".
+    """
     target, draft = make_pair(model, setting.models)
     done = {(row["arm"], row["load"]) for row in stage.rows}
-    stage.left, stage.failures, stage.notes = "", [], list(NOTES)
+    stage.failures, stage.notes = [], list(NOTES)
+    setting.note_absent(stage)
     for arm in _arms(setting, str(target), str(draft)):
-        every = REHEARSED_LOADS if setting.rehearsal else LOADS
+        every = REHEARSED_LOADS if setting.rehearsal else PROFILE_LOADS
         loads = [load for load in every if (arm.name, load) not in done]
         try:
             if loads:
-                _serve(setting, stage, setting.launched(arm), loads)
+                _serve(setting, stage, arm, loads)
         except OutOfTimeError as reason:
-            stage.left = str(reason)
-            return
+            return str(reason)
         except httpx.HTTPError:
             stage.failures.append(f"{arm.label} stopped answering: {last_error(_log(setting, stage, arm))[:400]}")
         except (ServerError, ValueError, OSError) as error:
             stage.failures.append(f"{arm.label}: {' '.join(str(error).split())[:400]}")
+    return ""
 
 
 def _arms(setting: Setting, target: str, draft: str) -> list[Arm]:
     device = () if setting.stand_in is None else ("--device", "cpu")
-    flags = (*split_flags(dummy_flags(setting)), *device, *setting.flags())
+    flags = (*dummy_flags(setting), *device, *setting.flags(setting.backends[0]))
     serving = Serving(flags, {}, {}, {}, setting.backends[:1], (True,), 1, "", "", "cuda")
-    return arms_of(ARMS.split(","), Models(target, {"dflash": draft}, None, 0), serving, {})
+    return setting.served(arms_of(ARMS.split(","), Models(target, {"dflash": draft}, None, 0), serving, {}))
 
 
 def _serve(setting: Setting, stage: Stage, arm: Arm, loads: list[int]) -> None:
@@ -85,6 +89,7 @@ def _serve(setting: Setting, stage: Stage, arm: Arm, loads: list[int]) -> None:
             times = {"start_s": start_s, "seconds": round(time.monotonic() - begin, 1)}
             stage.rows.append({"arm": arm.name, "load": load, **counts, **times})
             budget.finished()
+            setting.keep(stage)
             setting.screen.print(f"{arm.name} at {load}: {counts['launches']} launches, {counts['graphs']} graphs")
 
 
@@ -93,7 +98,7 @@ def _log(setting: Setting, stage: Stage, arm: Arm) -> Path:
 
 
 def _cell_s(stage: Stage) -> float:
-    return MARGIN * max((row["seconds"] for row in stage.rows), default=CELL_S / MARGIN)
+    return MARGIN * max((row["seconds"] for row in stage.rows), default=PROFILE_S / MARGIN)
 
 
 @contextmanager

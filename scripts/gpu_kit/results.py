@@ -29,6 +29,7 @@ class Stage:
         failures: sentences on what was wrong or did not run.
         notes: sentences that a reader of the numbers must know.
         left: why another call is needed; "" if all cells ran.
+        absent: arms that could not be served where it ran; a note says why.
         commit, versions, machine: what was measured, and where.
         commands: the command of every call.
         seconds: total of all calls.
@@ -39,6 +40,7 @@ class Stage:
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     left: str = "not begun"
+    absent: list[str] = field(default_factory=list)
     commit: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)

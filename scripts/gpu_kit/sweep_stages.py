@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpu_kit.budget import BudgetBoard, OutOfTimeError
 from gpu_kit.dummy_pairs import make_pair
-from gpu_kit.results import OtherRunError, Stage
-from gpu_kit.setting import Setting
+from gpu_kit.estimates import SMOKE_LOADS, STEP_LOADS
+from gpu_kit.results import OtherRunError, Row, Stage
+from gpu_kit.setting import EMBEDDED_FLAGS, NO_PREFILL_GRAPHS, Setting
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.options import Options, check_resumable
 from sglang_dflash.bench.planning import digests, make_plan
@@ -20,9 +23,8 @@ from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.serving import TINY_TARGET
 
 ARMS = "off,dflash,builtin"
-LOADS = "1,4,8,16,32,64"
-REHEARSED_LOADS = "1,4"
-MOST = 64
+REHEARSED_LOADS = (1, 4)
+MOST = max(STEP_LOADS)
 TAU = 6.0  # simulated; about what published drafts reach on easier tasks
 OURS = "sglang-dflash"  # the start of our worker's start-up line
 LEAST_TAU = 2.5  # lower bound for the embedded pair: a draft that is never accepted gives equal tokens, too
@@ -32,26 +34,46 @@ STEP_NOTES = (
     "step_ms = concurrent requests x tau / tok_s, with prefills; decode_ms = median TPOT x tau, without prefills.",
     "With simulated acceptance, our worker runs argmax and acceptance as two ops instead of one, and both workers fill "
     "three more tensors than in normal serving.",
+    "Prefills run without graphs, in every arm.",
 )
 
 
-def smoke(setting: Setting, stage: Stage) -> None:
-    """Embedded pair in bfloat16: servers start, greedy tokens equal those of speculation off, drafts are accepted."""
+def smoke(setting: Setting, stage: Stage) -> str:
+    """Embedded pair in bfloat16: servers start, greedy tokens equal those of speculation off, drafts are accepted.
+
+    Returns:
+        Why another call is needed, or "".
+    """
+    backend = setting.backends[0]
     options = _options(
-        setting, stage.stage, attention_backends=setting.backends[0], concurrencies="1,8", num_prompts=16
+        setting,
+        stage.stage,
+        attention_backends=backend,
+        concurrencies=_loads(SMOKE_LOADS),
+        num_prompts=16,
+        max_new_tokens=128,
+        server_flags=shlex.join([*EMBEDDED_FLAGS, *setting.flags(backend)]),
     )
-    run = _sweep(setting, stage, replace(options, max_new_tokens=128), keep_tokens=True)
-    stage.rows = [_row(row, ()) for row in frame(run).to_dict("records")]
-    stage.failures += [
+
+    def fill(run: Run) -> None:
+        stage.rows, stage.notes = _rows(run, ()), []
+        stage.failures += _unequal(run)
+
+    left = _sweep(setting, stage, options, fill, keep_tokens=True)
+    stage.failures += _strangers(Path(options.logs))
+    for row in stage.rows:
+        if row["arm"] == "dflash" and (row["tau"] or 0.0) < LEAST_TAU:
+            stage.failures.append(f"tau of dflash at {row['load']:g} is {row['tau']}, below {LEAST_TAU}")
+    return left
+
+
+def _unequal(run: Run) -> list[str]:
+    return [
         f"{cell.key.arm} at {cell.key.load:g}: {example}"
         for cell in run.cells
         if cell.equality is not None and cell.equality.withheld
         for example in cell.equality.examples
     ]
-    stage.failures += _strangers(Path(options.logs))
-    for row in stage.rows:
-        if row["arm"] == "dflash" and (row["tau"] or 0.0) < LEAST_TAU:
-            stage.failures.append(f"tau of dflash at {row['load']:g} is {row['tau']}, below {LEAST_TAU}")
 
 
 def _strangers(logs: Path) -> list[str]:
@@ -65,8 +87,12 @@ def _strangers(logs: Path) -> list[str]:
     return found
 
 
-def step_times(setting: Setting, stage: Stage, model: str, backend: str) -> None:
-    """Times off, our worker and the built-in at every load: a dummy target of a real shape, a block-16 draft."""
+def step_times(setting: Setting, stage: Stage, model: str, backend: str) -> str:
+    """Times off, our worker and the built-in at every load: a dummy target of a real shape, a block-16 draft.
+
+    Returns:
+        Why another call is needed, or "".
+    """
     target, draft = make_pair(model, setting.models)
     simulate = [f"{arm}:SGLANG_SIMULATE_ACC_LEN={TAU}" for arm in ("dflash", "builtin")]
     options = _options(
@@ -75,33 +101,46 @@ def step_times(setting: Setting, stage: Stage, model: str, backend: str) -> None
         target_model=str(target),
         draft_model=str(draft),
         attention_backends=backend,
-        concurrencies=REHEARSED_LOADS if setting.rehearsal else LOADS,
+        concurrencies=_loads(REHEARSED_LOADS if setting.rehearsal else STEP_LOADS),
         max_new_tokens=256,
         ignore_eos=True,
         env=simulate,
-        server_flags=" ".join([dummy_flags(setting), setting.server_flags]),
+        server_flags=shlex.join([*dummy_flags(setting), *setting.flags(backend)]),
     )
-    run = _sweep(setting, stage, options, keep_tokens=False)
-    stage.rows = [_row(row, ("step_ms", "decode_ms")) for row in frame(run).to_dict("records")]
-    stage.notes = [*STEP_NOTES, *(note for note in run.notes if "simulated" not in note)]
+
+    def fill(run: Run) -> None:
+        stage.rows = _rows(run, ("step_ms", "decode_ms"))
+        stage.notes = [*STEP_NOTES, *(note for note in run.notes if "simulated" not in note)]
+
+    return _sweep(setting, stage, options, fill, keep_tokens=False)
 
 
-def dummy_flags(setting: Setting) -> str:
-    """Allows MOST concurrent requests (with speculation SGLang's default is 48) and captures graphs up to that size."""
-    flags = f"--load-format dummy --max-running-requests {MOST} --cuda-graph-max-bs-decode {MOST}"
+def _loads(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def dummy_flags(setting: Setting) -> list[str]:
+    """Allows MOST concurrent requests and captures decode graphs up to that size."""
+    flags = ["--load-format", "dummy", "--max-running-requests", str(MOST), "--cuda-graph-max-bs-decode", str(MOST)]
     # In bfloat16, SGLang's own draft launches a Triton kernel even on a CPU.
-    return f"{flags} --dtype float32" if setting.rehearsal else flags
+    return [*flags, *NO_PREFILL_GRAPHS, *(["--dtype", "float32"] if setting.rehearsal else [])]
 
 
-def _sweep(setting: Setting, stage: Stage, options: Options, keep_tokens: bool) -> Run:
-    """Resumes the sweep of earlier calls; fills in `failures` and `left`.
+def _sweep(setting: Setting, stage: Stage, options: Options, fill: Callable[[Run], None], keep_tokens: bool) -> str:
+    """Resumes the sweep of earlier calls; the stage is filled in and kept after every cell.
+
+    Args:
+        fill: writes the rows and notes of the stage, and adds failures.
+
+    Returns:
+        Why another call is needed, or "".
 
     Raises:
         OtherRunError: earlier calls of this stage used other options.
     """
     renderer = Renderer(options.target_model or str(TINY_TARGET), {"enable_thinking": False})
     plan = make_plan(options, renderer.count)
-    plan = replace(plan, arms=tuple(setting.launched(arm) for arm in plan.arms))
+    plan = replace(plan, arms=tuple(setting.served(plan.arms)))
     run = Run(setting.command, "closed", options.to_json(digests(plan)), stage.versions, stage.machine)
     path = setting.raw / f"{stage.stage}.run.json"
     if path.exists():
@@ -112,27 +151,37 @@ def _sweep(setting: Setting, stage: Stage, options: Options, keep_tokens: bool) 
             raise OtherRunError(f"{path}: {error}") from None
         run.cells, run.servers, run.notes = held.cells, held.servers, held.notes
 
-    def board(cells: int, starts: int) -> BudgetBoard:
-        return BudgetBoard(setting.screen, cells, starts, setting.budget, run)
+    def keep() -> None:
+        stage.failures = [
+            f"{cell.key.arm} at {cell.key.load:g}, {cell.key.backend or 'own backend'}: {cell.failure}"
+            for cell in run.cells
+            if cell.failure
+        ]
+        fill(run)
+        setting.note_absent(stage)
+        setting.keep(stage)
 
-    stage.left = ""
+    def board(cells: int, starts: int) -> BudgetBoard:
+        return BudgetBoard(setting.screen, cells, starts, setting.budget, run, keep)
+
+    left = ""
     try:
         Sweep(plan, run, renderer, path).go(board)
     except OutOfTimeError as reason:
-        stage.left = str(reason)
+        left = str(reason)
     if not keep_tokens:  # tokens of dummy weights mean nothing and would fill the file
         for cell in run.cells:
             cell.records = [replace(record, ids=[], text="") for record in cell.records]
         run.save(path)
-    stage.failures = [
-        f"{cell.key.arm} at {cell.key.load:g}, {cell.key.backend or 'own backend'}: {cell.failure}"
-        for cell in run.cells
-        if cell.failure
-    ]
-    return run
+    keep()
+    return left
 
 
-def _row(row: dict[str, Any], more: tuple[str, ...]) -> dict[str, Any]:
+def _rows(run: Run, more: tuple[str, ...]) -> list[Row]:
+    return [_row(row, more) for row in frame(run).to_dict("records")]
+
+
+def _row(row: dict[str, Any], more: tuple[str, ...]) -> Row:
     """The columns of a benchmark row that the stage keeps, with step_ms and decode_ms."""
     tau = row["tau"] if "tau" in row and math.isfinite(row["tau"]) else 1.0
     tok_s, tpot_ms = row.get("tok_s", math.nan), row.get("tpot_ms_p50", math.nan)
@@ -148,6 +197,6 @@ def _options(setting: Setting, stage: str, **changes: Any) -> Options:
     fields |= {"arms": ARMS, "vllm_python": "", "base_url": (), "workload": "closed", "dataset_name": "tiny"}
     fields |= {"temperature": 0.0, "top_p": 1.0, "seed": 0, "ignore_eos": False, "enable_thinking": False}
     fields |= {"request_rate": "1", "think_s": 0.0, "radix_cache": "on", "tp_size": 1, "dtype": ""}
-    fields |= {"server_flags": setting.server_flags, "arm_flags": (), "env": (), "repeats": 1, "interleave": False}
+    fields |= {"arm_flags": (), "env": (), "repeats": 1, "interleave": False}
     fields |= {"warm_up": True, "stall_s": 60.0, "start_s": 540.0, "logs": setting.raw / f"{stage}-logs"}
     return Options(**{**fields, "output_md": Path(setting.raw / f"{stage}.md"), **changes})

@@ -15,7 +15,7 @@ import lzma
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,14 @@ class Bundle:
         """Files with no missing part, in the order of the bundle."""
         absent = {int(name.removeprefix("part-")) for name in self.missing()}
         return [file for file in self.manifest["files"] if not absent & set(self._parts_of(file))]
+
+    def files_of(self, groups: Sequence[str]) -> list[dict[str, Any]]:
+        return [file for file in self.manifest["files"] if file["group"] in groups]
+
+    def parts_of(self, groups: Sequence[str]) -> list[str]:
+        """Names of the parts that hold these groups, in order."""
+        numbers = {number for file in self.files_of(groups) for number in self._parts_of(file)}
+        return [f"part-{number:03}" for number in sorted(numbers)]
 
     def _parts_of(self, file: dict[str, Any]) -> range:
         first = file["offset"] // self.part_bytes
@@ -85,9 +93,14 @@ class Bundle:
         whole = {file["name"] for file in self.whole_files()}
         rows = []
         for group in self.manifest["groups"]:
-            names = [file["name"] for file in self.manifest["files"] if file["group"] == group["name"]]
+            names = [file["name"] for file in self.files_of([group["name"]])]
             rows.append((group["name"], sum(name in whole for name in names), len(names), group["works"]))
         return rows
+
+
+def stamp(file: dict[str, Any]) -> str:
+    """Name of the empty file that the shell script leaves in VENV/.bundle/installed for an installed wheel."""
+    return f"{file['name']}-{file['sha256'][:16]}"
 
 
 def _sha256(path: Path) -> str:
@@ -136,9 +149,8 @@ def main(command: str, folder: str, target: str = "") -> None:
         place = Path(target)
         installed = {path.name for path in (place / "installed").glob("*")}
         for file in bundle.whole_files():
-            stamp = f"{file['name']}-{file['sha256'][:16]}"
-            if stamp not in installed:  # the shell script leaves a stamp for each installed wheel
-                print(bundle.extract(file, place), stamp, sep="\t", flush=True)
+            if stamp(file) not in installed:
+                print(bundle.extract(file, place), stamp(file), sep="\t", flush=True)
     else:
         raise SystemExit(__doc__)
 

@@ -11,9 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_fa3_backend_over_the_stub():
     """Fails where a case of the rehearsal fails, or none runs."""
     files = [str(path) for path in sorted(HERE.glob("fa3_*cases.py"))]

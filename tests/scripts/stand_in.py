@@ -1,7 +1,8 @@
 """Stands in for SGLang's server and for `sglang-dflash check` in a dry run of gpu_check: known answers, no model.
 
 STAND_IN_OURS=ARM says to be our worker (else dflash). STAND_IN_WRONG=ARM: that arm's greedy tokens are not the model's.
-STAND_IN_LOSSY=BACKEND: the check finds a difference there. STAND_IN_SLOW=SECONDS: the check takes so long.
+STAND_IN_LOSSY=BACKEND: the check finds a difference there. STAND_IN_SLOW=SECONDS: the check takes so long. The check
+keeps its words and variables beside its report, and fills Triton's cache.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import fake_server
 
 TAU = 6
+CHUNK = 8 * TAU  # tokens that a server sends at once: few chunks, because their number costs time
 READ = "aten::_local_scalar_dense"
 
 
@@ -58,6 +60,17 @@ def made_trace(span: str, steps: int = 4) -> dict[str, Any]:
 class Handler(fake_server.Handler):
     aborted = threading.Event()
 
+    def _event(self, content: dict[str, Any]) -> None:
+        """Steps commit TAU tokens, or one without speculation, however many tokens a chunk has."""
+        details = content.get("sglext", {}).get("spec_tokens_details")
+        if details and not self.options.speculates:
+            return
+        if details:
+            steps = details["spec_verify_ct"] * CHUNK // TAU
+            details["spec_verify_ct"], details["spec_num_proposed_drafts"] = steps, steps * TAU
+            details["spec_correct_drafts_histogram"] = [0] * (TAU - 1) + [steps]
+        super()._event(content)
+
     def do_POST(self) -> None:  # noqa: N802
         if self.path not in ("/start_profile", "/abort_request", "/generate"):
             return super().do_POST()
@@ -86,7 +99,7 @@ def serve(words: list[str]) -> None:
     if "--speculative-algorithm" in words:
         arm = "builtin" if os.environ.get("SGLANG_DFLASH_WORKER") == "builtin" else "dflash"
     host, port = (words[words.index(name) + 1] for name in ("--host", "--port"))
-    flags = ["--chunk", "1" if arm == "off" else str(TAU), "--host", host, "--port", port]
+    flags = ["--chunk", str(CHUNK), "--host", host, "--port", port]
     if os.environ.get("STAND_IN_WRONG") == arm:
         flags += ["--wrong-from", "3"]
     Handler.options = fake_server.make_parser().parse_args(flags)
@@ -97,13 +110,18 @@ def serve(words: list[str]) -> None:
 
 
 def check(words: list[str]) -> None:
+    report = Path(words[words.index("--json") + 1])
+    report.with_name("asked.json").write_text(json.dumps({"words": words, "variables": dict(os.environ)}))
+    if "TRITON_CACHE_DIR" in os.environ:
+        kernel = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel"
+        kernel.parent.mkdir(parents=True, exist_ok=True)
+        kernel.write_bytes(kernel.read_bytes() if kernel.exists() else os.urandom(3000))
     time.sleep(float(os.environ.get("STAND_IN_SLOW", "0")))
     backend = words[words.index("--attention-backend") + 1]
     lossy = os.environ.get("STAND_IN_LOSSY") == backend
     case = {"identical": 11, "ties": 0, "different": int(lossy)}
     found = {"lossless": not lossy, "failures": ["1 of 12 requests"] if lossy else [], "requests": 12, "tokens": 500}
-    report = found | {"cases": [case], "differences": []}
-    Path(words[words.index("--json") + 1]).write_text(json.dumps(report))
+    report.write_text(json.dumps(found | {"cases": [case], "differences": []}))
 
 
 if __name__ == "__main__":

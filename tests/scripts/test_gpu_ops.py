@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,24 @@ def test_a_wrong_op_fails_the_run_and_the_others_still_count(tmp_path):
     content = json.loads((tmp_path / "gpu_ops.json").read_text())
     assert "differs" in content["failures"]["block_layout"]
     assert list(content["stages"]) == ["accept_chain"]
+
+
+def test_a_run_that_is_killed_keeps_its_rows(tmp_path):
+    """Fails where rows wait for the end of their stage, half a stage passes for a whole one, or a later run of other
+    stages loses them."""
+    script = [sys.executable, str(ROOT / "scripts" / "gpu_ops.py"), "--dry-run", "--output", str(tmp_path)]
+    process = subprocess.Popen([*script, "--stages", "toy_step"], stdout=subprocess.DEVNULL)
+    place = tmp_path / "gpu_ops.json"
+    while process.poll() is None and not (place.exists() and json.loads(place.read_text())["stages"].get("toy_step")):
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    held = json.loads(place.read_text())
+    assert held["stages"]["toy_step"] and held["running"] == "toy_step"
+    assert _run("--dry-run", "--output", str(tmp_path), "--stages", "accept_chain").returncode == 0
+    after = json.loads(place.read_text())
+    assert after["stages"]["toy_step"] == held["stages"]["toy_step"] and after["stages"]["accept_chain"]
+    assert after["failures"] == {"toy_step": "its run was cut; the rows before are kept"}
 
 
 def test_captured_steps_read_memory_that_stays():

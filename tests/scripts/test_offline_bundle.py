@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import hashlib
 import importlib
-import io
 import json
 import platform
 import shutil
@@ -19,8 +17,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
-PYTHON = "{}.{}".format(*sys.version_info)
-TAG = f"manylinux_2_17_{platform.machine()}"
+sys.path[:0] = [str(SCRIPTS), str(Path(__file__).parent)]
+
+from tiny_bundle import PYTHON, TAG, bundle_writer, make_wheel, noise  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -37,47 +36,15 @@ def make(kit):
     return importlib.import_module("make_offline_bundle")
 
 
-def _wheel(folder: Path, name: str, files: dict[str, bytes], tag: str = "py3-none-any", version: str = "1.0") -> Path:
-    info = f"{name}-{version}.dist-info"
-    content = files | {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
-        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),
-    }
-    rows = [
-        (path, "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode(), len(data))
-        for path, data in content.items()
-    ]
-    record = io.StringIO()
-    csv.writer(record).writerows([*rows, (f"{info}/RECORD", "", "")])
-    folder.mkdir(parents=True, exist_ok=True)
-    place = folder / f"{name}-{version}-{tag}.whl"
-    with zipfile.ZipFile(place, "w") as out:
-        for path, data in content.items():
-            out.writestr(path, data)
-        out.writestr(f"{info}/RECORD", record.getvalue())
-    return place
-
-
-def _noise(size: int, seed: int) -> bytes:
-    return hashlib.shake_256(bytes([seed])).digest(size)
-
-
 @pytest.fixture
-def bundle(kit, tmp_path):
+def bundle(tmp_path):
     """Three wheels in three groups over parts of 4 kB; the last is compressed. Returns the folder and the manifest."""
-    kit.wheels.XZ_FROM_BYTES, before = 9000, kit.wheels.XZ_FROM_BYTES
-    sizes = {"aa": 3000, "bb": 6000, "cc": 9500}
-    files = []
-    for (name, size), group in zip(sizes.items(), ("package", "server", "fa3"), strict=True):
-        wheel = _wheel(tmp_path / "wheels", name, {f"{name}.py": b"X = 1\n", f"{name}.bin": _noise(size, len(files))})
-        packed = kit.wheels.pack(wheel, tmp_path / "packed", lambda path: True)
-        files.append(kit.parts.BundleFile(packed, group, name, "1.0"))
-    kit.wheels.XZ_FROM_BYTES = before
-    target = kit.resolve.Target(PYTHON, TAG)
-
-    def write() -> dict:
-        return kit.parts.write_bundle(files, tmp_path / "bundle", 4000, target, {"dd": "unneeded"})
-
+    sizes = {"aa": ("package", 3000), "bb": ("server", 6000), "cc": ("fa3", 9500)}
+    contents = {
+        name: (group, {f"{name}.py": b"X = 1\n", f"{name}.bin": noise(size, seed)})
+        for seed, (name, (group, size)) in enumerate(sizes.items())
+    }
+    write = bundle_writer(tmp_path, contents)
     return tmp_path / "bundle", write(), write
 
 
@@ -165,7 +132,7 @@ def test_our_own_wheel_is_packed_anew_where_our_sources_changed(kit, make, tmp_p
     """Fails where the cache returns an older build of this package with the same name and version."""
     packed = []
     for build, source in (("one", b"X = 1\n"), ("two", b"X = 2\n")):
-        wheel = _wheel(tmp_path / "own" / build, "ours", {"ours.py": source})
+        wheel = make_wheel(tmp_path / "own" / build, "ours", {"ours.py": source})
         (file,) = make.pack_all({"ours": wheel}, {"ours": "1.0"}, tmp_path / "packed", False)
         assert file.group == "package"
         with zipfile.ZipFile(file.path) as archive:
@@ -213,7 +180,7 @@ def test_the_installation(bundle, tmp_path):
 
 def test_stripping_and_splitting_a_wheel(kit, tmp_path):
     """Fails where a dropped file stays, RECORD names one that is gone, or two runs differ."""
-    wheel = _wheel(tmp_path / "wheels", "big", {"big/a.so": _noise(900, 1), "big/b.so": b"b" * 900, "big/c.py": b""})
+    wheel = make_wheel(tmp_path / "wheels", "big", {"big/a.so": noise(900, 1), "big/b.so": b"b" * 900, "big/c.py": b""})
 
     def keep(path: str) -> bool:
         return not kit.contents.matches(path, ("big/b.*",))
@@ -224,7 +191,7 @@ def test_stripping_and_splitting_a_wheel(kit, tmp_path):
     with zipfile.ZipFile(packed) as archive:
         recorded = [row[0] for row in csv.reader(archive.read("big-1.0.dist-info/RECORD").decode().splitlines())]
         assert sorted(recorded) == sorted(archive.namelist())
-        assert "big/b.so" not in recorded and archive.read("big/a.so") == _noise(900, 1)
+        assert "big/b.so" not in recorded and archive.read("big/a.so") == noise(900, 1)
     part = kit.wheels.split_off(wheel, tmp_path / "one", "fa3", lambda path: not keep(path))
     assert part.name == "big_fa3-1.0-py3-none-any.whl.xz"
     target = kit.resolve.Target(PYTHON, TAG)
