@@ -93,8 +93,12 @@ def assert_served(client: Client, baseline: Baseline, min_tau: float) -> list[An
 
 @on_arm("ranks")
 def test_tensor_parallel(client: Client, baseline: Baseline, oracle: ReferencePair) -> None:
-    """Fails where ranks disagree, or a rank uses another rank's share of the vocabulary or the heads."""
+    """Fails where ranks disagree, or a rank uses another rank's share of the vocabulary or the heads; also where a
+    request's logits must be gathered, for its logprobs."""
     assert_served(client, baseline, WHOLE_BLOCKS_TAU)
+    for prompt, expected in zip(baseline.prompts[:3], baseline.answers[:3], strict=True):
+        answer = client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS, return_logprob=True)
+        assert answer.ids == expected.ids
     client.flush_cache()
     prompts = baseline.prompts[::12]
     for prompt, expected in zip(prompts, oracle.generate(prompts, MAX_NEW_TOKENS), strict=True):

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
 from sglang_dflash.host import context_kv, draft_input, emitted_text, penalties, sampling, sampling_memory, worker
+from sglang_dflash.host.sampler import seeded_min_p
 from sglang_dflash.host.sampling_memory import rehearse
 from sglang_dflash.ops import penalties as torch_penalties
 from sglang_dflash.ops import (
@@ -144,7 +146,7 @@ def watch(monkeypatch) -> Iterator[Watch]:
         for name in names:
             monkeypatch.setattr(module, name, watch.as_one(name, getattr(reference, name)))
 
-    class Emitted(torch_penalties.EmittedTokens):
+    class Emitted(triton_penalties.TritonEmittedTokens):
         append = watch.as_one("append", torch_penalties.EmittedTokens.append)
         penalize = watch.as_one("penalize", torch_penalties.EmittedTokens.penalize)
 
@@ -155,6 +157,8 @@ def watch(monkeypatch) -> Iterator[Watch]:
     monkeypatch.setattr(context_kv.ops, "fits", lambda *_: False)  # fake tensors have no addresses: layer by layer
     monkeypatch.setattr(host_sampler, "sampler_softmax", lambda logits: torch.softmax(logits, -1))
     monkeypatch.setattr(host_sampler, "murmur_hash32", ops.murmur_hash32)
+    filters = "top_k_top_p_min_p_sampling_from_probs_torch"  # hooked, as on a server
+    monkeypatch.setattr(host_sampler, filters, partial(seeded_min_p, getattr(host_sampler, filters)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     group = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None)
@@ -171,6 +175,7 @@ def run(watch: Watch, one: Any, batch: Any) -> Any:
     with watch:
         result = one.forward_batch_generation(batch)
     print(dict(watch.launches), watch.waits, watch.host_waits)
+    assert set(watch.host_waits) <= {"aten.index_put_"}  # its pytorch sampler assigns 0.0 by a mask
     return result
 
 

@@ -6,7 +6,7 @@ memory are in order, or a race is reported. Ops run at once on the CPU, so value
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.model_executor import input_buffers
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import get_parallel
 from stand_in_worker import BATCH, BLOCK, COLUMNS, decode_batch, worker_of
 from stand_ins import configured
@@ -23,6 +24,7 @@ from sglang_dflash import ops
 from sglang_dflash.host.plan_stream import PlanStream, own_input_buffers
 
 Clock = dict["Stream", int]
+GRAPHS_OFF = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=Backend.DISABLED)))
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +66,8 @@ class Device:
     def __init__(self) -> None:
         self.forward_stream = self.current = Stream()
 
-    def Stream(self) -> Stream:  # noqa: N802
+    def Stream(self, priority: int) -> Stream:  # noqa: N802
+        assert priority < 0, "the host draws its streams from the pool of priority 0"
         return Stream()
 
     def Event(self) -> Event:  # noqa: N802
@@ -139,11 +142,18 @@ class Step:
         self.prepared_on: list[Stream] = []
         self.draft_was_known: list[bool] = []
         self._draft_done: tuple[Stream, int] | None = None
-        self.worker._target.attn_backend = SimpleNamespace(init_forward_metadata=self._prepare)
+        # The host's graph runner, as far as our worker sees it: it fills the graph's inputs ahead, and at the replay
+        # copies ids and positions once more.
+        self.worker._target.decode_cuda_graph_runner = SimpleNamespace(
+            can_run_graph=lambda forward_batch: True, load_batch=self._prepare
+        )
+        self.inputs = torch.zeros((2, BATCH * BLOCK), dtype=torch.int64)
         forward = self.worker._target_worker.forward_batch_generation
 
         def verify(forward_batch: Any = None, **rest: Any) -> Any:
-            self.verified = forward_batch.input_ids + 0, forward_batch.positions + self.metadata.sum()
+            for place, given in zip(self.inputs, (forward_batch.input_ids, forward_batch.positions), strict=True):
+                place.copy_(given)
+            self.verified = self.inputs + self.metadata.sum()
             return forward(**rest)
 
         self.worker._target_worker.forward_batch_generation = verify
@@ -159,6 +169,7 @@ class Step:
 
     def _prepare(self, forward_batch: Any) -> None:
         self.prepared_on.append(self.device.current)
+        self.inputs.copy_(torch.stack((forward_batch.input_ids, forward_batch.positions)))
         self.metadata.copy_(forward_batch.seq_lens + forward_batch.input_ids.view(BATCH, -1)[:, 0])
         stream, tick = self._draft_done
         self.draft_was_known.append(self.device.current.clock.get(stream, 0) >= tick)
@@ -170,7 +181,7 @@ class Step:
             for _ in range(steps):
                 batch = decode_batch()
                 result = self.worker.forward_batch_generation(batch)
-                values += [result.next_token_ids, result.accept_lens, *self.verified]
+                values += [result.next_token_ids, result.accept_lens, self.verified]
         return races.found, values
 
 
@@ -216,22 +227,38 @@ def test_a_missing_wait_is_found(planted, monkeypatch):
     assert races
 
 
-def test_off_unless_asked_for():
-    """Fails where a server that does not set SGLang's variable, or a CPU, prepares on a plan stream."""
-    with envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.override(False):
-        assert not PlanStream.wanted("cuda")
-    with envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.override(True):
-        assert PlanStream.wanted("cuda") and not PlanStream.wanted("cpu") and PlanStream.of("cpu") is None
+@pytest.mark.parametrize(
+    ("asked", "device", "graphs", "used"),
+    [
+        (True, "cuda", True, True),
+        (False, "cuda", True, False),
+        (True, "cuda", False, False),
+        (True, "cpu", True, False),
+    ],
+)
+def test_off_unless_asked_for(asked, device, graphs, used, monkeypatch):
+    """Fails where a server that does not set SGLang's variable, captures no graphs, or runs on a CPU prepares on a plan
+    stream; or where the draft's graphs then share the target's input buffers, which the plan stream fills meanwhile."""
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: Device())
+    monkeypatch.setattr("sglang_dflash.host.draft_runner.get_exec", lambda: SimpleNamespace(graph=GRAPHS_OFF))
+    monkeypatch.setattr("sglang_dflash.host.draft_runner.draft_pp_context", nullcontext)
+    step = Step(monkeypatch, False)
+    step.worker.device = step.worker._draft.runner.device = device
+    if not graphs:
+        step.worker._target.decode_cuda_graph_runner = None
+    of_target, of_draft = input_buffers.share_input_buffer("a test's", torch.zeros(3)), []
+    step.worker._draft.worker = SimpleNamespace(
+        init_cuda_graphs=lambda **_: of_draft.append(input_buffers.share_input_buffer("a test's", torch.zeros(3)))
+    )
+    with envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.override(asked):
+        step.worker.init_cuda_graphs()
+    assert (step.worker._plan_stream is not None) == used
+    assert (of_draft[0].data_ptr() != of_target.data_ptr()) or not used
 
 
-def test_the_drafts_graphs_have_their_own_input_buffers():
-    """Fails where the draft's graph would read a buffer that the plan stream fills for the target, or where runners
-    made later lose what they share."""
-    shared = input_buffers.share_input_buffer("a test's", torch.zeros(3))
-    with own_input_buffers(False):
-        assert input_buffers.share_input_buffer("a test's", torch.zeros(3)).data_ptr() == shared.data_ptr()
+def test_runners_share_their_input_buffers_again():
+    """Fails where an error while the draft's graphs are captured leaves later runners without the shared buffers."""
+    shared = input_buffers.share_input_buffer("another test's", torch.zeros(3))
     with pytest.raises(KeyError), own_input_buffers(True):
-        own = input_buffers.share_input_buffer("a test's", torch.zeros(3))
-        assert own.data_ptr() != shared.data_ptr()
         raise KeyError
-    assert input_buffers.share_input_buffer("a test's", torch.zeros(3)).data_ptr() == shared.data_ptr()
+    assert input_buffers.share_input_buffer("another test's", torch.zeros(3)).data_ptr() == shared.data_ptr()

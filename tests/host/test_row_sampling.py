@@ -155,6 +155,15 @@ def test_rows_are_plain_argmaxes_only_where_nothing_is_asked(sampling, batch_fie
     assert make_row_sampler(None, VOCAB, 4).plain(batch) == plain
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_counts_have_one_dtype(dtype, monkeypatch):
+    """Fails where the counts of a prefill have the dtype of its ids: a kernel would be compiled for each."""
+    sampler, lens = make_row_sampler(None, VOCAB, 2), []
+    monkeypatch.setattr(sampler, "commit", lambda batch, ids, counts: lens.append(counts))
+    sampler.prefilled(None, torch.zeros(3, dtype=dtype))
+    assert lens[0].dtype == torch.int32 and lens[0].tolist() == [1, 1, 1]
+
+
 def test_plain_rows_take_the_lowest_of_equals():
     """Fails where a tie goes to another id than in plain greedy decoding, or rows change their order."""
     batch = Batch([make_req(slot=i, vocab_size=VOCAB, temperature=0.0) for i in range(2)], VOCAB)

@@ -32,7 +32,7 @@ def test_as_many_rows_as_fit(fits, max_batch, rows, monkeypatch, caplog):
     monkeypatch.setattr(sampling_memory, "_peak_bytes", lambda call: call() or 7)
     sampler = SimpleNamespace(sampled_rows=512)
     with caplog.at_level(logging.WARNING):
-        result = measure_sampling(sampler, WIDTH, max_batch, VOCAB, False, "cuda")
+        result = measure_sampling(sampler, WIDTH, max_batch, VOCAB, False, "cuda", lambda fits: fits)
     assert tried[-1] == rows <= sampler.sampled_rows and sampler.sampled_rows <= 512
     assert (result.sampling_input_bytes, result.sampling_headroom_bytes) == (rows * VOCAB * 4, 7)
     assert ("--mem-fraction-static" in caplog.text) == (len(tried) > 1)
@@ -46,4 +46,13 @@ def test_one_request_must_fit(monkeypatch):
 
     monkeypatch.setattr(sampling_memory, "_peak_bytes", short)
     with pytest.raises(torch.OutOfMemoryError):
-        measure_sampling(SimpleNamespace(sampled_rows=512), WIDTH, 256, VOCAB, False, "cuda")
+        measure_sampling(SimpleNamespace(sampled_rows=512), WIDTH, 256, VOCAB, False, "cuda", lambda fits: fits)
+
+
+def test_all_ranks_take_as_many_rows_as_the_poorest(monkeypatch):
+    """Fails where a rank with more memory keeps more rows: ranks would then call their samplers unequally often."""
+    answers = iter([False, False, True])
+    monkeypatch.setattr(sampling_memory, "_peak_bytes", lambda call: 7)
+    sampler = SimpleNamespace(sampled_rows=512)
+    measure_sampling(sampler, WIDTH, 256, VOCAB, False, "cuda", lambda fits: fits and next(answers))
+    assert sampler.sampled_rows == 128

@@ -7,13 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from stand_ins import Group
+from stand_ins import Group, configured
 
 from sglang_dflash.host import sharded_logits
 from sglang_dflash.host.sharded_logits import ShardedLogits
 
 SPAN = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _configured():
+    with configured():
+        yield
 
 
 def processor_of(vocab_size: int) -> SimpleNamespace:
@@ -26,7 +33,7 @@ def processor_of(vocab_size: int) -> SimpleNamespace:
 def rank_of(rank: int, vocab_size: int, group: Group, processor: SimpleNamespace) -> ShardedLogits:
     own = min(SPAN, vocab_size - rank * SPAN)
     shard = SimpleNamespace(num_org_elements=own, org_vocab_start_index=rank * SPAN)
-    return ShardedLogits(processor, SimpleNamespace(shard_indices=shard))
+    return ShardedLogits(processor, SimpleNamespace(shard_indices=shard, weight=torch.zeros(SPAN, 4)))
 
 
 @pytest.mark.parametrize("special", [None, float("inf"), float("nan"), float("-inf")])
@@ -61,10 +68,32 @@ def test_only_verify_forwards_stay_sharded(monkeypatch):
     processor = processor_of(8)
     rank_of(0, 8, Group(2), processor)
     for mode, expected in ((ForwardMode.EXTEND, "whole"), (ForwardMode.TARGET_VERIFY, "shard")):
-        assert processor._get_logits(None, None, SimpleNamespace(forward_mode=mode)) == expected
-    with pytest.raises(AttributeError):
-        processor._get_logits(None, None, None)
-    assert processor.do_tensor_parallel_all_gather
+        metadata = SimpleNamespace(forward_mode=mode, next_token_logits_buffer=None)
+        assert processor._get_logits(torch.zeros(2, 4), None, metadata) == expected
+        assert processor.do_tensor_parallel_all_gather
+
+
+def test_all_graphs_share_one_buffer(monkeypatch):
+    """Fails where the real processor gives a verify's logits memory of their own, which each captured graph would keep;
+    or where a shard's logits are wrong."""
+    monkeypatch.setattr(sharded_logits, "get_parallel", lambda: SimpleNamespace(tp_group=Group(2)))
+    processor = LogitsProcessor.__new__(LogitsProcessor)
+    torch.nn.Module.__init__(processor)
+    processor.vocab_size, processor.final_logit_softcapping, processor.logit_scale = 2 * SPAN - 2, None, None
+    processor.do_tensor_parallel_all_gather = True
+    processor.do_tensor_parallel_all_gather_dp_attn = processor.use_attn_tp_group = False
+    processor.use_fp32_lm_head = processor.use_fp32_lm_head_output = processor.defer_verify_gather = False
+    processor.rl_on_policy_target = None
+    rank_of(0, 2 * SPAN - 2, Group(2), processor)
+    head = SimpleNamespace(weight=torch.randn(SPAN, 4).bfloat16())
+    shared = torch.zeros(24, 2 * SPAN - 2)
+    for rows in (24, 3, 8):
+        hidden = torch.randn(rows, 4).bfloat16()
+        buffer = shared[:rows]
+        metadata = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, next_token_logits_buffer=buffer)
+        logits = processor._get_logits(hidden, head, metadata)
+        assert logits.shape == (rows, SPAN) and logits.data_ptr() == shared.data_ptr()
+        assert torch.equal(logits, torch.matmul(hidden, head.weight.T).float())
 
 
 def test_one_rank_has_nothing_to_exchange(monkeypatch):

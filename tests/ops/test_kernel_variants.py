@@ -77,11 +77,12 @@ def test_a_step_meets_only_what_was_warmed_up(width, monkeypatch):
         *("_penalize_kernel", "_append_kernel"),
     }
     for _, dtype in kinds:
-        most = torch.empty((256, width, VOCAB), dtype=dtype)  # never touched
         with recorded(monkeypatch) as met:
-            for batch in range(1, 257):
-                for place in (torch.zeros, unaligned):
-                    step(batch, width, most[:batch], table, lambda n, dtype, place=place: place(n, dtype=dtype))
+            for stride in (VOCAB, VOCAB + 16, VOCAB + 2):  # also slices of a padded vocabulary
+                most = torch.empty((256, width, stride), dtype=dtype)[..., :VOCAB]  # never touched
+                for batch in range(1, 257):
+                    for place in (torch.zeros, unaligned):
+                        step(batch, width, most[:batch], table, lambda n, dtype, place=place: place(n, dtype=dtype))
         assert met and met <= warm, sorted(met - warm)[:3]
 
 

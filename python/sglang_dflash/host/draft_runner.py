@@ -76,7 +76,7 @@ class DraftHead:
         return best_of_ranks(self._group, best, ids + self._first_id)
 
     @property
-    def logits(self) -> tuple[int, torch.dtype]:
+    def compared_logits(self) -> tuple[int, torch.dtype]:
         """Columns and dtype of the logits whose argmax is taken."""
         return self._vocab_size, self._lm_head.weight.dtype
 
@@ -181,9 +181,9 @@ class DraftRunner:
             self._context_kv.write(self.runner.token_to_kv_pool, hidden, slot, slot)
 
     @property
-    def logits(self) -> tuple[int, torch.dtype]:
+    def compared_logits(self) -> tuple[int, torch.dtype]:
         """Columns and dtype of the logits whose argmax the head takes."""
-        return self._head.logits
+        return self._head.compared_logits
 
     def _free_memory_gb(self) -> float:
         """The lowest value of all ranks, because either all of them capture or none."""

@@ -67,6 +67,7 @@ class RequestPenalties:
     def group(self, batch: Any) -> Group | None:
         """The batch's requests with penalties; None if there are none."""
         if batch.sampling_info.acc_additive_penalties is None:  # the host knows that none asks
+            self._held = None
             return None
         asking = [
             (i, req.kv.req_pool_idx, req) for i, req in enumerate(batch.reqs) if asks_for_penalties(req.sampling_params)

@@ -14,23 +14,20 @@ from sglang.srt.model_executor import input_buffers
 class PlanStream:
     """A stream for work that needs the block's rows but not the drafts: batch and attention metadata of the verify.
 
-    Only the worker uses it, and all its work waits for the block of the step. Thus memory that was allocated on it and
-    freed is not written again before the verify of the step before has read it.
+    Memory that the work allocates may be freed while the verify still reads it. The next step's work may then get it,
+    but writes it only after that step's block, so after the verify. This holds as long as nobody else uses the stream.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.get_device_module(device)
-        self._stream = self._device.Stream()
+        # CUDA draws streams from a pool for each priority; the host's own are of the default one.
+        self._stream = self._device.Stream(priority=-1)
         self._laid_out = self._device.Event()
 
     @staticmethod
     def wanted(device: torch.device | str) -> bool:
         """Whether SGLang's variable asks for it, on a device with streams."""
         return torch.device(device).type == "cuda" and envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()
-
-    @classmethod
-    def of(cls, device: torch.device | str) -> PlanStream | None:
-        return cls(device) if cls.wanted(device) else None
 
     def mark(self) -> None:
         """To be called on the forward stream when the block is laid out: the work waits for this point."""

@@ -52,7 +52,8 @@ class RowSampler:
 
     def prefilled(self, batch: Any, ids: torch.Tensor) -> None:
         """To be called after the target's prefill. ids: [B] int; the first tokens."""
-        self.commit(batch, ids[:, None].long(), torch.ones_like(ids))  # the sampler gives int32, its argmax int64
+        # The sampler gives int32, its argmax int64.
+        self.commit(batch, ids[:, None].long(), torch.ones_like(ids, dtype=torch.int32))
 
     def plain(self, batch: Any) -> bool:
         """Whether every row's token is the argmax of the target's unchanged logits."""

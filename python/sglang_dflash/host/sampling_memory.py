@@ -20,32 +20,42 @@ logger = logging.getLogger(__name__)
 
 
 def measure_sampling(
-    sampler: RowSampler, width: int, max_batch: int, vocab_size: int, seeded: bool, device: Any
+    sampler: RowSampler,
+    width: int,
+    max_batch: int,
+    vocab_size: int,
+    seeded: bool,
+    device: Any,
+    everywhere: Callable[[bool], bool],
 ) -> SamplingPrewarmResult:
     """Samples the largest part of a batch once, and once more under measurement.
 
-    If the device lacks the memory, the sampler takes half as many rows at a time from then on, and tries again.
+    If a rank lacks the memory, all ranks take half as many rows at a time from then on, and try again.
 
     Args:
         width: rows of a request; max_batch: most requests.
         seeded: whether requests have seeds; then the noise is drawn in float64.
+        everywhere: whether what is true of this rank is true of all.
     """
     while True:
         rows = min(sampler.sampled_rows // width, max_batch) * width
+        peak_bytes, failure = 0, None
         try:
             batch = rows // width
             peak_bytes = _peak_bytes(lambda batch=batch: rehearse(sampler, batch, width, vocab_size, seeded, device))
+        except torch.OutOfMemoryError as error:
+            failure = error
+        if everywhere(failure is None):
             break
-        except torch.OutOfMemoryError:
-            if rows <= width:
-                raise
-            sampler.sampled_rows = max(width, rows // 2)
-            logger.warning(
-                "%d rows are too many to sample at once in the memory that is free; from now on %d. A lower "
-                "--mem-fraction-static leaves more.",
-                rows,
-                sampler.sampled_rows,
-            )
+        if rows <= width:
+            raise failure or torch.OutOfMemoryError("Another rank lacks the memory to sample one request's rows.")
+        sampler.sampled_rows = max(width, rows // 2)
+        logger.warning(
+            "%d rows are too many to sample at once in the memory that is free; from now on %d. A lower "
+            "--mem-fraction-static leaves more.",
+            rows,
+            sampler.sampled_rows,
+        )
     logger.info("Sampling takes %.2f GB for %d rows at once.", peak_bytes / 1e9, rows)
     return SamplingPrewarmResult(rows * vocab_size * torch.float32.itemsize, peak_bytes)
 
@@ -57,12 +67,12 @@ def rehearse(sampler: RowSampler, batch: int, width: int, vocab_size: int, seede
         temperatures=torch.ones((batch, 1), device=device),
         top_ps=torch.full((batch,), 0.95, device=device),
         top_ks=torch.full((batch,), TOP_K_ALL, dtype=torch.int32, device=device),
-        min_ps=torch.zeros(batch, device=device),
+        min_ps=torch.full((batch,), 0.01, device=device),
         is_all_greedy=False,
         is_any_greedy=True,
         need_top_p_sampling=True,
         need_top_k_sampling=False,
-        need_min_p_sampling=False,
+        need_min_p_sampling=True,
         vocab_size=vocab_size,
         sampling_seed=torch.zeros(batch, dtype=torch.int64, device=device) if seeded else None,
         device=device,

@@ -10,6 +10,8 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dflash import ops
 
+GATHERED_ROWS = 512
+
 
 def best_of_ranks(group: Any, best: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The ids of the largest logits of all ranks; the lowest of equals, if ranks hold ascending spans of ids.
@@ -38,17 +40,21 @@ class ShardedLogits:
         self._group = get_parallel().tp_group
         self._vocab_size = processor.vocab_size
         self.span = shard.num_org_elements  # the rest of a shard's columns is padding
+        self._width = lm_head.weight.shape[0]
         self._first_id = shard.org_vocab_start_index
         gathered = processor._get_logits
 
         def get_logits(hidden_states: torch.Tensor, head: Any, metadata: Any, *rest: Any, **more: Any) -> torch.Tensor:
-            held = processor.do_tensor_parallel_all_gather
-            processor.do_tensor_parallel_all_gather = held and not metadata.forward_mode.is_target_verify()
+            if not metadata.forward_mode.is_target_verify():
+                whole: torch.Tensor = gathered(hidden_states, head, metadata, *rest, **more)
+                return whole
+            metadata.next_token_logits_buffer = _shard_buffer(metadata, len(hidden_states), self._width)
+            processor.do_tensor_parallel_all_gather = False
             try:
-                logits: torch.Tensor = gathered(hidden_states, head, metadata, *rest, **more)
+                shard: torch.Tensor = gathered(hidden_states, head, metadata, *rest, **more)
             finally:
-                processor.do_tensor_parallel_all_gather = held
-            return logits
+                processor.do_tensor_parallel_all_gather = True
+            return shard
 
         processor._get_logits = get_logits
 
@@ -75,6 +81,22 @@ class ShardedLogits:
         return best_of_ranks(self._group, own.gather(1, ids[:, None])[:, 0], ids + self._first_id)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits: [N, span]. Returns [N, V]."""
-        whole: torch.Tensor = self._group.all_gather(logits, dim=-1)
-        return whole[:, : self._vocab_size]
+        """logits: [N, span]. Returns [N, V], dense; some rows at a time, as the exchange makes two copies of them."""
+        whole = logits.new_empty(len(logits), self._vocab_size)
+        for begin in range(0, len(logits), GATHERED_ROWS):
+            rows = slice(begin, begin + GATHERED_ROWS)
+            whole[rows] = self._group.all_gather(logits[rows], dim=-1)[:, : self._vocab_size]
+        return whole
+
+
+def _shard_buffer(metadata: Any, rows: int, width: int) -> torch.Tensor | None:
+    """The first `rows` * `width` elements of the host's buffer for logits, [rows, width].
+
+    All captured graphs share that buffer. Its own shape is that of whole logits: without this view, each graph would
+    keep logits of its own, some 22 GB for the default batch sizes of a vocabulary of 151,936 on two ranks.
+    """
+    buffer = metadata.next_token_logits_buffer
+    if buffer is None or not buffer.is_contiguous() or buffer.numel() < rows * width:
+        return None
+    view: torch.Tensor = buffer.view(-1)[: rows * width].view(rows, width)
+    return view

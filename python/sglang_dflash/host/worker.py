@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -60,7 +61,7 @@ class DFlashWorker(BaseSpecWorker):
         self._accept_chain = simulated.accept if simulated.simulates() else ops.accept_chain
         # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
-        self._plan_stream = PlanStream.of(self.device)
+        self._plan_stream: PlanStream | None = None
         self._widths = choose_width_policy(self.block_size, self.device, get_parallel().tp_size)
 
     # What the scheduler needs from a worker besides steps.
@@ -94,22 +95,38 @@ class DFlashWorker(BaseSpecWorker):
         page_tables.widen(self.spec_v2_attn_backends)  # the host has made the target's before
 
     def init_cuda_graphs(self) -> None:
+        # Without graphs, the forward itself prepares the metadata, so there is nothing to prepare ahead.
+        graphs = self._target.decode_cuda_graph_runner is not None
+        self._plan_stream = PlanStream(self.device) if graphs and PlanStream.wanted(self.device) else None
         self._draft.init_graphs()
 
     def prewarm_sampling(self) -> SamplingPrewarmResult:
-        """Compiles the step's kernels and measures sampling, so that neither waits for nor fails on a request."""
+        """Compiles the step's kernels and measures sampling, while no request waits for it or can run out of memory."""
         table, vocab_size = self._target.req_to_token_pool.req_to_token, self._target.model_config.vocab_size
         if not table.is_cuda:
             return super().prewarm_sampling()
         verified = vocab_size if self._sharded_logits is None else self._sharded_logits.span
-        logits = {(verified, torch.float32), self._draft.logits}
-        ops.warm_up(self.block_size, logits, vocab_size, table, self._mask_token_id)
+        compared = {(verified, torch.float32), self._draft.compared_logits}
+        ops.warm_up(self.block_size, compared, vocab_size, table, self._mask_token_id)
         self._draft.warm_up()
         most = self._target.max_running_requests
         seeded = get_exec().deterministic.enable_deterministic_inference
-        result = measure_sampling(self._sampler, self.block_size, most, vocab_size, seeded, self.device)
+        result = measure_sampling(
+            self._sampler, self.block_size, most, vocab_size, seeded, self.device, self._true_on_all_ranks
+        )
+        if self._sharded_logits is not None:  # gathered outside of the graphs, the logits take memory of their own
+            gathered = most * self.block_size * vocab_size * torch.float32.itemsize
+            result = replace(result, sampling_headroom_bytes=result.sampling_headroom_bytes + gathered)
         self._target.sampling_prewarm_result = result
         return result
+
+    def _true_on_all_ranks(self, flag: bool) -> bool:
+        group = get_parallel().tp_group
+        if group.world_size == 1:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.int32)
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+        return bool(flags.item())
 
     # A step.
 

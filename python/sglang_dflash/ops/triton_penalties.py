@@ -15,7 +15,10 @@ from sglang_dflash.ops.penalties import EmittedTokens, PenaltyParams
 SPAN = 1024  # ids of the vocabulary per program
 
 
-@triton.jit(do_not_specialize=("num_stops",), do_not_specialize_on_alignment=("requests", "rows", "block_ids"))
+@triton.jit(
+    do_not_specialize=("num_stops", "request_stride", "row_stride"),
+    do_not_specialize_on_alignment=("requests", "rows", "block_ids"),
+)
 def _penalize_kernel(
     logits,
     request_stride,

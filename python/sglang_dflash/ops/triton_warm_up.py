@@ -14,28 +14,35 @@ from sglang_dflash.ops.triton_penalties import TritonEmittedTokens
 
 
 def warm_up(
-    width: int, logits: set[tuple[int, torch.dtype]], vocab_size: int, req_to_token: torch.Tensor, mask_token_id: int
+    width: int, compared: set[tuple[int, torch.dtype]], vocab_size: int, req_to_token: torch.Tensor, mask_token_id: int
 ) -> None:
     """Runs each kernel on a request of its own; writes nothing that anybody reads.
 
     Args:
         width: rows of a request in a step.
-        logits: columns and dtype of the logits whose argmax is taken: the target's and the draft's.
+        compared: columns and dtype of the logits whose argmax is taken: the target's and the draft's.
         vocab_size: columns of the logits that penalties change.
         req_to_token: [R, C] int32; the slot table, whose first row and columns are read.
     """
     device = req_to_token.device
     first = torch.zeros(1, dtype=torch.int64, device=device)
     ids, _, _ = triton_block.block_layout(first, first, first, req_to_token, width, mask_token_id)
-    for columns, dtype in logits:
-        rows = torch.zeros((1, width, columns), dtype=dtype, device=device)
-        triton_acceptance.accept_greedy(rows, ids)
-        triton_acceptance.accept_chain(triton_acceptance.row_argmax(rows[0]).view(1, width), ids)
+    for columns, dtype in compared:
+        for rows in _layouts(width, columns, dtype, device):
+            triton_acceptance.accept_greedy(rows, ids)
+            triton_acceptance.accept_chain(triton_acceptance.row_argmax(rows[0]).view(1, width), ids)
     emitted = TritonEmittedTokens(vocab_size, device)
     emitted.start(0, first, 0.0)
     zero = torch.zeros(1, device=device)
     params = PenaltyParams(zero, zero, zero + 1, first, first[:, None])
-    penalised = torch.zeros((1, width, vocab_size), device=device)
-    emitted.penalize(penalised, first, first, ids, 1, params)
+    emitted.penalize(torch.zeros((1, width, vocab_size), device=device), first, first, ids, 1, params)
     for ids_of_a_step in (ids, ids[:, :1]):  # of a decode step, and of a prefill
         emitted.append(first, first, ids_of_a_step, first.int() + 1, 1, params)
+
+
+def _layouts(width: int, columns: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Logits of one request, [1, width, columns]: dense, and the first columns of wider rows. Triton distinguishes row
+    strides that are multiples of 16."""
+    padded = -(-columns // 16) * 16
+    strides = {columns, padded, padded + 8}
+    return [torch.zeros((1, width, stride), dtype=dtype, device=device)[..., :columns] for stride in sorted(strides)]
