@@ -97,8 +97,10 @@ def test_tensor_parallel(client: Client, baseline: Baseline, oracle: ReferencePa
     request's logits must be gathered, for its logprobs."""
     assert_served(client, baseline, WHOLE_BLOCKS_TAU)
     for prompt, expected in zip(baseline.prompts[:3], baseline.answers[:3], strict=True):
-        answer = client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS, return_logprob=True)
-        assert answer.ids == expected.ids
+        sampling = {"temperature": 0.0, "max_new_tokens": MAX_NEW_TOKENS}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        answer = client.post("/generate", body).raise_for_status().json()
+        assert answer["output_ids"] == expected.ids
     client.flush_cache()
     prompts = baseline.prompts[::12]
     for prompt, expected in zip(prompts, oracle.generate(prompts, MAX_NEW_TOKENS), strict=True):
