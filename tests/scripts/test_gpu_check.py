@@ -39,6 +39,7 @@ from gpu_kit.setting import Setting  # noqa: E402
 from gpu_kit.sweep_stages import smoke, step_times  # noqa: E402
 from sglang_dflash.serving import Server, ServerError  # noqa: E402
 
+pytestmark = pytest.mark.slow
 FACTS = {"commit": "abc", "versions": {"torch": "0"}, "machine": {"gpus": ["none"], "cpu": "some"}}
 
 
