@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,15 +36,16 @@ def _configured():
 
 
 class Grammar:
-    """Ends with one token; `accept_token` raises after it, as in the host's backends."""
+    """Ends with one token; `accept_token` raises after it, as in the host's backends, and at refused tokens."""
 
-    def __init__(self, end: int) -> None:
+    def __init__(self, end: int, refused: Sequence[int] = ()) -> None:
         self._end = end
+        self._refused = refused
         self._terminated = False
         self.finished = False
 
     def accept_token(self, token: int) -> None:
-        if self._terminated:
+        if self._terminated or token in self._refused:
             raise ValueError(token)
         self._terminated = token == self._end
 
@@ -149,6 +151,33 @@ def test_blocks_end_a_grammar_as_tokens_do(seed):
         sizes = [rng.randint(1, 6) for _ in ids]
         one_by_one, in_one_go = both(ids, sizes, grammar=0, **sampling)
         assert in_one_go == one_by_one, (sampling, ids, sizes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stop_wins_over_a_token_that_the_grammar_refuses(seed):
+    """Fails where an answer ends with the grammar's error although plain decoding stops at that token or before it, or
+    the other way round: plain decoding looks for stops first."""
+    rng, ends = random.Random(seed), set()
+    for _ in range(100):
+        sampling = {
+            "stop": [text(rng, "abx", 1, 2) for _ in range(rng.choice([0, 1, 2]))],
+            "stop_regex": rng.sample(REGEXES, rng.choice([0, 1])),
+            "ignore_eos": rng.random() < 0.3,
+            "max_new_tokens": 99,
+        }
+        ids = ids_of(text(rng, "ab", 1, 9) + "x" + text(rng, "ab", 3, 3))
+        sizes = [rng.randint(1, 6) for _ in ids]
+        reqs = [make_req(**sampling) for _ in range(2)]
+        for req in reqs:
+            req.grammar = Grammar(0, refused=ids_of("x"))
+        plain(reqs[0], ids)
+        in_blocks(reqs[1], ids, sizes)
+        one_by_one, in_one_go = map(answer, reqs)
+        assert in_one_go["reason"] == one_by_one["reason"], (sampling, ids, sizes)
+        ends.add(one_by_one["reason"][0])
+        if one_by_one["reason"][0] != "FINISH_ABORT":  # of an aborted answer, the client gets only the error
+            assert in_one_go == one_by_one, (sampling, ids, sizes)
+    assert len(ends) == 3, ends
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,10 @@ def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) ->
     else:
         original(req, new_accepted_len)
     req.grammar = grammar
+    rejected = req.__dict__.pop("dflash_rejected", None)
+    if rejected is not None and not req.finished():
+        req.to_finish = rejected
+        original(req, new_accepted_len)
     deferred = req.__dict__.pop("dflash_reasoning", None)
     if deferred is not None:
         count, tokens = deferred
@@ -70,19 +74,33 @@ def _finish_at_first(original: Any, req: Any, new_accepted_len: int) -> None:
 
 
 def accept_past_the_end(original: Any, processor: Any, req: Any, tokens: int | list[int]) -> list[int]:
-    """With `ignore_eos`, plain decoding notices a grammar's end one token late and emits that token, too. The host
-    drops it from a block; we keep it."""
-    if not (req.sampling_params.ignore_eos and get_spec().speculative_algorithm == "DFLASH"):
+    """Keeps the one token that plain decoding emits past what a grammar accepts, and that the host drops from a block.
+
+    With `ignore_eos`, plain decoding notices a grammar's end one token late. And it looks for stops before it gives a
+    token to the grammar: so a stop in the block, up to the token that the grammar rejects, wins over the error.
+    """
+    if get_spec().speculative_algorithm != "DFLASH":
         return original(processor, req, tokens)
     run = [tokens] if isinstance(tokens, int) else tokens
+    if not req.sampling_params.ignore_eos:
+        return _accept(original, processor, req, run)
     if req.grammar.is_terminated():
         req.dflash_past_grammar = True
         return run[:1]
-    retained = original(processor, req, run)
+    retained = _accept(original, processor, req, run)
     if req.grammar.is_terminated() and len(retained) < len(run):
         req.dflash_past_grammar = True
         retained = run[: len(retained) + 1]
     return retained
+
+
+def _accept(original: Any, processor: Any, req: Any, run: list[int]) -> list[int]:
+    before = req.to_finish
+    retained: list[int] = original(processor, req, run)
+    if req.to_finish is before:
+        return retained
+    req.dflash_rejected, req.to_finish = req.to_finish, before  # for `finish_token_by_token`
+    return run[: len(retained) + 1]
 
 
 def _owes_a_token(req: Any) -> bool:
