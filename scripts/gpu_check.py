@@ -12,12 +12,10 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import sys
 import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -38,6 +36,7 @@ from gpu_kit.checks import (  # noqa: E402
     checks,
     run_check,
 )
+from gpu_kit.ending import interrupt_on_sigterm  # noqa: E402
 from gpu_kit.estimates import seconds  # noqa: E402
 from gpu_kit.hour import short_name  # noqa: E402
 from gpu_kit.peers import why_no_builtin  # noqa: E402
@@ -159,12 +158,8 @@ def _played(results: Results, name: str, no_builtin: str) -> bool:
     return stage.state != "partial" and (bool(no_builtin) or not stage.absent)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_on_sigterm()
     try:
         code = main()
     except ValueError as error:

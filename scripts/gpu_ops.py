@@ -11,16 +11,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
 import time
 import traceback
 from pathlib import Path
-from types import FrameType
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
 
+from gpu_kit.ending import interrupt_on_sigterm  # noqa: E402
 from gpu_kit.estimates import OPS_S  # noqa: E402
 
 STAGES = {
@@ -76,12 +75,8 @@ def main() -> int:
     return 1 if set(chosen) & set(report.content["failures"]) else 0
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_on_sigterm()
     try:
         code = main()
     except KeyboardInterrupt:

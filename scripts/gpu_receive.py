@@ -13,19 +13,18 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
 
 from gpu_kit.archive import pack_caches, pack_results  # noqa: E402
+from gpu_kit.ending import interrupt_on_sigterm  # noqa: E402
 from gpu_kit.estimates import OPS_S  # noqa: E402
 from gpu_kit.hour import OPS_LIMIT_S, STOP_S  # noqa: E402
 from gpu_kit.landing import Machine  # noqa: E402
@@ -133,12 +132,8 @@ class Call:
         os.replace(draft, self._out / "state.json")
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_on_sigterm()
     try:
         exit_code = Call(parse_arguments()).go()
     except KeyboardInterrupt:

@@ -101,32 +101,40 @@ def _translator(table: torch.Tensor) -> KVIndexTranslator:
     )
 
 
+def attention_of(weight: torch.Tensor, norm: torch.Tensor, rotary: SimpleNamespace, heads: int) -> SimpleNamespace:
+    """What our code reads of a draft layer's attention. weight: [3 * heads * D, H]; norm: [D]."""
+    return SimpleNamespace(
+        qkv_proj=SimpleNamespace(weight=weight, bias=None),
+        k_norm=SimpleNamespace(weight=norm, variance_epsilon=1e-6),
+        rotary_emb=rotary,
+        attn=SimpleNamespace(k_scale=None, v_scale=None),
+        num_kv_heads=heads,
+        head_dim=len(norm),
+        q_size=heads * len(norm),
+    )
+
+
 def _draft_model(rows: ops.RowOps, generator: torch.Generator, device: Any) -> SimpleNamespace:
     rotary = SimpleNamespace(is_neox_style=True, cos_sin_cache=_randn(generator, device, COLUMNS, DIM))
     fc, norm = _randn(generator, device, HIDDEN, TAPS * HIDDEN), torch.ones(HIDDEN, device=device)
 
     def attention() -> SimpleNamespace:
-        return SimpleNamespace(
-            qkv_proj=SimpleNamespace(weight=_randn(generator, device, 3 * HEADS * DIM, HIDDEN), bias=None),
-            k_norm=SimpleNamespace(weight=torch.ones(DIM, device=device), variance_epsilon=1e-6),
-            rotary_emb=rotary,
-            attn=SimpleNamespace(k_scale=None, v_scale=None),
-            num_kv_heads=HEADS,
-            head_dim=DIM,
-            q_size=HEADS * DIM,
+        return attention_of(
+            _randn(generator, device, 3 * HEADS * DIM, HIDDEN), torch.ones(DIM, device=device), rotary, HEADS
         )
 
     layers = [SimpleNamespace(self_attn=attention()) for _ in range(LAYERS)]
     return SimpleNamespace(layers=layers, project_target_hidden=lambda x: rows.rms_norm(F.linear(x, fc), norm, 1e-6))
 
 
-def _pool(model: SimpleNamespace, device: Any) -> MHATokenToKVPool:
+def pool_of(
+    model: SimpleNamespace, slots: int, device: Any = "cpu", kind: type = MHATokenToKVPool, layout: str = "nhd"
+) -> MHATokenToKVPool:
     """The host's pool with only its buffers and a plain write."""
-    pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
-    pool.kv_cache_layout = "nhd"
-    pool.k_buffer, pool.v_buffer = (
-        [torch.zeros(BATCH * COLUMNS, HEADS, DIM, device=device) for _ in range(LAYERS)] for _ in "kv"
-    )
+    pool = kind.__new__(kind)
+    pool.kv_cache_layout = layout
+    shapes = [(slots, layer.self_attn.num_kv_heads, layer.self_attn.head_dim) for layer in model.layers]
+    pool.k_buffer, pool.v_buffer = ([torch.zeros(shape, device=device) for shape in shapes] for _ in "kv")
     order = {id(layer.self_attn.attn): i for i, layer in enumerate(model.layers)}
 
     def set_kv_buffer(layer, location, k, v, k_scale, v_scale):
@@ -147,7 +155,7 @@ def _draft(table: torch.Tensor, rows: ops.RowOps, generator: torch.Generator, wi
         device=device.type,
         forward=lambda batch: out,
         kv_index_translator=_translator(table),
-        token_to_kv_pool=_pool(model, device),
+        token_to_kv_pool=pool_of(model, BATCH * COLUMNS, device),
     )
     embedding = _randn(generator, device, VOCAB, HIDDEN)
     runner._embed, runner._embed_scale = lambda ids: F.embedding(ids, embedding), 1.0

@@ -127,9 +127,14 @@ def configured(**fields: Any) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def one_rank() -> Any:
+    """SGLang's parallel state of a server of one rank, within a `with` block."""
+    return get_parallel().override(tp_group=SimpleNamespace(world_size=1, rank_in_group=0, device_group=None))
+
+
 def make_sampler() -> Sampler:
     """The host's sampler of one rank; to be constructed and called within `configured`."""
-    with get_parallel().override(tp_group=SimpleNamespace(device_group=None)):
+    with one_rank():
         return Sampler()
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from stand_in_worker import attention_of, pool_of
 
 from sglang_dflash import ops
 from sglang_dflash.host.context_kv import ContextKVWriter
@@ -20,33 +21,10 @@ def _draft_model() -> SimpleNamespace:
 
     def attention() -> SimpleNamespace:
         weight = torch.randn(3 * HEADS * DIM, HIDDEN, generator=generator)
-        return SimpleNamespace(
-            qkv_proj=SimpleNamespace(weight=weight, bias=None),
-            k_norm=SimpleNamespace(weight=torch.rand(DIM, generator=generator), variance_epsilon=1e-6),
-            rotary_emb=rotary,
-            attn=SimpleNamespace(k_scale=None, v_scale=None),
-            num_kv_heads=HEADS,
-            head_dim=DIM,
-            q_size=HEADS * DIM,
-        )
+        return attention_of(weight, torch.rand(DIM, generator=generator), rotary, HEADS)
 
     layers = [SimpleNamespace(self_attn=attention()) for _ in range(LAYERS)]
     return SimpleNamespace(layers=layers, project_target_hidden=lambda hidden: hidden)
-
-
-def _pool(model: SimpleNamespace, kind: type = MHATokenToKVPool, layout: str = "nhd") -> MHATokenToKVPool:
-    """The host's pool with only its buffers and a plain write."""
-    pool = kind.__new__(kind)
-    pool.kv_cache_layout = layout
-    pool.k_buffer, pool.v_buffer = ([torch.zeros(SLOTS, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv")
-    order = {id(layer.self_attn.attn): i for i, layer in enumerate(model.layers)}
-
-    def set_kv_buffer(layer, location, k, v, k_scale, v_scale):
-        pool.k_buffer[order[id(layer)]][location.loc] = k
-        pool.v_buffer[order[id(layer)]][location.loc] = v
-
-    pool.set_kv_buffer = set_kv_buffer
-    return pool
 
 
 def test_both_ways_write_the_same():
@@ -55,7 +33,7 @@ def test_both_ways_write_the_same():
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(7, HIDDEN, generator=generator)
     positions, slots = torch.arange(7) + 20, torch.randperm(SLOTS, generator=generator)[:7]
-    by_layer, at_once = _pool(model), _pool(model)
+    by_layer, at_once = pool_of(model, SLOTS), pool_of(model, SLOTS)
     writer = ContextKVWriter(model)
     writer.write(by_layer, hidden, positions, slots)
     writer._buffers = ops.KVBuffers(at_once.k_buffer, at_once.v_buffer)
@@ -73,5 +51,5 @@ def test_the_host_writes_where_the_pool_is_not_plain(kind, layout):
     """Fails where a pool of another layout or class is not written by the host."""
     model = _draft_model()
     writer = ContextKVWriter(model)
-    writer.bind(_pool(model, kind, layout))
+    writer.bind(pool_of(model, SLOTS, kind=kind, layout=layout))
     assert writer._buffers is None

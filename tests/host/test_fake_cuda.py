@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers import sampler as host_sampler
-from sglang.srt.runtime_context import get_parallel
 from stand_in_worker import BATCH, BLOCK, COLUMNS, HIDDEN, TAPS, VOCAB, decode_batch, prefill_batch, worker_of
-from stand_ins import configured, make_row_sampler, make_sampler
+from stand_ins import configured, make_row_sampler, make_sampler, one_rank
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,8 +160,7 @@ def watch(monkeypatch) -> Iterator[Watch]:
     monkeypatch.setattr(host_sampler, filters, partial(seeded_min_p, getattr(host_sampler, filters)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    group = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None)
-    with configured(), get_parallel().override(tp_group=group), FakeTensorMode(), torch.no_grad():
+    with configured(), one_rank(), FakeTensorMode(), torch.no_grad():
         yield watch
 
 

@@ -15,9 +15,8 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.model_executor import input_buffers
 from sglang.srt.model_executor.cuda_graph_config import Backend
-from sglang.srt.runtime_context import get_parallel
 from stand_in_worker import BATCH, BLOCK, COLUMNS, decode_batch, worker_of
-from stand_ins import configured
+from stand_ins import configured, one_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
@@ -29,8 +28,7 @@ GRAPHS_OFF = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleName
 
 @pytest.fixture(autouse=True)
 def _configured():
-    group = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None)
-    with configured(), get_parallel().override(tp_group=group), torch.no_grad():
+    with configured(), one_rank(), torch.no_grad():
         yield
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.runtime_context import get_parallel
 from stand_in_worker import BATCH, BLOCK, COLUMNS, LAYERS, decode_batch, worker_of
-from stand_ins import configured
+from stand_ins import configured, one_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
@@ -116,8 +115,7 @@ def test_launches_of_a_step(bodies, launches, monkeypatch):
     rows = ops.choose_rows("cpu", torch.float32) if bodies == "native" else ops.TORCH_ROWS
     table = torch.arange(BATCH * COLUMNS, dtype=torch.int32).view(BATCH, COLUMNS)
     published = []
-    group = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None)
-    with configured(), get_parallel().override(tp_group=group), torch.no_grad():
+    with configured(), one_rank(), torch.no_grad():
         worker, batch = worker_of(table, rows), decode_batch()
         counting = Counting([batch.seq_lens_cpu])
         with _in_boxes(monkeypatch, counting):

@@ -1,27 +1,17 @@
-"""Runs the tests of the Triton bodies (`test_triton_*.py`) under Triton's interpreter, in a separate process.
-
-Triton reads TRITON_INTERPRET when it is imported, and the other tests must not run with an interpreted Triton.
-"""
+"""Runs the tests of the Triton bodies (`test_triton_*.py`) under Triton's interpreter, in a separate process."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+from interpreted import run_interpreted
 
 
 def test_triton_bodies_under_the_interpreter():
     """Fails where a test of a Triton body fails, or none runs."""
-    files = [str(path) for path in sorted(FOLDER.glob("test_triton_*.py"))]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-    run = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, cwd=FOLDER.parents[1]
-    )
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert " passed" in run.stdout and "skipped" not in run.stdout, run.stdout[-2000:]
+    run_interpreted(Path(__file__).parent.glob("test_triton_*.py"))
 
 
 def test_ops_on_the_cpu_load_no_triton():

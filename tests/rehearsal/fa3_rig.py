@@ -17,10 +17,9 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode,
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 
-from host.stand_ins import Batch, configured, make_req
+from host.stand_ins import Batch, configured, make_req, one_rank
 from rehearsal.fa3_models import BLOCK, CONTEXT, GRAPH_SIZES, REQUESTS, VOCAB, AttentionModel, Graphs, Layer, Setup
 from sglang_dflash import ops
 from sglang_dflash.core.width import FullWidth
@@ -151,7 +150,6 @@ def _nothing(*_: Any, **__: Any) -> None:
 @contextmanager
 def rig(setup: Setup, widen: bool = True) -> Iterator[Rig]:
     """`widen`: whether our worker mends the host's page tables at the start."""
-    group = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None)
     config = {"page_size": setup.page_size, "speculative_num_draft_tokens": BLOCK}
-    with configured(**config), get_parallel().override(tp_group=group), torch.no_grad():
+    with configured(**config), one_rank(), torch.no_grad():
         yield Rig(setup, widen)

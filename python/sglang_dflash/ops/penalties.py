@@ -130,12 +130,16 @@ class EmittedTokens:
 
     def start(self, row: int, ids: torch.Tensor, frequency: float) -> None:
         """Sets the row to exactly `ids` ([N] int64, on the device)."""
-        self._reserve(row + 1, len(ids) + 1)
+        self._keep_ids(row, ids)
         # `fill_` and its kin, because an assignment of a Python number copies it from the CPU and waits.
         self._seen[row].zero_().index_fill_(0, ids, True)
         self._sums[row].zero_().scatter_add_(0, ids, self._sums.new_full(ids.shape, frequency))
-        self._ids[row, : len(ids)].copy_(ids)
         self._lens[row].fill_(len(ids))
+
+    def _keep_ids(self, row: int, ids: torch.Tensor) -> None:
+        """Makes room for the row, and stores the ids for this body's `of`."""
+        self._reserve(row + 1, len(ids) + 1)
+        self._ids[row, : len(ids)].copy_(ids)
 
     def append(
         self,

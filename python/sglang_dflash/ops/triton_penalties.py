@@ -112,11 +112,8 @@ def _append_kernel(
 class TritonEmittedTokens(EmittedTokens):
     """`EmittedTokens` in one launch per call. It keeps no ids, so `most` may be anything."""
 
-    def start(self, row: int, ids: torch.Tensor, frequency: float) -> None:
+    def _keep_ids(self, row: int, ids: torch.Tensor) -> None:
         self._reserve(row + 1, 0)
-        self._seen[row].zero_().index_fill_(0, ids, True)
-        self._sums[row].zero_().scatter_add_(0, ids, self._sums.new_full(ids.shape, frequency))
-        self._lens[row].fill_(len(ids))
 
     def append(
         self,
