@@ -20,6 +20,15 @@ TORCH_LIBRARY(sglang_dflash, m) {
       "norm_rope_(Tensor(a!) x, Tensor? weight, float eps, Tensor positions, Tensor cos_sin) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def(
+      "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) states, Tensor slots, Tensor row_starts, "
+      "Tensor fresh, Tensor? scratch, Tensor? snapshot_rows, Tensor? snapshot_slots, Tensor(b!)? windows) -> Tensor");
+  m.def("delta_gates(Tensor a, Tensor b, Tensor a_log, Tensor dt_bias) -> (Tensor, Tensor)");
+  m.def(
+      "delta_rule(Tensor qkv, Tensor g, Tensor beta, int num_k_heads, Tensor(a!) states, Tensor slots, "
+      "Tensor row_starts, Tensor fresh, Tensor? scratch, Tensor? snapshot_rows, Tensor? snapshot_slots, "
+      "Tensor(b!)? scratch_states) -> Tensor");
+  m.def("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor");
   m.def("install_linear() -> ()");
   m.def("linear(Tensor x, Tensor weight, Tensor? addend) -> Tensor");
   m.def("row_argmax(Tensor logits) -> Tensor");

@@ -1,4 +1,4 @@
-"""Serves the embedded pair with DFLASH, streams answers to a few prompts, then compares with speculation off."""
+"""Serves an embedded pair with DFLASH, streams answers to a few prompts, then compares with speculation off."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from sglang_dflash.serving import (
-    TINY_DRAFT,
+    PAIRS,
     TINY_ENVIRONMENT,
-    TINY_TARGET,
     HeldOutPrompt,
     Server,
     ServerError,
@@ -27,10 +26,9 @@ from sglang_dflash.serving import (
 PER_KIND = 2
 MAX_TOKENS = 200
 BASE = [
-    *["--device", "cpu", "--dtype", "float32", "--model-path", str(TINY_TARGET), "--served-model-name", "tiny"],
+    *["--device", "cpu", "--dtype", "float32", "--served-model-name", "tiny"],
     *["--max-total-tokens", "16384", "--log-level", "warning"],
 ]
-DFLASH = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(TINY_DRAFT)]
 console = Console(highlight=False)
 
 
@@ -56,17 +54,21 @@ class Result:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave a DFLASH server running; print a curl command")
-    keep = parser.parse_args().keep
+    parser.add_argument("--pair", choices=PAIRS, default="dense", help="dense: Qwen3; hybrid: Qwen3.5 (default: dense)")
+    args = parser.parse_args()
+    target, draft = PAIRS[args.pair]
+    off_flags = [*BASE, "--model-path", str(target)]
+    on_flags = [*off_flags, "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
     prompts = [p for kind in ("code", "arithmetic", "chat") for p in held_out_prompts(kind)[:PER_KIND]]
     logs = Path(tempfile.mkdtemp(prefix="sglang-dflash-quickstart-"))
     try:
         console.rule("DFLASH")
-        on = run_arm([*BASE, *DFLASH], logs / "dflash.log", prompts, show=True)
+        on = run_arm(on_flags, logs / "dflash.log", prompts, show=True)
         console.rule("speculation off")
-        off = run_arm(BASE, logs / "off.log", prompts, show=False)
+        off = run_arm(off_flags, logs / "off.log", prompts, show=False)
         summarise(prompts, on, off)
-        if keep:
-            leave_running(logs / "kept.log")
+        if args.keep:
+            leave_running(on_flags, logs / "kept.log")
     except ServerError as error:
         sys.exit(f"error: {error}")
     except (APIError, httpx.HTTPError) as error:
@@ -157,8 +159,8 @@ def summarise(prompts: list[HeldOutPrompt], on: list[Result], off: list[Result])
     )
 
 
-def leave_running(log: Path) -> None:
-    server = start([*BASE, *DFLASH], log)
+def leave_running(arguments: list[str], log: Path) -> None:
+    server = start(arguments, log)
     body = '{"model": "tiny", "temperature": 0, "messages": [{"role": "user", "content": "Hello!"}]}'
     print(f"The server keeps running (stop it with: kill {server.pid}). Send it a request:")
     print(f"curl -s {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests. Usage: bash scripts/test.sh [--quick | --matrix] [pytest arguments]
+# Runs the tests. Usage: bash scripts/test.sh [--quick | --families | --matrix] [pytest arguments]
 #   (nothing)  all tests: those without servers in two processes, then those with servers
 #   --quick    the tests without servers, but for the slow ones
+#   --families all target families under all settings; leaves a table in build/families.md
 #   --matrix   only the long matrices, which no other run includes; each leaves a table in build/
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" dev
@@ -12,6 +13,10 @@ case "${1:-}" in
         shift
         exec "$PYTHON" -m pytest -m "not server and not slow" -n 2 --dist worksteal "$@"
         ;;
+    --families)
+        shift
+        exec "$PYTHON" -m pytest -m "server or families" tests/families "$@"
+        ;;
     --matrix)
         shift
         exec "$PYTHON" -m pytest -m matrix "$@"
@@ -21,4 +26,4 @@ if [ $# -gt 0 ]; then # somebody looks for certain tests
     exec "$PYTHON" -m pytest "$@"
 fi
 "$PYTHON" -m pytest -m "not server" -n 2 --dist worksteal --durations=15
-exec "$PYTHON" -m pytest -m "server and not matrix" --durations=40
+exec "$PYTHON" -m pytest -m "server and not matrix and not families" --durations=40

@@ -1,6 +1,7 @@
 // The kernels of one instruction set. setup.py compiles this file once for each, with ISA and TABLE as its names.
 #include "attention.h"
 #include "linear.h"
+#include "recurrent.h"
 #include "rows.h"
 
 #define TEXT_OF(x) #x
@@ -8,7 +9,7 @@
 
 namespace sglang_dflash {
 
-const Kernels TABLE = {TEXT(ISA), attention_workspace, attend,      merge,               norm,
-                       norm_rope, linear,              kLinearRows, kLinearRowsBFloat16, argmax};
+const Kernels TABLE = {TEXT(ISA), attention_workspace, attend, merge, norm,       norm_rope,   linear,
+                       conv,      delta,               gated_norm,    kLinearRows, kLinearRowsBFloat16, argmax};
 
 }  // namespace sglang_dflash

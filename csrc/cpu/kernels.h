@@ -13,6 +13,9 @@ enum class Type : int { kFloat, kBFloat16 };
 constexpr int64_t kChunkKeys = 256;  // keys of a partial softmax; chunks start at multiples of it on every thread
 constexpr int64_t kTileRows = 32;    // query vectors that share a loaded key; more only if one group has more
 constexpr int64_t kBlockKeys = 32;   // values that stay in the L1 cache while all rows read them
+constexpr int64_t kMaxTaps = 8;      // of a causal convolution
+constexpr int64_t kMaxKeys = 256;    // key dimensions of a recurrent head
+constexpr int64_t kStateRows = 16;   // value dimensions whose state stays in the L1 cache over all rows of a request
 
 // A tensor with a dense last dimension; strides in elements.
 struct View {
@@ -74,6 +77,56 @@ struct Linear {
   int64_t rows, inner, x_stride, weight_stride, addend_stride, out_stride;
 };
 
+// Channels of one request's causal convolution; see `causal_conv` in ops/recurrent_reference.py.
+struct Conv {
+  View x, out;                   // [T, C]
+  const void* weight;            // [C, taps]
+  const void* bias;              // [C] or null
+  Type weight_type, state_type;
+  int64_t weight_stride, taps;   // taps: at most kMaxTaps
+};
+
+// The inputs before the first row, and where the last inputs go; each [C, taps - 1]. Strides in elements.
+struct ConvItem {
+  int64_t first_row, rows;
+  const void* before;            // null: zeros
+  void* after;                   // null in a verification
+  void* windows;                 // in a verification: the first row's window
+  void* snapshot;                // or null; the inputs before row `snapshot_row`
+  int64_t snapshot_row;
+  int64_t state_stride;          // between channels of `before`, `after` and `snapshot`
+  int64_t window_row, window_channel, window_tap;
+};
+
+// The gated delta rule; see `delta_rule` in ops/recurrent_reference.py.
+struct Delta {
+  View qkv, out;                 // [T, 2 * Hk * K + H * V], [T, H, V]
+  const float* g;                // [T, H], or [T, H, K] if `per_key`
+  const float* beta;             // [T, H]
+  Type state_type;
+  int64_t k_heads, heads, k_dim, v_dim;
+  bool per_key;
+};
+
+// Rows of one request, value head `head`, value dimensions v_begin .. v_end - 1. States are [V, K], dense.
+struct DeltaItem {
+  int64_t first_row, rows, head, v_begin, v_end;
+  const void* before;            // null: zeros
+  void* after;                   // null in a verification
+  void* scratch;                 // in a verification: the state after the first row
+  int64_t scratch_row;           // elements between the states of two rows
+  void* snapshot;                // or null; the state before row `snapshot_row`
+  int64_t snapshot_row;
+};
+
+struct GatedNorm {
+  View x, gate, out;             // [T, H, D]
+  const void* weight;            // [D]
+  Type weight_type;
+  int64_t heads, size;
+  float eps;
+};
+
 struct Best {
   float value;
   int64_t index;
@@ -87,6 +140,9 @@ struct Kernels {
   void (*norm)(const Norm&, int64_t begin, int64_t end);                        // rows
   void (*norm_rope)(const Heads&, int64_t in_row, int64_t out_row, int64_t position);
   void (*linear)(const Linear&, int64_t begin, int64_t end);                    // columns
+  void (*conv)(const Conv&, const ConvItem&, int64_t begin, int64_t end);       // channels
+  void (*delta)(const Delta&, const DeltaItem&);                                // at most kStateRows value dimensions
+  void (*gated_norm)(const GatedNorm&, int64_t begin, int64_t end);             // rows, H for each token
   int64_t linear_rows, linear_rows_bfloat16;  // rows up to which it beats a BLAS, or one that emulates bfloat16
   Best (*argmax)(const void* values, Type, int64_t count);                      // lowest index of ties; NaN wins
 };

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from .corpus import KINDS
 from .evaluate import Outcome
+from .shapes import Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Making:
     """How a pair was made: what a reader needs to reproduce it."""
 
+    shape: Shape
+    pair: str  # the value of --pair
     versions: str
     seed: int
     stages: dict[str, dict[str, str | float]]  # stage -> its minutes and command
@@ -94,19 +97,20 @@ def write_card(path: Path, outcomes: list[Outcome], turns: list[list[int]], maki
         f"  * {name}: {made['minutes']} min, `{made['command']}`" for name, made in making.stages.items()
     )
     per_kind = len(outcomes) // len(KINDS)
+    taps = ", ".join(map(str, making.shape.taps))
     path.write_text(
-        f"""# tiny-pair
+        f"""# {making.shape.name}
 
-A tiny Qwen3 target (`target/`) and a plain DFlash draft for it (`draft/`), made from nothing by
-`scripts/train_tiny_pair.py`, so that a server, its tests and its benchmarks run on any machine. The pair
-knows small sums, short Python functions and a little talk about both; it is no use for anything else.
+A tiny target (`target/`) and a plain DFlash draft for it (`draft/`), made from nothing by
+`scripts/train_tiny_pair.py --pair {making.pair}`, so that a server, its tests and its benchmarks run on any machine.
+The pair knows small sums, short Python functions and a little talk about both; it is no use for anything else.
 
-* target: 6 layers, hidden 256, 4 heads over 2 kv heads, tied embeddings, byte-level BPE of 1792 entries,
-  bfloat16.
-* draft: 2 layers, block_size {making.block_size}, taps on target layers 1, 3 and 4, no embedding and no head of
+* target: {making.shape.described}; tied embeddings,
+  byte-level BPE of 1792 entries, bfloat16.
+* draft: 2 layers, block_size {making.block_size}, taps on target layers {taps}, no embedding and no head of
   its own, bfloat16.
-* `heldout.jsonl`: {per_kind} prompts of each kind with reference answers; none shares its answer with the
-  training data.
+* held-out prompts: {per_kind} of each kind with reference answers (`tiny-pair/heldout.jsonl`); none shares its answer
+  with the training data.
 
 Chat is told so that every word depends on the ones just drawn: the target follows, a draft that proposes a whole
 block at once cannot. That is why its tau is lower.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from sglang_dflash.reference import DFlashDraftModel
 
@@ -30,7 +30,7 @@ class Outcome:
 
 
 @torch.inference_mode()
-def _greedy_path(target: Qwen3ForCausalLM, prompt: list[int], ids: list[int]) -> tuple[bool, float]:
+def _greedy_path(target: PreTrainedModel, prompt: list[int], ids: list[int]) -> tuple[bool, float]:
     logits = target(input_ids=torch.tensor([prompt + ids[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
     best = logits.topk(2)
     gap = float((best.values[:, 0] - best.values[:, 1]).min())
@@ -38,7 +38,7 @@ def _greedy_path(target: Qwen3ForCausalLM, prompt: list[int], ids: list[int]) ->
 
 
 def _answers(
-    target: Qwen3ForCausalLM, draft: DFlashDraftModel, prompts: Sequence[list[int]]
+    target: PreTrainedModel, draft: DFlashDraftModel, prompts: Sequence[list[int]]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """(new ids, commit_lens) of every prompt, decoded in batches of _TOGETHER."""
     for start in range(0, len(prompts), _TOGETHER):
@@ -55,7 +55,7 @@ def _chat(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) ->
 
 
 def evaluate(
-    target: Qwen3ForCausalLM, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerFast, heldout: Sequence[Example]
+    target: PreTrainedModel, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerFast, heldout: Sequence[Example]
 ) -> list[Outcome]:
     """Decodes every held-out prompt with the reference's `spec_generate`, in the models' own dtype."""
     prompts = [_chat(tokenizer, [{"role": "user", "content": example.prompt}]) for example in heldout]
@@ -80,7 +80,7 @@ def evaluate(
 
 
 def later_turns(
-    target: Qwen3ForCausalLM,
+    target: PreTrainedModel,
     draft: DFlashDraftModel,
     tokenizer: PreTrainedTokenizerFast,
     heldout: Sequence[Example],

@@ -1,4 +1,4 @@
-"""The target: its shape, its training on conversations and library text, and how it is saved."""
+"""The target: its training on conversations and library text, and how it is saved."""
 
 import copy
 import json
@@ -8,40 +8,20 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from .conversations import Conversation
 from .optim import learning_rate, make_optimizers, take_step
 from .progress import Progress
-from .tokenizer import END_OF_TEXT, TURN_END, TURN_START
+from .shapes import MAX_POSITIONS, ROPE_THETA
+from .tokenizer import TURN_END, TURN_START
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 256, 6, 4, 2, 64, 576
-MAX_POSITIONS, ROPE_THETA, RMS_EPS = 2048, 10000.0, 1e-6
 _LIBRARY_ROW = 192
 _IGNORED = -100
 _SAVE_EVERY = 300
 _ENCODED_AT_ONCE = 20_000
 
 Row = tuple[array, list[tuple[int, int]]]  # 16-bit ids, and the spans of them that are labels
-
-
-def target_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """Qwen3 in miniature, with tied embeddings."""
-    return Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        intermediate_size=INTERMEDIATE,
-        max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        rms_norm_eps=RMS_EPS,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.convert_tokens_to_ids(TURN_END),
-        pad_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
-    )
 
 
 def conversation_rows(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]) -> list[Row]:
@@ -101,18 +81,18 @@ def _tensors(batch: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def _loss(model: Qwen3ForCausalLM, batch: list[Row]) -> torch.Tensor:
+def _loss(model: PreTrainedModel, batch: list[Row]) -> torch.Tensor:
     # No mask is needed: padding is on the right, attention is causal, and the labels skip the padding.
     # float32 throughout: without bfloat16 units (AVX2 and plain AVX-512), bfloat16 is several times slower.
     ids, labels = _tensors(batch)
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [N, T, HIDDEN]
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [N, T, H]
     wanted = labels != _IGNORED
     logits = F.linear(hidden[wanted], model.lm_head.weight)  # [labels, vocab]
     return F.cross_entropy(logits, labels[wanted])
 
 
 def train_target(
-    config: Qwen3Config,
+    config: PreTrainedConfig,
     rows: list[Row],
     folder: Path,
     *,
@@ -126,7 +106,7 @@ def train_target(
     Passes over `rows` repeat in new orders as needed.
     """
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config).float()
+    model = AutoModelForCausalLM.from_config(config).float()
     optimizers = make_optimizers(model, peak)
     progress = Progress("target", steps)
     queue: list[list[Row]] = []
@@ -144,7 +124,7 @@ def train_target(
             save_target(model, folder)
 
 
-def save_target(model: Qwen3ForCausalLM, folder: Path) -> None:
+def save_target(model: PreTrainedModel, folder: Path) -> None:
     """Writes bfloat16 weights, config.json and generation_config.json to the tokenizer's folder."""
     copy.deepcopy(model).bfloat16().save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # save_pretrained makes it readable by its owner only
@@ -160,6 +140,6 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def load_target(folder: Path) -> Qwen3ForCausalLM:
+def load_target(folder: Path) -> PreTrainedModel:
     """Loads the saved target as it is served: bfloat16-rounded weights in float32."""
-    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

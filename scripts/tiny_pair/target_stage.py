@@ -5,6 +5,7 @@ from pathlib import Path
 
 from . import corpus, target
 from .conversations import SYSTEMS, Conversation
+from .shapes import MAX_POSITIONS, Shape
 from .tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 1792
@@ -13,6 +14,7 @@ _LIBRARY_CHARS = 12_000
 
 
 def make_target(
+    shape: Shape,
     folder: Path,
     conversations: list[Conversation],
     steps: int,
@@ -31,7 +33,7 @@ def make_target(
     texts = [message["content"] for conversation in sample for message in conversation.messages]
     texts += ["system\n", "user\n", "assistant\n", "tool\n", *SYSTEMS]
     texts += [source[:_LIBRARY_CHARS] for source in library]
-    save_tokenizer(train_tokenizer(texts, VOCAB_SIZE), folder, target.MAX_POSITIONS)
+    save_tokenizer(train_tokenizer(texts, VOCAB_SIZE), folder, MAX_POSITIONS)
     tokenizer = load_tokenizer(folder)
     rows = target.conversation_rows(tokenizer, conversations)
     sources = target.library_rows(tokenizer, library)
@@ -39,7 +41,7 @@ def make_target(
     ids = sum(len(row) for row, _ in rows)
     print(f"target: {len(rows)} rows, {ids:,} ids, longest {max(len(row) for row, _ in rows)}", flush=True)
     target.train_target(
-        target.target_config(tokenizer),
+        shape.config(tokenizer),
         rows,
         folder,
         steps=steps,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from arms import PLAIN, POOL, SPECULATE
-from transformers import PretrainedConfig, Qwen2_5_VLConfig, Qwen3NextConfig
+from transformers import FalconH1Config, PretrainedConfig, Qwen2_5_VLConfig, Qwen3_5TextConfig
 
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Server, ServerError, held_out_prompts
@@ -42,13 +42,20 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
 
     def target(name: str, config: PretrainedConfig) -> str:
         """A folder with a config and no weights."""
-        architectures = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_next": "Qwen3NextForCausalLM"}
+        architectures = {
+            "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+            "qwen3_5_text": "Qwen3_5ForCausalLM",
+            "falcon_h1": "FalconH1ForCausalLM",
+        }
         config.architectures = [architectures[config.model_type]]
         config.save_pretrained(tmp_path / name)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TINY_TARGET / file, tmp_path / name)
         return str(tmp_path / name)
 
+    shape: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 6, "vocab_size": 1792}
+    layers = ["linear_attention", "linear_attention", "full_attention"] * 2
+    gated_delta = target("gated", Qwen3_5TextConfig(**shape, layer_types=layers, full_attention_interval=3))
     cases: dict[str, tuple[list[str], list[str]]] = {
         "fine": (speculate(good), ["accepted"]),
         "hidden size": (draft("h", lambda c: c.update(hidden_size=512)), ["hidden_size", "512", "256"]),
@@ -71,9 +78,18 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         "memory of ranks": (speculate(good, "--tp-size", "2"), ["2 ranks", "--max-total-tokens"]),
         "memory of replicas": (speculate(good, "--dp-size", "2"), ["2 ranks", "--max-total-tokens"]),
         "images": (speculate(good, "--model-path", target("i", Qwen2_5_VLConfig())), ["reads more than text"]),
-        "recurrent": (
-            speculate(good, "--model-path", target("n", Qwen3NextConfig()), "--disable-radix-cache"),
-            ["recurrent state", "builtin"],
+        "recurrent": (speculate(good, "--model-path", target("n", FalconH1Config(**shape))), ["no CPU implementation"]),
+        "states": (
+            speculate(good, "--model-path", gated_delta, "--max-running-requests", "400000"),
+            ["--max-running-requests 400000", "GB", "would fit"],
+        ),
+        "sessions": (
+            speculate(good, "--model-path", gated_delta, "--enable-streaming-session"),
+            ["--enable-streaming-session", "leave it out"],
+        ),
+        "replayed states": (
+            speculate(good, "--model-path", gated_delta, "--enable-linear-replayssm-spec"),
+            ["--enable-linear-replayssm-spec", "never been run together"],
         ),
         "quantised": (speculate(good, "--quantization", "fp8"), ["unquant", "fp8"]),
         "override": (speculate(good, "--json-model-override-args", '{"block_size": 0}'), ["block_size=0"]),

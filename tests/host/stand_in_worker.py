@@ -47,7 +47,7 @@ def worker_of(table: torch.Tensor, rows: ops.RowOps, sampler: Any = None, window
     worker._draft = _draft(table, rows, generator, window)
     worker._sampler = make_row_sampler(sampler, VOCAB, BLOCK, table.device.type)
     worker._hidden_states = ReturnedHiddenStates(None)
-    worker._sharded_logits = worker._plan_stream = None
+    worker._sharded_logits = worker._plan_stream = worker._recurrent_state = None
     worker._rows, worker._accept_chain, worker._fuses_acceptance = rows, ops.accept_chain, True
     worker._widths = FullWidth(BLOCK)
     return worker

@@ -96,7 +96,7 @@ def _names_in(source: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "sglang")
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module.split(".")[0] == "sglang":
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"sglang\.srt(\.\w+)+", str(node.value)):
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"sglang\.(srt|kernels)(\.\w+)+", str(node.value)):
             yield node.value
 
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, UnquantizedKVCacheMethod
 from sglang.srt.platforms import current_platform
 
@@ -79,7 +80,34 @@ def test_installed_for_these_classes(monkeypatch):
     monkeypatch.setattr(BaseFusedOp, "_oot_forward_registry", {})
     layers.install()
     registered = BaseFusedOp._oot_forward_registry[current_platform.get_dispatch_key_name()]
-    assert registered == {RMSNorm: layers.rms_norm} | dict.fromkeys(layers.ROTARY, layers.rotate)
+    norms = {RMSNorm: layers.rms_norm, GemmaRMSNorm: layers.gemma_rms_norm}
+    rotary = dict.fromkeys(layers.ROTARY, layers.rotate) | {MRotaryEmbedding: layers.rotate_sections}
+    assert registered == norms | rotary
+
+
+def test_gemma_norms() -> None:
+    """Fails where our norm with the weight 1 + w differs from the host's, with a residual and without."""
+    torch.manual_seed(0)
+    norm = GemmaRMSNorm(48)
+    norm.weight.data.normal_()
+    x, residual = torch.randn(5, 48), torch.randn(5, 48)
+    torch.testing.assert_close(layers.gemma_rms_norm(norm, x), norm.forward_native(x))
+    for ours, theirs in zip(layers.gemma_rms_norm(norm, x, residual), norm.forward_native(x, residual), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("text", [True, False], ids=["text", "an image"])
+def test_rotary_embedding_by_sections(text: bool) -> None:
+    """Fails where positions in time, height and width are mixed up, or text takes another rotation than the host's."""
+    torch.manual_seed(0)
+    rotary = MRotaryEmbedding(32, 16, 100, 10000, True, torch.float32, [3, 3, 2], mrope_interleaved=True)
+    positions = torch.randint(0, 100, (3, 7))
+    if text:
+        positions[1:] = positions[0]
+    q, k = torch.randn(7, 128), torch.randn(7, 64)
+    expected = rotary.forward_native(positions, q.clone(), k.clone())
+    for ours, theirs in zip(layers.rotate_sections(rotary, positions, q, k), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 class Pool(SimpleNamespace):

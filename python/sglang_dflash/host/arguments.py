@@ -9,14 +9,13 @@ from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.environ import envs
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 
 from sglang_dflash import __version__, ops
 from sglang_dflash.core.draft_config import USE_BUILTIN, DraftConfig
-from sglang_dflash.host import simulated, widths
+from sglang_dflash.host import recurrent_state, simulated, widths
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_dflash.host.features import refuse_features
 from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
@@ -64,6 +63,7 @@ def check(server_args: Any, previous: Any) -> None:
         if simulated.simulates():
             simulated.check(block_size, cfg.tp_size)
         widths.check(cfg.device, cfg.tp_size)
+        recurrent_state.check(cfg, target, block_size, cpu_platform_in_use())
         declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
         previous(server_args)
     except ValueError as error:
@@ -137,11 +137,6 @@ def _config_dict(path: str, revision: str | None) -> dict[str, Any]:
 
 def _check_target(target: Any, draft: DraftConfig) -> None:
     """target: the host's `ModelConfig`."""
-    if mambaish_config(target) is not None:
-        raise ValueError(
-            f"the target {target.hf_config.architectures} keeps recurrent state (mamba or linear attention), "
-            f"which this worker does not roll back: {USE_BUILTIN}."
-        )
     if target.is_multimodal:
         raise ValueError(
             f"the target {target.hf_config.architectures} reads more than text, which was never run with this "

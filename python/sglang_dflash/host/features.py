@@ -112,6 +112,17 @@ FEATURES = (
         UNTESTED,
     ),
     _refused("prefill without a KV cache", ("prefill_only_disable_kv_cache",), "the draft needs one", builtin=False),
+    _refused(
+        "recurrent state in other forms",
+        ("enable_linear_replayssm", "enable_linear_replayssm_spec", "enable_int8_mamba_checkpoint"),
+        UNTESTED,
+    ),
+    _refused(
+        "rounding recurrent state at random",
+        ("enable_mamba_cache_stochastic_rounding",),
+        "a verified row would not get the state of a decoded one",
+        builtin=False,
+    ),
     _refused("releasing memory", ("enable_memory_saver", "weight_cache_mode"), UNTESTED),
     _refused("weights outside the device", ("cpu_offload_gb", "offload_group_size"), UNTESTED),
     _refused("loading weights late", ("startup_weight_load_mode",), "the draft's weights are read at the start"),

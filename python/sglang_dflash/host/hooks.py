@@ -52,9 +52,10 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         for module in (block_results, sampler, sessions, weights, features, requests):
             hooks |= module.HOOKS
     if cpu_platform_in_use():
-        from sglang_dflash.host.cpu import compiled, deterministic, shims, threads
+        from sglang_dflash.host.cpu import compiled, deterministic, gated_layers, recurrent, shims, threads
 
-        hooks |= shims.HOOKS | deterministic.HOOKS | compiled.HOOKS | threads.HOOKS
+        for module in (shims, deterministic, compiled, threads, gated_layers, recurrent):
+            hooks |= module.HOOKS
     return hooks
 
 

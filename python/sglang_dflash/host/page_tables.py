@@ -20,6 +20,7 @@ def widen(backends: Iterable[Any]) -> None:
             tables stay as they are.
     """
     for backend in backends:
+        backend = getattr(backend, "full_attn_backend", backend)  # beside layers with recurrent state
         for part in (getattr(backend, "prefill_backend", backend), getattr(backend, "decode_backend", backend)):
             if hasattr(part, "max_num_pages"):
                 part.max_context_len = part.req_to_token.shape[1]

@@ -28,6 +28,7 @@ from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 from sglang_dflash.host.plan_stream import PlanStream
+from sglang_dflash.host.recurrent_state import RecurrentState
 from sglang_dflash.host.sampling import RowSampler
 from sglang_dflash.host.sampling_memory import measure_sampling
 from sglang_dflash.host.sharded_logits import ShardedLogits
@@ -56,6 +57,7 @@ class DFlashWorker(BaseSpecWorker):
         self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
         self._sampler = RowSampler(self._target, self.block_size)
         self._hidden_states = ReturnedHiddenStates(self._target.model)
+        self._recurrent_state = RecurrentState.of(target_worker)
         self._sharded_logits = ShardedLogits.of(self._target.model, unwrap_lora_layer(self._target.model.lm_head))
         self._rows = ops.choose_rows(self.device, self._target.dtype)
         self._accept_chain = simulated.accept if simulated.simulates() else ops.accept_chain
@@ -89,6 +91,8 @@ class DFlashWorker(BaseSpecWorker):
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
         self._draft.alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        if self._recurrent_state is not None:
+            self._recurrent_state.announce(memory_pool_config)
 
     def init_attention_backends(self) -> None:
         self._draft.init_attention_backends()
@@ -182,6 +186,8 @@ class DFlashWorker(BaseSpecWorker):
             target = self._verify(plan, forward_batch, batch, kv_plan)
         accepted = self._accept(plan, batch, target.logits_output, grammar_tree, grammar_barrier)
         self._sampler.commit(batch, accepted.out_ids, accepted.commit_lens)
+        if self._recurrent_state is not None:
+            self._recurrent_state.commit(batch, accepted.commit_lens, plan.width)
         prefix_lens = block.prefix_lens + accepted.commit_lens
         if on_publish is not None:
             on_publish(prefix_lens)

@@ -30,6 +30,8 @@ from sglang_dflash.ops.kv_buffers import KVBuffers, fits
 from sglang_dflash.ops.murmur import murmur_hash32
 from sglang_dflash.ops.native import install_linear, serves
 from sglang_dflash.ops.penalties import Emitted, EmittedTokens, PenaltyParams, penalize, penalties_of
+from sglang_dflash.ops.recurrent import TORCH_RECURRENT, RecurrentOps, choose_recurrent
+from sglang_dflash.ops.recurrent_reference import StateRows
 from sglang_dflash.ops.reference import (
     GreedyAcceptance,
     context_kv,
@@ -43,6 +45,7 @@ from sglang_dflash.ops.tiled_attention import invariant_attention
 __all__ = [
     "INVARIANT_ATTENTION",
     "TORCH_ATTENTION",
+    "TORCH_RECURRENT",
     "TORCH_ROWS",
     "Attention",
     "Emitted",
@@ -53,10 +56,13 @@ __all__ = [
     "PagedRows",
     "PagedTable",
     "PenaltyParams",
+    "RecurrentOps",
     "RowOps",
+    "StateRows",
     "accept_chain",
     "bodies",
     "choose_attention",
+    "choose_recurrent",
     "choose_rows",
     "context_kv",
     "emitted_tokens",

@@ -17,7 +17,13 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16)
 SWITCH = "SGLANG_DFLASH_NATIVE"
 LIBRARY = "SGLANG_DFLASH_NATIVE_LIBRARY"  # another build of the ops, e.g. one with sanitizers
-LATEST = ("linear", "row_argmax", "write_and_attend", "block_layout")  # missing in a build from older sources
+LATEST = (
+    "linear",
+    "row_argmax",
+    "write_and_attend",
+    "block_layout",
+    "delta_rule",
+)  # missing in a build from older sources
 
 
 @cache
@@ -121,6 +127,23 @@ def _register_fakes() -> None:
     def _(x, residual, weight, eps):  # type: ignore[no-untyped-def]
         one, other = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
         return one, other
+
+    @torch.library.register_fake("sglang_dflash::causal_conv")
+    def _(x, *rest):  # type: ignore[no-untyped-def]
+        return x.new_empty(x.shape)
+
+    @torch.library.register_fake("sglang_dflash::delta_gates")
+    def _(a, *rest):  # type: ignore[no-untyped-def]
+        g, beta = (a.new_empty(a.shape, dtype=torch.float32) for _ in range(2))
+        return g, beta
+
+    @torch.library.register_fake("sglang_dflash::delta_rule")
+    def _(qkv, g, beta, num_k_heads, states, *rest):  # type: ignore[no-untyped-def]
+        return qkv.new_empty(len(qkv), states.shape[1], states.shape[2])
+
+    @torch.library.register_fake("sglang_dflash::gated_rms_norm")
+    def _(x, gate, weight, eps):  # type: ignore[no-untyped-def]
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @torch.library.register_fake("sglang_dflash::row_argmax")
     def _(logits):  # type: ignore[no-untyped-def]

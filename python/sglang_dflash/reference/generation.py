@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from sglang_dflash.ops.reference import accept_chain
+from sglang_dflash.reference.position_cache import PositionCache
+from sglang_dflash.reference.recurrent import RecurrentCache
 from sglang_dflash.reference.target import FeatureTaps, end_token_ids, text_config
 
-TARGETS = ("llama", "qwen3")
+TARGETS = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+RECURRENT = "linear_attention"  # the kind of layers that keep a state instead of keys and values
 PREFILL_ROWS = 2048
 _GREEDY_BELOW = 1e-5
 
@@ -45,51 +48,6 @@ class Generation:
         """The ids that one request got, the end token included."""
         start = self.output_ids.shape[1] - max(self.num_new_tokens)
         return self.output_ids[request, start : start + self.num_new_tokens[request]].tolist()
-
-
-class PositionCache:
-    """Keys and values of every layer, one entry per request and position, for target and draft alike.
-
-    Rejected rows need no cropping: the next row at their position overwrites them. One more entry, after the last
-    position, takes the padding of batches whose requests commit different numbers of tokens.
-    """
-
-    def __init__(self, requests: int, positions: int) -> None:
-        self.padding = positions
-        self._requests = requests
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
-        self._positions = torch.empty(0)
-        self._visible = 0
-
-    def at(self, positions: torch.Tensor, visible: int) -> PositionCache:
-        """Sets the positions that the next forward writes, [B, T] int64, and how many positions its rows may see."""
-        self._positions, self._visible = positions, visible
-        return self
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes [B, Hkv, T, D] and returns all visible positions, [B, Hkv, S, D]."""
-        if layer_idx not in self._keys:
-            shape = (self._requests, self.padding + 1)  # position before head: one index selects all heads
-            self._keys[layer_idx] = keys.new_zeros((*shape, keys.shape[1], keys.shape[3]))
-            self._values[layer_idx] = values.new_zeros((*shape, values.shape[1], values.shape[3]))
-        requests = torch.arange(len(keys), device=keys.device)[:, None]
-        for store, new in ((self._keys[layer_idx], keys), (self._values[layer_idx], values)):
-            store[requests, self._positions] = new.transpose(1, 2)
-        stores = (self._keys[layer_idx], self._values[layer_idx])
-        return tuple(store[:, : self._visible].transpose(1, 2) for store in stores)  # type: ignore[return-value]
-
-    def keep(self, requests: torch.Tensor) -> None:
-        """Drops all requests but these."""
-        self._requests = len(requests)
-        for stores in (self._keys, self._values):
-            for layer_idx, store in stores.items():
-                stores[layer_idx] = store[requests]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._visible
 
 
 @dataclass(slots=True)
@@ -127,13 +85,14 @@ class _Loop:
     def prefill(self, ids: torch.Tensor, prompt_lens: torch.Tensor, positions: int) -> _State:
         """Runs the prompts, [B, P] with padding on the right, and appends each one's first token to `ids`."""
         requests, width = len(ids), int(prompt_lens.max())
-        target_cache = PositionCache(requests, positions)
+        target_cache = self.new_cache(requests, positions)
         columns = torch.arange(width, device=ids.device).expand(requests, -1)
         # Padding rows are written to positions that later rows overwrite before anything reads them.
         features, last = [], torch.zeros(requests, text_config(self.target).hidden_size, device=ids.device)
         for start in range(0, width, PREFILL_ROWS):
             rows = columns[:, start : start + PREFILL_ROWS]
-            hidden, chunk = self.run_target(ids[:, start : start + rows.shape[1]], rows, target_cache)
+            part = ids[:, start : start + rows.shape[1]]
+            hidden, chunk = self.run_target(part, rows, target_cache, prompt_lens - start)
             features.append(chunk)
             here = (prompt_lens - 1 - start).clamp(0, rows.shape[1] - 1)
             ended = (prompt_lens - 1 >= start) & (prompt_lens - 1 < start + PREFILL_ROWS)
@@ -162,6 +121,7 @@ class _Loop:
         hidden, features = self.run_target(ids, positions, state.target_cache)
         accepted = accept_chain(self.sample(self.head(hidden)), ids)
         commit_lens = accepted.commit_lens.long()
+        state.target_cache.commit(commit_lens)
         committed = offsets < commit_lens[:, None]
         # The committed ids are followed by zeros, which the next step overwrites.
         state.ids.scatter_(1, positions + 1, accepted.out_ids)
@@ -183,14 +143,33 @@ class _Loop:
         )
         return self.head(hidden[:, 1:]).argmax(-1)
 
+    def new_cache(self, requests: int, positions: int) -> PositionCache:
+        """The target's cache."""
+        if RECURRENT not in self.windows:
+            return PositionCache(requests, positions)
+        return RecurrentCache(requests, positions, text_config(self.target).num_hidden_layers)
+
     def run_target(
+        self, ids: torch.Tensor, positions: torch.Tensor, cache: PositionCache, lens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final hidden states [B, T, H] and context features [B, T, taps * H] of rows at `positions`.
+
+        lens: [B]; of a prompt's rows, how many are not padding. None: the rows are a block, which `commit` follows.
+        """
+        if isinstance(cache, RecurrentCache):
+            return cache.run(lambda *rows: self._forward(*rows, cache), ids, positions, lens)
+        return self._forward(ids, positions, cache)
+
+    def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: PositionCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Final hidden states [B, T, H] and context features [B, T, taps * H] of rows at `positions`."""
         visible = int(positions.max()) + 1
         behind = positions[..., None] - torch.arange(visible, device=ids.device)  # [B, T, S]
-        masks: dict[str, torch.Tensor] = {}
+        masks: dict[str, torch.Tensor | None] = {}
         for kind, window in self.windows.items():
+            if kind == RECURRENT:
+                masks[kind] = None
+                continue
             hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
             mask = torch.zeros(hidden.shape, dtype=self.target.dtype, device=ids.device)
             masks[kind] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
@@ -231,7 +210,7 @@ def spec_generate(
 
     Args:
         draft: a `DFlashDraftModel`.
-        target: a Llama or Qwen3 causal language model, loaded with sdpa or eager attention.
+        target: a causal language model of one of `TARGETS`, loaded with sdpa or eager attention.
         input_ids: [B, P] int64.
         stop_token_ids: an answer ends after the first of these; None: the target's own end tokens; []: never.
         temperature: 0 is greedy.

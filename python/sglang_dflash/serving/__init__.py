@@ -4,6 +4,7 @@ from sglang_dflash.serving.client import Answer, Client
 from sglang_dflash.serving.server import Server, ServerError
 from sglang_dflash.serving.tiny_pair import (
     KINDS,
+    PAIRS,
     TINY_DRAFT,
     TINY_ENVIRONMENT,
     TINY_OVERLAPPING,
@@ -15,6 +16,7 @@ from sglang_dflash.serving.tiny_pair import (
 
 __all__ = [
     "KINDS",
+    "PAIRS",
     "TINY_DRAFT",
     "TINY_ENVIRONMENT",
     "TINY_OVERLAPPING",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -77,6 +78,14 @@ class Client:
     def flush_cache(self) -> None:
         """Empties the radix cache; the server must be idle."""
         self._http.post("/flush_cache").raise_for_status()
+
+    def flush_when_idle(self, timeout_s: float = 30.0) -> None:
+        """`flush_cache` as soon as the server is idle: an answer comes back a little before its request is gone."""
+        deadline = time.monotonic() + timeout_s
+        while self._http.post("/flush_cache").is_error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"The server was not idle within {timeout_s} s.")
+            time.sleep(0.05)
 
 
 def _body(prompt: str | list[int], sampling: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Paths of the embedded pair, and the prompts that were held out of its training."""
+"""Paths of the embedded pairs, and the prompts that were held out of their training."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[1] / "assets" / "tiny-pair"
+_ASSETS = Path(__file__).parents[1] / "assets"
+_ROOT = _ASSETS / "tiny-pair"
 TINY_TARGET = _ROOT / "target"
 TINY_DRAFT = _ROOT / "draft"
+PAIRS = {"dense": (TINY_TARGET, TINY_DRAFT)}
+PAIRS["hybrid"] = (_ASSETS / "tiny-hybrid-pair" / "target", _ASSETS / "tiny-hybrid-pair" / "draft")
+"""Name -> target and draft: Qwen3, and Qwen3.5, which has recurrent state. Both pairs know the same prompts."""
 KINDS = ("arithmetic", "code", "chat")
 TINY_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """One compute thread, for servers that share their cores with tests, with clients or with each other. Do not use it to

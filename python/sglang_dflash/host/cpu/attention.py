@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_exec
@@ -39,7 +39,10 @@ class CpuAttentionBackend(AttentionBackend):
                 raise ValueError(
                     f"--enable-deterministic-inference on the CPU needs keys and values of one size, not {head_dims}."
                 )
-        plain = _holds_plain_rows(self.token_to_kv_pool, model_runner.dtype)
+        pool = self.token_to_kv_pool
+        # Beside layers with recurrent state, the pool numbers its layers by itself and keeps an ordinary one inside.
+        inner = pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool
+        plain = _holds_plain_rows(inner, model_runner.dtype)
         self._write_and_attend = self._attention.write_and_attend if plain else None
         self._views: dict[RadixAttention, tuple[float, bool, int | None]] = {}
         self._rows: Any = None  # layout of the last prepared forward

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 from sglang.srt.platforms import current_platform
@@ -29,6 +30,8 @@ def install() -> None:
     ops.install_linear()
     key = current_platform.get_dispatch_key_name()
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, key)
+    BaseFusedOp.register_oot_forward(GemmaRMSNorm, gemma_rms_norm, key)
+    BaseFusedOp.register_oot_forward(MRotaryEmbedding, rotate_sections, key)
     for layer in ROTARY:
         BaseFusedOp.register_oot_forward(layer, rotate, key)
 
@@ -50,6 +53,35 @@ def rms_norm(
     if residual is None:
         return torch.ops.sglang_dflash.rms_norm(x, norm.weight, norm.variance_epsilon)
     return torch.ops.sglang_dflash.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+
+
+def gemma_rms_norm(
+    norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, post_residual_addition: torch.Tensor | None = None
+) -> Any:
+    """Computes `GemmaRMSNorm.forward_native` with our op: an RMS norm with the weight 1 + w, in float32."""
+    same = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
+    usual = get_proxy_mode() is None and post_residual_addition is None
+    if not (usual and same and ops.serves(x.device, x.dtype, norm.weight.dtype)):
+        return norm.forward_native(x, residual, post_residual_addition)
+    weight = norm.weight.float() + 1.0
+    if residual is None:
+        return torch.ops.sglang_dflash.rms_norm(x, weight, norm.variance_epsilon)
+    return torch.ops.sglang_dflash.add_rms_norm(x, residual, weight, norm.variance_epsilon)
+
+
+def rotate_sections(
+    rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, fused_set_kv_buffer_arg: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `MRotaryEmbedding.forward_native` with our op where all sections have the same positions, as in text.
+
+    positions: [N], or [3, N]: in time, height and width.
+    """
+    text = positions.dim() == 1 or (get_proxy_mode() is None and bool((positions == positions[0]).all()))
+    dense = query.stride(-1) == key.stride(-1) == 1 and query.dim() == key.dim() == 2
+    taken = ops.serves(query.device, query.dtype, key.dtype, rotary.cos_sin_cache.dtype)
+    if get_proxy_mode() is not None or not (text and dense and taken and rotary.is_neox_style):
+        return rotary.forward_native(positions, query, key, fused_set_kv_buffer_arg)
+    return rotate(rotary, positions if positions.dim() == 1 else positions[0].contiguous(), query, key)
 
 
 def rotate(

@@ -42,6 +42,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
         return ATTENTION_BACKEND
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Whether recurrent layers keep snapshots of their states for the prefix cache (`CpuGatedDeltaBackend`)."""
+        return True
+
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return algorithm == "DFLASH"
 

@@ -70,7 +70,7 @@ def leave_threads_unbound(*, numa_index: int, world_size: int) -> None:
     """Does nothing. The host exits with more ranks than NUMA nodes, and binds threads only through `sgl_kernel`."""
 
 
-class _Unpinned(TorchFunctionMode):
+class Unpinned(TorchFunctionMode):
     """Leaves memory unpinned: without an accelerator, torch refuses to pin."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +84,7 @@ class _Unpinned(TorchFunctionMode):
 @_hook("sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch", HookType.AROUND)
 def leave_unpinned(original: Any, *args: Any, **kwargs: Any) -> Any:
     """The host's LoRA layers and batches pin their offsets without asking the platform."""
-    with _Unpinned():
+    with Unpinned():
         return original(*args, **kwargs)
 
 

@@ -1,0 +1,172 @@
+"""SGLang's hybrid attention backend on a plain CPU: layers with recurrent state beside layers with keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend, MambaAttnBackendBase
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_exec, get_server_args
+
+from sglang_dflash import ops
+from sglang_dflash.host.cpu.shims import Unpinned
+from sglang_dflash.ops import StateRows
+
+WRAP_BACKEND = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
+
+
+def wrap_backend(original: Any, runner: Any, full_attention: Any) -> Any:
+    """The host's recurrent backends launch Triton kernels; ours calls our ops."""
+    config = mambaish_config(runner.model_config)
+    if config is None:
+        return original(runner, full_attention)
+    if hybrid_gdn_config(runner.model_config) is None:
+        raise ValueError(
+            f"On the CPU, recurrent layers are served for the gated delta rule (Qwen3.5, Qwen3-Next) only, not for "
+            f"{runner.model_config.hf_config.architectures}."
+        )
+    return CpuHybridBackend(full_attention, CpuGatedDeltaBackend(runner), config.full_attention_layer_ids)
+
+
+class CpuGatedDeltaBackend(MambaAttnBackendBase):
+    """Layers of the gated delta rule: decode, verification and extend over the host's pools of states."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
+        self._ops = ops.choose_recurrent("cpu", model_runner.dtype, cache.conv[0].dtype, cache.temporal.dtype)
+        self._rows: StateRows
+        self._tracked: tuple[torch.Tensor, torch.Tensor] | None = None  # slots to copy after a decode: from, to
+
+    @property
+    def state_slots(self) -> torch.Tensor:
+        """[B] int64; the slots of the requests of the last forward."""
+        return self._rows.slots
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        mode, pool = forward_batch.forward_mode, self.req_to_token_pool
+        slots = pool.get_mamba_indices(forward_batch.req_pool_indices).long()
+        batch = len(slots)
+        old = torch.zeros(batch, dtype=torch.bool)
+        self._tracked = None
+        if mode.is_target_verify():
+            starts = torch.arange(batch + 1) * forward_batch.spec_info.draft_token_num
+            self._rows = StateRows(slots, starts, old, scratch=torch.arange(batch))
+        elif mode.is_decode_or_idle():
+            self._rows = StateRows(slots, torch.arange(batch + 1), old)
+            if forward_batch.mamba_track_mask is not None:
+                mask = forward_batch.mamba_track_mask
+                self._tracked = slots[mask], forward_batch.mamba_track_indices[mask].long()
+        else:
+            assert mode.is_extend(), f"forward mode {mode} on the CPU"
+            self._rows = self._extend_rows(forward_batch, slots)
+
+    def _extend_rows(self, forward_batch: ForwardBatch, slots: torch.Tensor) -> StateRows:
+        prefix_lens = torch.tensor(forward_batch.extend_prefix_lens_cpu)
+        starts = torch.tensor([0, *forward_batch.extend_seq_lens_cpu]).cumsum(0)
+        lens, mask = forward_batch.mamba_track_aligned_lens(), forward_batch.mamba_track_mask
+        if lens is None or not bool(mask.any()):
+            return StateRows(slots, starts, prefix_lens == 0)
+        return StateRows(
+            slots,
+            starts,
+            prefix_lens == 0,
+            snapshot_rows=torch.where(mask, lens.long(), -1),
+            snapshot_slots=forward_batch.mamba_track_indices.long(),
+        )
+
+    def forward_extend(
+        self,
+        *,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        linear_attn_output: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """mixed_qkv: [T, C] before the convolution; a, b: [T, H]. Returns [1, T, H, V]."""
+        cache, rows = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id), self._rows
+        windows = scratch = None
+        if rows.scratch is not None:
+            windows, scratch = cache.intermediate_conv_window[0], cache.intermediate_ssm
+        states = cache.conv[0], cache.temporal
+        qkv = self._ops.causal_conv(mixed_qkv, layer.conv_weights, layer.bias, states[0], rows, windows)
+        gates = self._ops.delta_gates(a, b, layer.A_log, layer.dt_bias)
+        out = self._ops.delta_rule(qkv, *gates, layer.num_k_heads, states[1], rows, scratch)
+        if self._tracked is not None:
+            source, target = self._tracked
+            for state in states:
+                state[target] = state[source]
+        if linear_attn_output is None:
+            return out[None]
+        return linear_attn_output.copy_(out[None])
+
+    forward_decode = forward_extend
+
+
+class CpuHybridBackend(HybridLinearAttnBackend):
+    """The host's, but the commit of verified states runs on a CPU, too."""
+
+    def update_mamba_state_after_mtp_verify(
+        self,
+        last_correct_step_indices: torch.Tensor,
+        mamba_track_indices: torch.Tensor | None,
+        mamba_steps_to_track: torch.Tensor | None,
+        model: Any,
+        req_pool_indices: torch.Tensor | None = None,
+    ) -> None:
+        """Moves, for each request of the last verification, the state after its last accepted row into the pool.
+
+        Args:
+            last_correct_step_indices: [B]; the last accepted row.
+            mamba_track_indices, mamba_steps_to_track: [B] or None; slot and row of a snapshot for the prefix cache. A
+                row of -1: none.
+        """
+        pool = self.req_to_token_pool
+        caches = pool.get_speculative_mamba2_params_all_layers()
+        slots = self.linear_attn_backend.state_slots[: len(last_correct_step_indices)]
+        moves = [(slots, last_correct_step_indices)]
+        if mamba_track_indices is not None:
+            moves.append((mamba_track_indices, mamba_steps_to_track))
+        pairs = [(caches.temporal, caches.intermediate_ssm)]
+        pairs += zip(caches.conv, caches.intermediate_conv_window, strict=True)
+        for target, steps in moves:
+            requests = (steps >= 0).nonzero()[:, 0]
+            for states, scratch in pairs:  # [layers, slots, ...] and [layers, places, rows, ...]
+                states[:, target[requests].long()] = scratch[:, requests, steps[requests].long()]
+
+
+def prepare_decode_unpinned(original: Any, batch: Any) -> None:
+    """With snapshots of states for the prefix cache, the host pins a mask without asking the platform."""
+    if not get_exec().mamba.enable_mamba_extra_buffer:
+        original(batch)
+        return
+    with Unpinned():
+        original(batch)
+
+
+def keep_inputs_in_model_dtype(original: Any, config: Any = None) -> Any:
+    """The host keeps the last inputs of convolutions in bfloat16, whatever the model computes in: in float32, a cached
+    prefix would change an answer."""
+    dtypes = original(config)
+    if envs.SGLANG_MAMBA_CONV_DTYPE.is_set():
+        return dtypes
+    return replace(dtypes, conv=model_config_of(get_server_args()).dtype)
+
+
+HOOKS: dict[str, tuple[Any, HookType]] = {
+    "sglang.srt.configs.mamba_utils.mamba2_state_dtype": (keep_inputs_in_model_dtype, HookType.AROUND),
+    WRAP_BACKEND: (wrap_backend, HookType.AROUND),
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode": (prepare_decode_unpinned, HookType.AROUND),
+}
+"""Hook target -> (our function, how it is applied)."""

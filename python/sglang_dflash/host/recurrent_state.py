@@ -1,0 +1,123 @@
+"""The recurrent state of targets with mamba or linear-attention layers: committed for the accepted rows only."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.runtime_context import get_schedule
+from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
+from sglang.srt.utils.common import get_device_memory_capacity
+
+logger = logging.getLogger(__name__)
+GB = 1e9
+DEFAULT_REQUESTS = 48  # the host's, with speculation
+INPUT_BYTES = 2  # of an input that a convolution keeps; 4 in float32, which hardly matters beside the matrices
+
+
+def check(cfg: Any, target: Any, block_size: int, on_cpu: bool) -> None:
+    """Refuses what cannot be served with recurrent state, and says how much memory a verification takes.
+
+    Args:
+        cfg: the host's view of the server arguments.
+        target: the host's `ModelConfig`.
+        block_size: rows of a verification, for each of which the state is kept.
+
+    Raises:
+        ValueError: one sentence that names the flag.
+    """
+    config = mambaish_config(target)
+    if config is None:
+        return
+    names = ", ".join(target.hf_config.architectures)
+    if on_cpu and hybrid_gdn_config(target) is None:
+        raise ValueError(
+            f"the target {names} keeps a recurrent state that has no CPU implementation; on a CPU, the gated delta "
+            "rule is served (Qwen3.5, Qwen3.6, Qwen3-Next)."
+        )
+    if cfg.enable_streaming_session:
+        raise ValueError(
+            f"--enable-streaming-session keeps a session's state beyond a stop, and the state of the target {names} "
+            "cannot be taken back: leave it out."
+        )
+    if hybrid_gdn_config(target) is not None:
+        _check_memory(cfg, _gated_delta_bytes(config, cfg) // cfg.tp_size, block_size)
+
+
+def _gated_delta_bytes(config: Any, cfg: Any) -> int:
+    """Bytes of one request's state in all layers and on all ranks; the host computes it only in its schedulers."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    convolution = (2 * keys + values) * (config.linear_conv_kernel_dim - 1) * INPUT_BYTES
+    named = cfg.mamba_ssm_dtype or getattr(config, "mamba_ssm_dtype", None) or "float32"
+    matrix = values * config.linear_key_head_dim * (4 if named == "float32" else 2)
+    return len(config.linear_layer_ids) * (convolution + matrix)
+
+
+def _check_memory(cfg: Any, state_bytes: int, block_size: int) -> None:
+    requests = cfg.max_running_requests or DEFAULT_REQUESTS
+    scratch_gb = state_bytes * (requests + 1) * block_size / GB  # the host adds one place for padding
+    memory_gb = (get_device_memory_capacity(cfg.device) or 0) * 2**20 / GB
+    fits = int(memory_gb * GB / state_bytes / block_size) - 1
+    flags = f"--max-running-requests {requests} x --speculative-num-draft-tokens {block_size}"
+    if memory_gb and scratch_gb > memory_gb:
+        raise ValueError(
+            f"{flags} takes {scratch_gb:.1f} GB for the recurrent states of a verification "
+            f"({state_bytes / 1e6:.1f} MB each), and the device has {memory_gb:.1f} GB in all: at most {fits} requests "
+            "would fit, without weights and caches."
+        )
+    logger.info(
+        "Recurrent state: %.2f MB for each request; a verification keeps one for each row, which takes %.2f GB of the "
+        "device's %.1f GB (%s).",
+        state_bytes / 1e6,
+        scratch_gb,
+        memory_gb,
+        flags,
+    )
+
+
+class RecurrentState:
+    """A verification leaves the pool of states as it was, and keeps the state after each row in scratch memory."""
+
+    def __init__(self, target_worker: Any) -> None:
+        self._target_worker = target_worker
+
+    @classmethod
+    def of(cls, target_worker: Any) -> RecurrentState | None:
+        """None for a target without recurrent state."""
+        recurrent = mambaish_config(target_worker.model_runner.model_config) is not None
+        return cls(target_worker) if recurrent else None
+
+    def announce(self, config: Any) -> None:
+        """Says how many requests will run at once. The host lowers the number where its cache of states is too small.
+
+        Args:
+            config: the host's `MemoryPoolConfig`.
+        """
+        asked, slots = get_schedule().max_running_requests, get_schedule().max_mamba_cache_size
+        level = logging.WARNING if config.max_running_requests < (asked or 0) else logging.INFO
+        logger.log(
+            level,
+            "%d requests run at once (--max-running-requests: %s); the cache of recurrent states has %s places. A "
+            "larger --max-mamba-cache-size or --mamba-full-memory-ratio raises both.",
+            config.max_running_requests,
+            asked,
+            slots,
+        )
+
+    def commit(self, batch: Any, commit_lens: torch.Tensor, width: int) -> None:
+        """Makes the state after the last accepted row the request's own; and where the request has crossed a point at
+        which the prefix cache keeps states, the state there the cache's.
+
+        Called before the new prefix lengths are published: from then on, the scheduler may hand on what the cache
+        keeps.
+
+        Args:
+            batch: the host's `ScheduleBatch`; its `seq_lens` are those before the verification.
+            commit_lens: [B] int32, 1 to `width`.
+            width: rows of each request in the verification.
+        """
+        rows = torch.arange(len(commit_lens) * width, device=commit_lens.device).view(-1, width)
+        commit_mamba_states_after_verify(self._target_worker, batch, commit_lens, rows, width)

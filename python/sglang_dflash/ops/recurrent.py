@@ -1,0 +1,188 @@
+"""Torch bodies of the ops of layers with recurrent state, and the choice between them and the native ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sglang_dflash.ops import native
+from sglang_dflash.ops import recurrent_reference as reference
+from sglang_dflash.ops.recurrent_reference import StateRows
+
+CHUNK = 64  # rows whose products are taken together
+
+
+def delta_rule(
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    num_k_heads: int,
+    states: torch.Tensor,
+    rows: StateRows,
+    scratch_states: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reference.delta_rule`: steps of all requests together where each has the same few rows, else chunk by chunk."""
+    batch = len(rows.slots)
+    width = len(qkv) // batch if batch else 0
+    uniform = rows.snapshot_rows is None and bool((rows.row_starts.diff() == width).all())
+    if not uniform or (width > 1 and scratch_states is None):
+        assert scratch_states is None, "a verification has the same number of rows for each request"
+        return _by_request(qkv, g, beta, num_k_heads, states, rows)
+    _, heads, v_dim, k_dim = states.shape
+    if width == 0:
+        return qkv.new_empty(len(qkv), heads, v_dim)
+    parts = (*reference.split_heads(qkv, num_k_heads, heads, k_dim, v_dim), g, beta)
+    q, k, v, g, beta = (part.view(batch, width, *part.shape[1:]) for part in parts)
+    out = qkv.new_empty(batch, width, heads, v_dim)
+    state = states[rows.slots].float()
+    state[rows.fresh] = 0
+    for row in range(width):
+        state, out[:, row] = reference.delta_step(
+            state, q[:, row], k[:, row], v[:, row], g[:, row], beta[:, row], out.dtype
+        )
+        if scratch_states is not None:
+            stored = state.to(states.dtype)
+            scratch_states[rows.scratch, row] = stored
+            state = stored.float()
+    if scratch_states is None:
+        states[rows.slots] = state.to(states.dtype)
+    return out.flatten(0, 1)
+
+
+def _by_request(
+    qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, num_k_heads: int, states: torch.Tensor, rows: StateRows
+) -> torch.Tensor:
+    _, heads, v_dim, k_dim = states.shape
+    q, k, v = reference.split_heads(qkv, num_k_heads, heads, k_dim, v_dim)
+    out = qkv.new_empty(len(qkv), heads, v_dim)
+    starts = rows.row_starts.tolist()
+    for request, slot in enumerate(rows.slots.tolist()):
+        first, last = starts[request], starts[request + 1]
+        if first == last:
+            continue
+        state = torch.zeros_like(states[slot], dtype=torch.float32) if rows.fresh[request] else states[slot].float()
+        snapshot_row, snapshot_slot = rows.snapshot(request)
+        cuts = [first + snapshot_row] if snapshot_row >= 0 else []
+        for begin, end in zip([first, *cuts], [*cuts, last], strict=True):
+            for chunk in range(begin, end, CHUNK):
+                span = slice(chunk, min(end, chunk + CHUNK))
+                state, some = _chunk(state, q[span], k[span], v[span], g[span], beta[span])
+                out[span] = some.to(out.dtype)
+            if cuts and end == cuts[0]:
+                states[snapshot_slot] = state.to(states.dtype)
+        states[slot] = state.to(states.dtype)
+    return out
+
+
+def _chunk(
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of one chunk by matrix products instead of row by row (arXiv 2412.06464, section 3.3).
+
+    With c_i the sum of g up to row i and u_i = beta_i (v_i - S_i k_i), the updates solve a triangular system:
+    u_i + beta_i sum_{j<i} (k_i^T D_ij k_j) u_j = beta_i (v_i - S_0 D_i k_i), where D decays by exp(c_i - c_j).
+
+    Args:
+        state: [H, V, K]; the others [n, H, ...] as in `reference.delta_step`.
+
+    Returns:
+        The state after the chunk, and [n, H, V].
+    """
+    rows = len(q)
+    q, k, v, beta = (part.transpose(0, 1) for part in (q, k, v, beta))  # [H, n, ...]
+    total = (g if g.dim() == 3 else g[..., None]).cumsum(0).transpose(0, 1)  # [H, n, K] or [H, n, 1]
+    lower = torch.ones(rows, rows, dtype=torch.bool).tril()
+    # Pairs behind the diagonal are masked before the exponential, which would overflow.
+    pairs = (total[:, :, None] - total[:, None]).masked_fill(~lower[..., None], float("-inf")).exp()  # [H, n, n, *]
+    if pairs.shape[-1] == 1:
+        k_k, q_k = (k @ k.mT) * pairs[..., 0], (q @ k.mT) * pairs[..., 0]
+    else:
+        decayed = pairs * k[:, None]
+        k_k, q_k = torch.einsum("hik,hijk->hij", k, decayed), torch.einsum("hik,hijk->hij", q, decayed)
+    from_start = total.exp()
+    seen = (k * from_start) @ state.mT  # [H, n, V]
+    system = (beta[..., None] * k_k).tril(-1)
+    updates = torch.linalg.solve_triangular(system, beta[..., None] * (v - seen), upper=False, unitriangular=True)
+    out = (q * from_start) @ state.mT + q_k @ updates
+    to_end = (total[:, -1:] - total).exp()
+    state = state * from_start[:, -1:] + updates.mT @ (k * to_end)
+    return state, out.transpose(0, 1)
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: StateRows,
+    windows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reference.causal_conv`, all requests together where each has the same number of rows."""
+    batch, keep = len(rows.slots), weight.shape[1] - 1
+    width = len(x) // batch if batch else 0
+    if width == 0 or rows.snapshot_rows is not None or not bool((rows.row_starts.diff() == width).all()):
+        return reference.causal_conv(x, weight, bias, states, rows, windows)
+    before = states[rows.slots].masked_fill(rows.fresh[:, None, None], 0)
+    inputs = torch.cat((before.to(x.dtype), x.view(batch, width, -1).mT), dim=2)  # [B, C, N - 1 + width]
+    stored = inputs.to(states.dtype)
+    if windows is None:
+        states[rows.slots] = stored[:, :, width:]
+    else:
+        assert rows.scratch is not None
+        for row in range(width):  # one by one, because the windows of two rows may share memory
+            windows[:, row][rows.scratch] = stored[:, :, row + 1 : row + 1 + keep]
+    state_dtype = None if windows is None else states.dtype
+    return reference.conv_taps(inputs, weight, bias, state_dtype).mT.flatten(0, 1)
+
+
+def native_causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: StateRows,
+    windows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reference.causal_conv` in one native call."""
+    out: torch.Tensor = torch.ops.sglang_dflash.causal_conv(x, weight, bias, states, *rows.fields, windows)
+    return out
+
+
+def native_delta_rule(
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    num_k_heads: int,
+    states: torch.Tensor,
+    rows: StateRows,
+    scratch_states: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reference.delta_rule` in one native call, row by row: a request's bits do not depend on how its rows are cut
+    into forwards, so that a cached prefix, a chunk or a verified block gives the bits of plain decoding."""
+    out: torch.Tensor = torch.ops.sglang_dflash.delta_rule(
+        qkv, g, beta, num_k_heads, states, *rows.fields, scratch_states
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentOps:
+    """The ops of recurrent layers; each has the signature of the function of the same name in `recurrent_reference`."""
+
+    causal_conv: Callable[..., torch.Tensor]
+    delta_gates: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    delta_rule: Callable[..., torch.Tensor]
+    gated_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+TORCH_RECURRENT = RecurrentOps(causal_conv, reference.delta_gates, delta_rule, reference.gated_rms_norm)
+
+
+def choose_recurrent(device: torch.device | str, *dtypes: torch.dtype) -> RecurrentOps:
+    """The ops of recurrent layers for tensors of these dtypes, those of the states included, on this device."""
+    if not native.serves(device, *dtypes):
+        return TORCH_RECURRENT
+    compiled = torch.ops.sglang_dflash
+    return RecurrentOps(native_causal_conv, compiled.delta_gates, native_delta_rule, compiled.gated_rms_norm)

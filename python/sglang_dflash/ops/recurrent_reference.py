@@ -1,0 +1,227 @@
+"""The specification of the ops of layers with recurrent state: causal convolution, gated delta rule, gated norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+L2_EPS = 1e-6  # of the norm of queries and keys (transformers' `l2norm`)
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """The rows of a forward and where the state of each request is. Request b has the rows
+    `row_starts[b] : row_starts[b + 1]`; without rows, its state stays as it is.
+
+    Fields:
+        slots: [B] int64; the requests' places in the pools of states. No slot occurs twice.
+        row_starts: [B + 1] int64.
+        fresh: [B] bool; the request begins, so its state is zero whatever its slot holds.
+        scratch: [B] int64 in a verification: the state after each row goes to this place of the scratch, and the pool
+            stays as it is. None otherwise: the state after the last row replaces the one in the pool.
+        snapshot_rows: [B] int64; after so many rows of the request, its state is copied to `snapshot_slots` as well,
+            for the prefix cache. -1: never. None: no request has one.
+        snapshot_slots: [B] int64, or None.
+    """
+
+    slots: torch.Tensor
+    row_starts: torch.Tensor
+    fresh: torch.Tensor
+    scratch: torch.Tensor | None = None
+    snapshot_rows: torch.Tensor | None = None
+    snapshot_slots: torch.Tensor | None = None
+
+    @property
+    def fields(self) -> tuple[torch.Tensor | None, ...]:
+        """The fields in the order of the native ops' arguments."""
+        return self.slots, self.row_starts, self.fresh, self.scratch, self.snapshot_rows, self.snapshot_slots
+
+    def snapshot(self, request: int) -> tuple[int, int]:
+        """Rows and slot of a request's snapshot; rows are -1 where it has none."""
+        if self.snapshot_rows is None or self.snapshot_slots is None:
+            return -1, -1
+        return int(self.snapshot_rows[request]), int(self.snapshot_slots[request])
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: StateRows,
+    windows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Depthwise causal convolution over each request's rows, then SiLU. Its state is the last inputs of a request.
+
+    Args:
+        x: [T, C].
+        weight: [C, N]; the last column belongs to the row itself.
+        bias: [C] or None.
+        states: [S, C, N - 1], oldest first.
+        windows: [P, W, C, N - 1], in a verification: `windows[rows.scratch[b], i]` becomes the state after row i. It
+            may be a view in which the windows of two rows share memory.
+
+    Returns:
+        [T, C] in `x`'s dtype; sums are in float32.
+    """
+    out = torch.empty_like(x)
+    keep = weight.shape[1] - 1
+    starts = rows.row_starts.tolist()
+    for request, slot in enumerate(rows.slots.tolist()):
+        span = slice(starts[request], starts[request + 1])
+        count = span.stop - span.start
+        if count == 0:
+            continue
+        before = torch.zeros_like(states[slot]) if rows.fresh[request] else states[slot]
+        inputs = torch.cat((before.to(x.dtype), x[span].T), dim=1)  # [C, N - 1 + count]
+        out[span] = conv_taps(inputs, weight, bias, None if windows is None else states.dtype).T
+        snapshot_row, snapshot_slot = rows.snapshot(request)
+        if snapshot_row >= 0:
+            states[snapshot_slot] = inputs[:, snapshot_row : snapshot_row + keep]
+        if windows is None:
+            states[slot] = inputs[:, count:]
+        else:
+            assert rows.scratch is not None
+            for row in range(count):
+                windows[int(rows.scratch[request]), row] = inputs[:, row + 1 : row + 1 + keep]
+    return out
+
+
+def conv_taps(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state_dtype: torch.dtype | None
+) -> torch.Tensor:
+    """The convolution of `causal_conv` as a sum over its taps, oldest first, then SiLU.
+
+    Args:
+        inputs: [..., C, N - 1 + rows].
+        state_dtype: of the pool, in a verification: a row then reads the inputs before it as decoding would, which has
+            stored them. None: as they are.
+
+    Returns:
+        [..., C, rows] in the inputs' dtype.
+    """
+    taps = weight.shape[1]
+    rows = inputs.shape[-1] - taps + 1
+    stored = inputs if state_dtype is None else inputs.to(state_dtype)
+    sums = torch.zeros_like(inputs[..., :rows], dtype=torch.float32)
+    if bias is not None:
+        sums += bias.float()[:, None]
+    for tap in range(taps):
+        source = inputs if tap == taps - 1 else stored
+        sums += weight[:, tap, None].float() * source[..., tap : tap + rows].float()
+    return F.silu(sums).to(inputs.dtype)
+
+
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decay and learning rate of the gated delta rule (arXiv 2412.06464).
+
+    Args:
+        a, b: [T, H].
+        a_log, dt_bias: [H].
+
+    Returns:
+        g: [T, H] float32, the logarithm of the decay, at most 0. beta: [T, H] float32.
+    """
+    g = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return g, b.float().sigmoid()
+
+
+def delta_rule(
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    num_k_heads: int,
+    states: torch.Tensor,
+    rows: StateRows,
+    scratch_states: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gated delta rule, row by row, in float32. Per value head, with state S [V, K], normalised k and scaled q:
+
+        S <- exp(g) S;   S <- S + beta (v - S k) k^T;   out = S q
+
+    Args:
+        qkv: [T, 2 * Hk * K + H * V]; all queries, all keys, all values. Value heads h share the key head
+            h // (H / Hk).
+        g: [T, H] float32 (gated delta rule), or [T, H, K] (Kimi delta attention: a decay for each key dimension).
+        beta: [T, H] float32.
+        states: [S, H, V, K].
+        scratch_states: [P, W, H, V, K], in a verification: `scratch_states[rows.scratch[b], i]` becomes the state
+            after row i. The next row reads it from there, in the pool's dtype, as decoding would.
+
+    Returns:
+        [T, H, V] in `qkv`'s dtype.
+    """
+    _, heads, v_dim, k_dim = states.shape
+    q, k, v = split_heads(qkv, num_k_heads, heads, k_dim, v_dim)
+    out = qkv.new_empty(len(qkv), heads, v_dim)
+    starts = rows.row_starts.tolist()
+    for request, slot in enumerate(rows.slots.tolist()):
+        if starts[request] == starts[request + 1]:
+            continue
+        state = torch.zeros_like(states[slot], dtype=torch.float32) if rows.fresh[request] else states[slot].float()
+        snapshot_row, snapshot_slot = rows.snapshot(request)
+        for place, row in enumerate(range(starts[request], starts[request + 1])):
+            if place == snapshot_row:
+                states[snapshot_slot] = state.to(states.dtype)
+            state, out[row] = delta_step(state, q[row], k[row], v[row], g[row], beta[row], out.dtype)
+            if scratch_states is not None:
+                assert rows.scratch is not None
+                stored = state.to(states.dtype)
+                scratch_states[int(rows.scratch[request]), place] = stored
+                state = stored.float()
+        if starts[request + 1] - starts[request] == snapshot_row:
+            states[snapshot_slot] = state.to(states.dtype)
+        if scratch_states is None:
+            states[slot] = state.to(states.dtype)
+    return out
+
+
+def split_heads(
+    qkv: torch.Tensor, num_k_heads: int, heads: int, k_dim: int, v_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q and k, normalised, q also scaled by K^-0.5, and v; each [T, H, ...] float32, key heads repeated."""
+    q, k, v = torch.split(qkv.float(), [num_k_heads * k_dim, num_k_heads * k_dim, heads * v_dim], dim=-1)
+    q, k = (_l2_norm(x.reshape(-1, num_k_heads, k_dim)) for x in (q, k))
+    q, k = (x.repeat_interleave(heads // num_k_heads, dim=1) for x in (q * k_dim**-0.5, k))
+    return q, k, v.reshape(-1, heads, v_dim)
+
+
+def _l2_norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def delta_step(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row of `delta_rule` for any number of requests: the state after it, and its output in `dtype`.
+
+    Args:
+        state: [..., H, V, K] float32; q, k: [..., H, K]; v: [..., H, V]; g: [..., H] or [..., H, K]; beta: [..., H].
+    """
+    decay = g.exp()[..., None, None] if g.dim() == beta.dim() else g.exp()[..., None, :]
+    state = state * decay
+    seen = (state * k[..., None, :]).sum(-1)  # [..., H, V]
+    state = state + (beta[..., None] * (v - seen))[..., None] * k[..., None, :]
+    return state, (state * q[..., None, :]).sum(-1).to(dtype)
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm over the last dimension, times `silu(gate)`; float32 inside, returned in `x`'s dtype.
+
+    Args:
+        x, gate: [..., D].
+        weight: [D].
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.float() * F.silu(gate.float())).to(x.dtype)
