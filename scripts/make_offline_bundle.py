@@ -32,7 +32,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, help="folder of downloads and packed wheels (default OUTPUT-cache)")
     parser.add_argument("--python", default="3.12", help="the target machine's Python version (default %(default)s)")
     parser.add_argument("--platform", default="manylinux_2_39_x86_64", help="its newest tag (default %(default)s)")
-    parser.add_argument("--part-size", default="40MiB", help="maximum size of a part (default %(default)s)")
+    parser.add_argument("--part-size", default="38MiB", help="maximum size of a part (default %(default)s)")
     parser.add_argument("--with-fa3", action="store_true", help="include fa3: 200 MB more")
     parser.add_argument(
         "--preinstalled",

@@ -1,7 +1,7 @@
 """Targets of other families, tiny and random, with replayed drafts: every answer equals that of speculation off.
 
-The families of `models.py` under the settings of `ARMS`. A usual run takes each family under two of them, and Qwen3.5
-under a third; `scripts/test.sh --families` runs all and leaves its table in `build/families.md`.
+The families of `models.py` under the settings of `ARMS`. A usual run takes Qwen3.5 under three of them and each other
+family under one; `scripts/test.sh --families` runs all and leaves its table in `build/families.md`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,14 @@ ARMS = {
         ["--max-mamba-cache-size", "28"],
     ),
 }
-USUAL = [(family, arm) for family in FAMILIES for arm in list(ARMS)[:2]] + [("Qwen3.5", "small pool")]
+USUAL = [
+    ("Qwen3.5", "every width"),
+    ("Qwen3.5", "overlap, pages, chunks"),
+    ("Qwen3.5", "small pool"),
+    ("Qwen3.5 MoE", "every width"),
+    ("Qwen3-Next", "overlap, pages, chunks"),
+    ("Qwen3 MoE", "overlap, pages, chunks"),
+]
 REST = [(family, arm) for family in FAMILIES for arm in ARMS if (family, arm) not in USUAL]
 
 CASES: list[dict[str, Any]] = [
