@@ -32,7 +32,6 @@ CHUNK = 64  # rows after which SGLang keeps a state for the prefix cache
 POOL = ["--max-total-tokens", "8192", "--max-running-requests", "8"]
 SNAPSHOTS = ["--mamba-track-interval", str(CHUNK), "--mamba-radix-cache-strategy"]
 FULL, EVERY = {"SGLANG_DFLASH_WIDTH": "full"}, {"SGLANG_DFLASH_WIDTH": "adaptive", "REPLAYED_WIDTHS": "every"}
-ADMIT_ALL = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ ARMS = {
     ),
     "small pool": Arm(
         ["--max-total-tokens", "900", "--max-running-requests", "8", "--schedule-conservativeness", "0.05"],
-        TINY_OVERLAPPING | EVERY | ADMIT_ALL,
+        TINY_OVERLAPPING | EVERY,
         ["--max-mamba-cache-size", "44", *SNAPSHOTS, "extra_buffer_lazy"],
     ),
     "whole blocks": Arm(POOL, TINY_ENVIRONMENT | FULL, ["--max-mamba-cache-size", "64"]),
@@ -70,7 +69,7 @@ ARMS = {
     ),
     "small pool, no overlap": Arm(
         ["--max-total-tokens", "900", "--max-running-requests", "8", "--schedule-conservativeness", "0.05"],
-        TINY_ENVIRONMENT | FULL | ADMIT_ALL,
+        TINY_ENVIRONMENT | FULL,
         ["--max-mamba-cache-size", "28"],
     ),
 }
@@ -232,7 +231,6 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, rows: list[str
             if concurrency == 1:
                 _abort_some(client, [one.prompt for one in baseline.first[:4]])
                 client.flush_when_idle()
-        log = (folder / "on.log").read_text()
     counts = [0] * BLOCK_SIZE
     for answer in answers:
         for accept_len, count in enumerate(answer.accept_histogram):
@@ -244,7 +242,6 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, rows: list[str
     assert ties <= 1 + sum(len(answer.ids) for answer in answers) // 10_000
     assert all(counts), f"some accept_len never occurred: {counts}"
     assert sum(answer.meta["cached_tokens"] > 0 for answer in answers) > len(answers) / 8, "no prefix was hit"
-    assert "small pool" not in arm or "retracted" in log.lower(), "the pool did not run out"
 
 
 @pytest.mark.parametrize(("family", "arm"), USUAL, ids=[" / ".join(cell) for cell in USUAL])
