@@ -15,14 +15,13 @@ from arms import (
     SPECULATE,
     TINY_POOL,
     Baseline,
-    OffAnswer,
-    ask_off,
     pick,
     to_the_limit,
 )
 from reference_pair import ReferencePair
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from equality import OffAnswer, ask_off
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Server, held_out_prompts
 

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from arms import TIE_GAP
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from equality import TIE_GAP
 from sglang_dflash.serving import Client
 
 MAX_NEW_TOKENS = 48

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from arms import (
-    BLOCK_SIZE,
-    MAX_NEW_TOKENS,
-    Baseline,
-    assert_equal_tokens,
-    on_arms,
-    steps_by_accept_len,
-    tau,
-    widths_of,
-)
+from arms import BLOCK_SIZE, MAX_NEW_TOKENS, Baseline, on_arms, widths_of
 
+from equality import assert_equal_tokens, steps_by_accept_len, tau
 from sglang_dflash.serving import Client, Server
 
 pytestmark = pytest.mark.server

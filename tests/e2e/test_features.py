@@ -12,20 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from arms import (
-    EVERY_WIDTH,
-    FULL,
-    MAX_NEW_TOKENS,
-    PENALTIES,
-    PLAIN,
-    POOL,
-    SPECULATE,
-    Baseline,
-    OffAnswer,
-    assert_equal_tokens,
-    assert_same_steps,
-    tau,
-)
+from arms import EVERY_WIDTH, FULL, MAX_NEW_TOKENS, PENALTIES, PLAIN, POOL, SPECULATE, Baseline, assert_same_steps
 from changed_models import ADAPTERS, adapters, sliding_draft, with_other_weights
 from reference_pair import ReferencePair
 from safetensors.torch import load_file
@@ -33,6 +20,7 @@ from sglang.srt.utils.common import MultiprocessingSerializer
 from test_lifecycle import assert_pool_empties, draft_kv_writes
 from test_reference_steps import streamed_lengths
 
+from equality import OffAnswer, assert_equal_tokens, tau
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Answer, Client, Server
 

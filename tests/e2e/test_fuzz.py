@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arms import PLAIN, POOL, SPECULATE, Baseline, assert_equal_tokens, on_arms
+from arms import PLAIN, POOL, SPECULATE, Baseline, on_arms
 from test_lifecycle import assert_pool_empties
 
+from equality import assert_equal_tokens
 from fuzz_fields import fuzz_fields
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_OVERLAPPING, Client

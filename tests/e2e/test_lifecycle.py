@@ -11,19 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from arms import (
-    BLOCK_SIZE,
-    MAX_NEW_TOKENS,
-    PENALTIES,
-    Baseline,
-    assert_equal_tokens,
-    assert_same_steps,
-    on_arms,
-    to_the_limit,
-    widths_of,
-)
+from arms import BLOCK_SIZE, MAX_NEW_TOKENS, PENALTIES, Baseline, assert_same_steps, on_arms, to_the_limit, widths_of
 from reference_pair import ReferencePair
 
+from equality import assert_equal_tokens
 from sglang_dflash.serving import Answer, Client, Server
 
 pytestmark = pytest.mark.server

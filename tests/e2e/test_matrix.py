@@ -11,20 +11,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from arms import (
-    COMPILED,
-    EVERY_WIDTH,
-    FULL,
-    MAX_NEW_TOKENS,
-    PLAIN,
-    POOL,
-    SPECULATE,
-    Baseline,
-    assert_equal_tokens,
-    steps_by_accept_len,
-    tau,
-)
+from arms import COMPILED, EVERY_WIDTH, FULL, MAX_NEW_TOKENS, PLAIN, POOL, SPECULATE, Baseline
 
+from equality import assert_equal_tokens, steps_by_accept_len, tau
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING
 

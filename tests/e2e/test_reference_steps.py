@@ -7,9 +7,10 @@ from itertools import accumulate
 
 import httpx
 import pytest
-from arms import MAX_NEW_TOKENS, Baseline, assert_same_steps, on_arms, tau
+from arms import MAX_NEW_TOKENS, Baseline, assert_same_steps, on_arms
 from reference_pair import ReferencePair
 
+from equality import tau
 from sglang_dflash.serving import Client
 
 pytestmark = pytest.mark.server

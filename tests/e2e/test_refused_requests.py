@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from arms import MAX_NEW_TOKENS, Baseline, assert_equal_tokens, on_arms
+from arms import MAX_NEW_TOKENS, Baseline, on_arms
 
+from equality import assert_equal_tokens
 from sglang_dflash.serving import Client
 
 pytestmark = pytest.mark.server

@@ -9,22 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
+    Qwen2VLImageProcessor,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
 )
 
+from equality import BLOCK_SIZE
 from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.serving import TINY_TARGET
 from sglang_dflash.training import TrainOptions
 from sglang_dflash.training.layout import new_config, save_draft
 
-BLOCK_SIZE = 8
 SCALE = 0.12  # of random weights: large enough for answers that do not repeat one token
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -50,11 +60,37 @@ GDN: dict[str, Any] = {
 MROPE = {
     "rope_type": "default",
     "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.5,
-    "mrope_section": [3, 3, 2],
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
 }
-MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+
+
+# Wrappers of a text model and a vision tower. Their tokenizer has four tokens behind those of the embedded pair's.
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VISION_START, VISION_END, IMAGE, VIDEO = range(1792, 1796)
+TEXT = {**COMMON, "vocab_size": 1856}
+PATCH: dict[str, int] = {"patch_size": 8, "temporal_patch_size": 2}
+VISION: dict[str, Any] = {
+    **PATCH,
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [],
+}
+DEEPSTACK = {**VISION, "depth": 3, "deepstack_visual_indexes": [0, 1, 2]}  # Qwen3-VL MoE has three in SGLang
+VISION_IDS = {
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +100,12 @@ class Family:
     Fields:
         config: of its tiny target.
         recurrent: whether it keeps recurrent state.
+        sees: whether it reads images.
     """
 
     config: Callable[[], PreTrainedConfig]
     recurrent: bool
+    sees: bool = False
 
 
 FAMILIES = {
@@ -90,33 +128,107 @@ FAMILIES = {
             **MOE,
             intermediate_size=96,
             shared_expert_intermediate_size=32,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         ),
         recurrent=True,
     ),
     "Qwen3 MoE": Family(lambda: Qwen3MoeConfig(**COMMON, **MOE, intermediate_size=96), recurrent=False),
+    "Qwen3.5 wrapper": Family(
+        lambda: Qwen3_5Config(
+            text_config={
+                **TEXT,
+                **GDN,
+                "intermediate_size": 96,
+                "rope_parameters": dict(MROPE),
+                "tie_word_embeddings": True,
+            },
+            vision_config=VISION,
+            tie_word_embeddings=True,
+            **VISION_IDS,
+        ),
+        recurrent=True,
+        sees=True,
+    ),
+    "Qwen3.5 MoE wrapper": Family(
+        lambda: Qwen3_5MoeConfig(
+            text_config={
+                **TEXT,
+                **GDN,
+                **MOE,
+                "shared_expert_intermediate_size": 32,
+                "rope_parameters": dict(MROPE),
+            },
+            vision_config=VISION,
+            tie_word_embeddings=False,
+            **VISION_IDS,
+        ),
+        recurrent=True,
+        sees=True,
+    ),
+    "Qwen3-VL": Family(
+        lambda: Qwen3VLConfig(
+            text_config={**TEXT, "intermediate_size": 96, "rope_parameters": dict(SECTIONS)},
+            vision_config=DEEPSTACK,
+            tie_word_embeddings=False,
+            **VISION_IDS,
+        ),
+        recurrent=False,
+        sees=True,
+    ),
+    "Qwen3-VL MoE": Family(
+        lambda: Qwen3VLMoeConfig(
+            text_config={**TEXT, **MOE, "intermediate_size": 96, "rope_parameters": dict(SECTIONS)},
+            vision_config=DEEPSTACK,
+            tie_word_embeddings=False,
+            **VISION_IDS,
+        ),
+        recurrent=False,
+        sees=True,
+    ),
 }
 
 
 def make_target(family: str, folder: Path) -> Path:
     """Writes a random target of the family in float32, with the embedded pair's tokenizer."""
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family].config()).float()
+    sees = FAMILIES[family].sees
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = kind.from_config(FAMILIES[family].config()).float()
     for weight in model.parameters():
         if weight.dim() >= 2:
             torch.nn.init.normal_(weight, std=SCALE)
     model.save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy2(TINY_TARGET / name, folder / name)
+    if sees:
+        _save_processor(folder)
+    if family == "Qwen3-VL MoE":
+        _transpose_experts(folder / "model.safetensors")
     return folder
+
+
+def _save_processor(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
+    size = {"shortest_edge": 16 * 16, "longest_edge": 160 * 160}  # in pixels; 16 x 16 of them make one token
+    mean_and_deviation = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    images = Qwen2VLImageProcessor(**PATCH, merge_size=2, size=size, **mean_and_deviation)
+    videos = Qwen3VLVideoProcessor(**PATCH, merge_size=2)
+    Qwen3VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(folder)
+
+
+def _transpose_experts(checkpoint: Path) -> None:
+    """Published checkpoints of Qwen3-VL MoE hold [E, in, out], and SGLang reads no other; transformers writes the
+    transpose."""
+    weights = load_file(checkpoint)
+    turned = {name: w.transpose(1, 2).contiguous() if ".experts." in name else w for name, w in weights.items()}
+    save_file(turned, checkpoint, metadata={"format": "pt"})
 
 
 def make_draft(target: Path, folder: Path) -> Path:
     """Writes a random draft for the target: one sliding and one full layer, so that both kinds run."""
     tokenizer = AutoTokenizer.from_pretrained(target)
-    text = AutoModelForCausalLM.from_pretrained(target).config.get_text_config()
-    if not hasattr(text, "intermediate_size"):
-        text.intermediate_size = 96
+    text = AutoConfig.from_pretrained(target).get_text_config()
     options = TrainOptions(
         target=str(target),
         data=(__file__,),

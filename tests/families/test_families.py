@@ -1,11 +1,13 @@
 """Targets of other families, tiny and random, with replayed drafts: every answer equals that of speculation off.
 
-The families of `models.py` under the settings of `ARMS`. A usual run takes Qwen3.5 under three of them and each other
-family under one; `scripts/test.sh --families` runs all and leaves its table in `build/families.md`.
+The families of `models.py` under the settings of `ARMS`. A usual run takes the cells of `USUAL`;
+`scripts/test.sh --families` runs all and leaves its table in `build/families.md`.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import random
@@ -16,22 +18,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from models import BLOCK_SIZE, FAMILIES, make_draft, make_target
+import torch
+from models import FAMILIES, IMAGE, VISION, VISION_END, VISION_START, make_draft, make_target
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessor
 
+from equality import OffAnswer, ask_off, assert_equal_tokens, steps_by_accept_len, tau
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, Answer, Client
 
 pytestmark = pytest.mark.server
-PLUGINS = Path(__file__).parent / "plugins"
+REPLAYED = Path(__file__).parent / "plugins"
+EVERY_WIDTH = Path(__file__).parents[1] / "e2e" / "plugins"
 TABLE = Path(__file__).parents[2] / "build" / "families.md"
-TIE_GAP = 1e-5
 NEW_TOKENS = 48
 CHUNK = 64  # rows after which SGLang keeps a state for the prefix cache
 
 POOL = ["--max-total-tokens", "8192", "--max-running-requests", "8"]
+SMALL_POOL = ["--max-total-tokens", "900", "--max-running-requests", "8", "--schedule-conservativeness", "0.05"]
+STATES = ["--max-mamba-cache-size", "64"]
 SNAPSHOTS = ["--mamba-track-interval", str(CHUNK), "--mamba-radix-cache-strategy"]
-FULL, EVERY = {"SGLANG_DFLASH_WIDTH": "full"}, {"SGLANG_DFLASH_WIDTH": "adaptive", "REPLAYED_WIDTHS": "every"}
+
+
+def _with_plugins(*folders: Path) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+FULL = {"SGLANG_DFLASH_WIDTH": "full", **_with_plugins(REPLAYED)}
+EVERY = {"SGLANG_DFLASH_WIDTH": "adaptive", **_with_plugins(REPLAYED, EVERY_WIDTH)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +65,19 @@ class Arm:
 
 
 ARMS = {
-    "every width": Arm(POOL, TINY_ENVIRONMENT | EVERY, ["--max-mamba-cache-size", "64"]),
+    "every width": Arm(POOL, TINY_ENVIRONMENT | EVERY, STATES),
     "overlap, pages, chunks": Arm(
         [*POOL, "--page-size", "16", "--chunked-prefill-size", str(CHUNK)],
         TINY_OVERLAPPING | FULL,
-        ["--max-mamba-cache-size", "64", *SNAPSHOTS, "extra_buffer"],
+        [*STATES, *SNAPSHOTS, "extra_buffer"],
     ),
     "small pool": Arm(
-        ["--max-total-tokens", "900", "--max-running-requests", "8", "--schedule-conservativeness", "0.05"],
-        TINY_OVERLAPPING | EVERY,
-        ["--max-mamba-cache-size", "44", *SNAPSHOTS, "extra_buffer_lazy"],
+        SMALL_POOL, TINY_OVERLAPPING | EVERY, ["--max-mamba-cache-size", "44", *SNAPSHOTS, "extra_buffer_lazy"]
     ),
-    "whole blocks": Arm(POOL, TINY_ENVIRONMENT | FULL, ["--max-mamba-cache-size", "64"]),
-    "overlap, every width": Arm(
-        POOL, TINY_OVERLAPPING | EVERY, ["--max-mamba-cache-size", "64", *SNAPSHOTS, "extra_buffer"]
-    ),
-    "overlap, lazy": Arm(
-        POOL, TINY_OVERLAPPING | FULL, ["--max-mamba-cache-size", "64", *SNAPSHOTS, "extra_buffer_lazy"]
-    ),
-    "small pool, no overlap": Arm(
-        ["--max-total-tokens", "900", "--max-running-requests", "8", "--schedule-conservativeness", "0.05"],
-        TINY_ENVIRONMENT | FULL,
-        ["--max-mamba-cache-size", "28"],
-    ),
+    "whole blocks": Arm(POOL, TINY_ENVIRONMENT | FULL, STATES),
+    "overlap, every width": Arm(POOL, TINY_OVERLAPPING | EVERY, [*STATES, *SNAPSHOTS, "extra_buffer"]),
+    "overlap, lazy": Arm(POOL, TINY_OVERLAPPING | FULL, [*STATES, *SNAPSHOTS, "extra_buffer_lazy"]),
+    "small pool, no overlap": Arm(SMALL_POOL, TINY_ENVIRONMENT | FULL, ["--max-mamba-cache-size", "28"]),
 }
 USUAL = [
     ("Qwen3.5", "every width"),
@@ -80,6 +86,8 @@ USUAL = [
     ("Qwen3.5 MoE", "every width"),
     ("Qwen3-Next", "overlap, pages, chunks"),
     ("Qwen3 MoE", "overlap, pages, chunks"),
+    ("Qwen3.5 wrapper", "overlap, pages, chunks"),
+    ("Qwen3-VL", "every width"),
 ]
 REST = [(family, arm) for family in FAMILIES for arm in ARMS if (family, arm) not in USUAL]
 
@@ -97,45 +105,86 @@ CASES: list[dict[str, Any]] = [
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request and what it gets alone with speculation off."""
+class Request:
+    """A prompt with its images, one for each image token, and its sampling parameters."""
 
     prompt: list[int]
     sampling: dict[str, Any]
-    ids: list[int]
-    finish_reason: str
-    gaps: list[float]
+    images: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{len(self.prompt)} prompt ids, {len(self.images)} images, {self.sampling}"
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A family's models, and the answers of its off arm: first turns, then turns that continue those."""
+    """A family's models, and what its off arm answers: to first turns, then to turns that continue those.
+
+    Fields:
+        answers: the file that the replayed draft reads.
+    """
 
     target: Path
     draft: Path
-    first: list[Asked]
-    later: list[Asked]
+    first: list[tuple[Request, OffAnswer]]
+    later: list[tuple[Request, OffAnswer]]
     answers: Path
 
 
-def _ask_off(client: Client, prompt: list[int], sampling: dict[str, Any]) -> Asked:
-    parameters = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, **sampling}
-    body = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True, "top_logprobs_num": 2}
-    answer = client.post("/generate", body).raise_for_status().json()
-    meta = answer["meta_info"]
-    gaps = [best[0] - second[0] for best, second in meta["output_top_logprobs"]]
-    return Asked(prompt, sampling, answer["output_ids"], meta["finish_reason"]["type"], gaps)
+def _image(seed: int, height: int, width: int) -> str:
+    """A data URL. A token stands for 16 x 16 pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _ask_on(client: Client, asked: list[Asked], concurrency: int) -> list[Answer]:
-    def ask(one: Asked) -> Answer:
-        return client.generate(one.prompt, **{"max_new_tokens": NEW_TOKENS, **one.sampling})
+def _requests(rng: random.Random, sees: bool) -> list[Request]:
+    """First turns: prompts of several lengths, some with a shared beginning; then the sampling parameters."""
 
+    def drawn(count: int) -> list[int]:
+        return [rng.randrange(1000) for _ in range(count)]
+
+    shared = drawn(150)
+    plain = [drawn(count) for count in (1, 17, 64, 65, 130, 200)]
+    plain += [shared[:count] + drawn(5) for count in (63, 100, 128, 150)]
+    requests = [Request(prompt, {"ignore_eos": True}) for prompt in plain]
+    cases = [Request(drawn(20), case) for case in CASES]
+    if not sees:
+        return requests + cases
+    image = [VISION_START, IMAGE, VISION_END]
+    small, large, wide = _image(1, 32, 48), _image(2, 128, 128), _image(3, 16, 160)
+    behind_text, text = drawn(70), drawn(12)
+    seen = [
+        (image + drawn(9), (small,)),
+        (drawn(40) + image + drawn(30), (large,)),  # 64 tokens: a chunk ends within the image
+        (drawn(5) + image + drawn(7) + image + drawn(11), (small, wide)),
+        # Equal ids and other pixels: the second must not hit the first in the prefix cache.
+        (behind_text + image + text, (large,)),
+        (behind_text + image + text, (_image(4, 128, 128),)),
+        (behind_text + image + text + drawn(3), (large,)),  # hits the image
+    ]
+    requests += [Request(prompt, {"ignore_eos": True}, images) for prompt, images in seen]
+    return requests + [Request(image + case.prompt, case.sampling, (small,)) for case in cases]
+
+
+def _ask(client: Client, request: Request) -> Answer:
+    sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, **request.sampling}
+    body = {"input_ids": request.prompt, "image_data": list(request.images) or None, "sampling_params": sampling}
+    return Answer.from_response(client.post("/generate", body).raise_for_status().json())
+
+
+def _ask_all(client: Client, requests: list[Request], concurrency: int) -> list[Answer]:
     with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(ask, asked))
+        return list(pool.map(lambda request: _ask(client, request), requests))
 
 
-def _flags(family: str, target: Path, flags: list[str]) -> list[str]:
+def _ask_off(client: Client, request: Request) -> tuple[Request, OffAnswer]:
+    sampling = {"max_new_tokens": NEW_TOKENS, **request.sampling}
+    return request, ask_off(client, request.prompt, request.images, **sampling)
+
+
+def _flags(target: Path, flags: list[str]) -> list[str]:
     return ["--device", "cpu", "--model-path", str(target), "--dtype", "float32", *flags]
 
 
@@ -152,29 +201,48 @@ def baselines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     yield baseline
 
 
+def _greedy_in_transformers(family: str, target: Path, requests: list[Request], count: int) -> list[list[int]]:
+    """The first `count` ids of each answer by transformers' own model of the family."""
+    kind = AutoModelForImageTextToText if FAMILIES[family].sees else AutoModelForCausalLM
+    model = kind.from_pretrained(target, dtype=torch.float32).eval()
+    answers = []
+    for request in requests:
+        ids, more = request.prompt, {}
+        if request.images:
+            files = [io.BytesIO(base64.b64decode(url.split(",")[1])) for url in request.images]
+            more = dict(Qwen2VLImageProcessor.from_pretrained(target)([*map(Image.open, files)], return_tensors="pt"))
+            tokens = iter((more["image_grid_thw"].prod(1) // VISION["spatial_merge_size"] ** 2).tolist())
+            ids = [id for token in ids for id in [token] * (next(tokens) if token == IMAGE else 1)]
+            more["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).int()
+        prompt = torch.tensor([ids])
+        answer = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None, **more)
+        answers.append(answer[0, len(ids) :].tolist())
+    return answers
+
+
 def _make_baseline(family: str, folder: Path) -> Baseline:
     target = make_target(family, folder / "target")
     draft = make_draft(target, folder / "draft")
     rng = random.Random(5)
-
-    def drawn(count: int) -> list[int]:
-        return [rng.randrange(1000) for _ in range(count)]
-
-    shared = drawn(150)
-    plain = [drawn(count) for count in (1, 17, 64, 65, 130, 200)]
-    plain += [shared[:count] + drawn(5) for count in (63, 100, 128, 150)]
-    requests = [(prompt, {"ignore_eos": True}) for prompt in plain] + [(drawn(20), case) for case in CASES]
-    recurrent = ["--max-mamba-cache-size", "64"] if FAMILIES[family].recurrent else []
-    arguments = _flags(family, target, [*POOL, *recurrent, "--disable-overlap-schedule", "--disable-radix-cache"])
+    requests = _requests(rng, FAMILIES[family].sees)
+    flags = [*POOL, *(STATES if FAMILIES[family].recurrent else [])]
+    arguments = _flags(target, [*flags, "--disable-overlap-schedule", "--disable-radix-cache"])
     with PreloadedServer(arguments, folder / "off.log", TINY_ENVIRONMENT) as server:
         client = server.client()
-        first = [_ask_off(client, *request) for request in requests]
+        first = [_ask_off(client, request) for request in requests]
         turns = [
-            (one.prompt + one.ids[:kept] + drawn(3), {"ignore_eos": True}) for one in first[:10] for kept in (48, 29)
+            Request(
+                request.prompt + answer.ids[:kept] + [rng.randrange(1000) for _ in range(3)],
+                {"ignore_eos": True},
+                request.images,
+            )
+            for request, answer in first[: -len(CASES)]
+            for kept in (NEW_TOKENS, 29)
         ]
-        later = [_ask_off(client, *turn) for turn in turns]
+        later = [_ask_off(client, turn) for turn in turns]
     answers = folder / "answers.json"
-    answers.write_text(json.dumps([(one.prompt, one.ids) for one in first + later]))
+    known = [(request.prompt, answer.ids) for request, answer in first + later]
+    answers.write_text(json.dumps({"image_token": IMAGE, "answers": known}))
     return Baseline(target, draft, first, later, answers)
 
 
@@ -191,21 +259,6 @@ def rows() -> Iterator[list[str]]:
         print(f"\n{TABLE}:\n" + "\n".join(rows))
 
 
-def _differences(answers: list[Answer], asked: list[Asked]) -> tuple[list[str], int]:
-    """What differs, and how many differences are ties of the off arm's two best logits."""
-    found, ties = [], 0
-    for answer, expected in zip(answers, asked, strict=True):
-        if answer.ids == expected.ids and answer.finish_reason == expected.finish_reason:
-            continue
-        pairs = enumerate(zip(answer.ids, expected.ids, strict=False))
-        index = next((i for i, (a, b) in pairs if a != b), -1)
-        if index >= 0 and expected.gaps[index] < TIE_GAP:
-            ties += 1
-            continue
-        found.append(f"{len(expected.prompt)} prompt ids, {expected.sampling}: token {index}, {answer.finish_reason}")
-    return found, ties
-
-
 def _abort_some(client: Client, prompts: list[list[int]]) -> None:
     """Leaves the server with requests that ended in the middle of a block."""
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -219,29 +272,48 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, rows: list[str
     settings = ARMS[arm]
     flags = [*settings.flags, *(settings.recurrent if FAMILIES[family].recurrent else [])]
     flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(baseline.draft)]
-    path = os.pathsep.join(filter(None, (str(PLUGINS), os.environ.get("PYTHONPATH"))))
-    environment = settings.environment | {"REPLAYED_ANSWERS": str(baseline.answers), "PYTHONPATH": path}
-    asked, answers = [], []
-    with PreloadedServer(_flags(family, baseline.target, flags), folder / "on.log", environment) as server:
+    environment = settings.environment | {"REPLAYED_ANSWERS": str(baseline.answers)}
+    answers: list[Answer] = []
+    asked: list[tuple[Request, OffAnswer]] = []
+    with PreloadedServer(_flags(baseline.target, flags), folder / "on.log", environment) as server:
         client = server.client()
         for concurrency, turns in ((1, (baseline.first,)), (8, (baseline.first, baseline.later))):
             for turn in turns:
                 asked += turn
-                answers += _ask_on(client, turn, concurrency)
+                answers += _ask_all(client, [request for request, _ in turn], concurrency)
             if concurrency == 1:
-                _abort_some(client, [one.prompt for one in baseline.first[:4]])
+                _abort_some(client, [request.prompt for request, _ in baseline.first[:4]])
                 client.flush_when_idle()
-    counts = [0] * BLOCK_SIZE
-    for answer in answers:
-        for accept_len, count in enumerate(answer.accept_histogram):
-            counts[accept_len] += count
-    tau = 1 + sum(place * count for place, count in enumerate(counts)) / sum(counts)
-    rows.append(f"| {family} | {arm} | {len(asked)} | {tau:.2f} | {' '.join(map(str, counts))} |")
-    found, ties = _differences(answers, asked)
-    assert not found, found
-    assert ties <= 1 + sum(len(answer.ids) for answer in answers) // 10_000
+    counts = steps_by_accept_len(answers)
+    rows.append(f"| {family} | {arm} | {len(asked)} | {tau(answers):.2f} | {' '.join(map(str, counts))} |")
+    assert_equal_tokens(answers, [expected for _, expected in asked], [str(request) for request, _ in asked])
     assert all(counts), f"some accept_len never occurred: {counts}"
-    assert sum(answer.meta["cached_tokens"] > 0 for answer in answers) > len(answers) / 8, "no prefix was hit"
+    if settings.flags is not SMALL_POOL:  # running requests need all of a small pool, so few prefixes stay
+        assert sum(answer.meta["cached_tokens"] > 0 for answer in answers) > len(answers) / 8, "no prefix was hit"
+
+
+USUAL_FAMILIES = list(dict.fromkeys(family for family, _ in USUAL))
+
+
+def _compare_with_transformers(family: str, baseline: Baseline) -> None:
+    asked = [(request, answer) for request, answer in baseline.first if request.sampling == {"ignore_eos": True}]
+    expected = _greedy_in_transformers(family, baseline.target, [request for request, _ in asked], 16)
+    for (request, answer), ids in zip(asked, expected, strict=True):
+        assert answer.ids[:16] == ids, request
+
+
+@pytest.mark.parametrize("family", USUAL_FAMILIES)
+def test_the_baseline_is_transformers_greedy_answer(family: str, baselines: Any) -> None:
+    """Fails where our CPU bodies are wrong and only agree with themselves: a gate, a norm, rotary sections, an image's
+    positions."""
+    _compare_with_transformers(family, baselines(family))
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in USUAL_FAMILIES])
+def test_the_baselines_of_the_others_too(family: str, baselines: Any) -> None:
+    """The same for the remaining families."""
+    _compare_with_transformers(family, baselines(family))
 
 
 @pytest.mark.parametrize(("family", "arm"), USUAL, ids=[" / ".join(cell) for cell in USUAL])

@@ -375,9 +375,9 @@ def test_hooks_reach_the_scheduler(probe):
 
 def test_builtin_worker_is_left_alone(monkeypatch):
     """Fails where `SGLANG_DFLASH_WORKER=builtin` still gets our worker or our request check."""
-    from sglang_dflash.host import block_results, features, hooks, requests, sampler, sessions, weights
+    from sglang_dflash.host import block_results, capture, features, hooks, requests, sampler, sessions, weights
 
-    modules = (block_results, sampler, sessions, weights, features, requests)
+    modules = (block_results, capture, sampler, sessions, weights, features, requests)
     seams = [module.HOOKS for module in modules]
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *(target for seam in seams for target in seam)}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")

@@ -39,7 +39,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
     """Every hook target of this process -> (our function, `HookType`)."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    from sglang_dflash.host import block_results, features, requests, sampler, sessions, weights
+    from sglang_dflash.host import block_results, capture, features, requests, sampler, sessions, weights
 
     hooks: dict[str, tuple[Any, Any]] = {
         ROW_HEADROOM: (_row_headroom, HookType.AROUND),
@@ -49,7 +49,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
     if not builtin_worker_requested():
         hooks[CREATE_WORKER] = (_create_worker, HookType.AROUND)
         hooks[VALIDATE_REQUEST] = (_validate_request, HookType.REPLACE)
-        for module in (block_results, sampler, sessions, weights, features, requests):
+        for module in (block_results, capture, sampler, sessions, weights, features, requests):
             hooks |= module.HOOKS
     if cpu_platform_in_use():
         from sglang_dflash.host.cpu import compiled, deterministic, gated_layers, recurrent, shims, threads

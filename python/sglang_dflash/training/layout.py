@@ -29,7 +29,10 @@ def new_config(target: Any, options: TrainOptions, mask_token_id: int) -> DFlash
             f"For {count} taps of a target with {target.num_hidden_layers} layers, the formula gives {list(taps)}, "
             "which repeats layers; give fewer with --num-taps, or list them with --taps."
         )
-    if not hasattr(target, "intermediate_size"):
+    intermediate_size = getattr(target, "intermediate_size", None)
+    if intermediate_size is None and hasattr(target, "moe_intermediate_size"):
+        intermediate_size = 3 * target.hidden_size  # of experts alone; the ratio is that of Qwen3's dense models
+    if intermediate_size is None:
         raise ValueError(
             f"The config of the target (type {target.model_type!r}) has no intermediate_size, which the draft needs."
         )
@@ -48,7 +51,7 @@ def new_config(target: Any, options: TrainOptions, mask_token_id: int) -> DFlash
         use_sliding_window=options.sliding_window is not None,
         sliding_window=options.sliding_window,
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=intermediate_size,
         num_attention_heads=heads,
         num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
@@ -59,7 +62,7 @@ def new_config(target: Any, options: TrainOptions, mask_token_id: int) -> DFlash
         initializer_range=getattr(target, "initializer_range", 0.02),
         vocab_size=target.vocab_size,
         eos_token_id=target.eos_token_id,
-        bos_token_id=target.bos_token_id,
+        bos_token_id=getattr(target, "bos_token_id", None),
         tie_word_embeddings=False,
     )
     if options.is_causal is not None:

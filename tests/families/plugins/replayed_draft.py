@@ -2,19 +2,18 @@
 
 A random draft is never accepted, so it tests little. A replayed one is accepted up to its next wrong position: every
 commit_len occurs, with any target. The file named by REPLAYED_ANSWERS holds the answers; it is read anew when it
-changes. `REPLAYED_WIDTHS=every` makes the worker take the widths 1 to K in turn.
+changes.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import zlib
 from pathlib import Path
 from typing import Any
 
-ANSWERS, WIDTHS = "REPLAYED_ANSWERS", "REPLAYED_WIDTHS"
+ANSWERS = "REPLAYED_ANSWERS"
 WRONG_PERCENT = 16
 
 
@@ -26,35 +25,41 @@ def activate() -> None:
 
 
 class Answers:
-    """Prompt -> the baseline's answer."""
+    """Prompt -> the baseline's answer. An image is one token in a prompt that is asked, and many in the server's
+    prompt, so prompts are compared without them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_ns = 0
+        self._image_token = -1
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
-    def of(self, prompt: list[int]) -> list[int]:
+    def read_anew(self) -> None:
         changed_ns = self._path.stat().st_mtime_ns
         if changed_ns != self._read_ns:
-            self._answers = {tuple(p): answer for p, answer in json.loads(self._path.read_text())}
+            read = json.loads(self._path.read_text())
+            self._image_token = read["image_token"]
+            self._answers = {self._text(prompt): answer for prompt, answer in read["answers"]}
             self._read_ns = changed_ns
-        return self._answers.get(tuple(prompt), [])
 
+    def _text(self, prompt: list[int]) -> tuple[int, ...]:
+        return tuple(token for token in prompt if token != self._image_token)
 
-def drafts_of(prompt: list[int], answer: list[int], position: int, count: int) -> list[int]:
-    """The drafts for `count` positions of the whole sequence, from `position` on."""
-    drafts = []
-    for place in range(position, position + count):
-        token = answer[place - len(prompt)] if 0 <= place - len(prompt) < len(answer) else 0
-        wrong = zlib.crc32(f"{prompt[:4]} {len(prompt)} {place}".encode()) % 100 < WRONG_PERCENT
-        drafts.append(token + 1 if wrong and token > 0 else token)
-    return drafts
+    def drafts_of(self, req: Any, position: int, count: int) -> list[int]:
+        """The drafts for `count` positions of the request's whole sequence, from `position` on."""
+        text, length = self._text(req.origin_input_ids_unpadded), len(req.origin_input_ids)
+        answer = self._answers.get(text, [])
+        drafts = []
+        for place in range(position - length, position - length + count):
+            token = answer[place] if 0 <= place < len(answer) else 0
+            wrong = zlib.crc32(f"{text[:4]} {len(text)} {place}".encode()) % 100 < WRONG_PERCENT
+            drafts.append(token - 1 if wrong and token > 0 else token)
+        return drafts
 
 
 def _replay(*_: Any) -> None:
     import torch
 
-    from sglang_dflash.core.width import AdaptiveWidth
     from sglang_dflash.host.draft_runner import DraftRunner
 
     answers = Answers(Path(os.environ[ANSWERS]))
@@ -62,13 +67,11 @@ def _replay(*_: Any) -> None:
 
     def replayed(runner: Any, block: Any, batch: Any, kv_plan: Any) -> torch.Tensor:
         own = propose(runner, block, batch, kv_plan)  # its KV must be written as always
+        answers.read_anew()
+        starts = block.prefix_lens.tolist()
         drafts = [
-            drafts_of(list(req.origin_input_ids), answers.of(list(req.origin_input_ids)), start + 1, own.shape[1])
-            for req, start in zip(batch.reqs, block.prefix_lens.tolist(), strict=True)
+            answers.drafts_of(req, start + 1, own.shape[1]) for req, start in zip(batch.reqs, starts, strict=True)
         ]
         return torch.tensor(drafts, dtype=own.dtype, device=own.device).view(own.shape)
 
     DraftRunner.propose = replayed
-    if os.environ.get(WIDTHS) == "every":
-        turns = itertools.count()
-        AdaptiveWidth._choose = lambda policy, requests: 1 + next(turns) % policy._block_size
