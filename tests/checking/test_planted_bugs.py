@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import planted_bugs
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
 from preloaded import PreloadedServer
 from sglang_dflash.checking import arms
@@ -25,12 +27,21 @@ from sglang_dflash.checking.arms import WHOLE_BLOCKS
 from sglang_dflash.cli import check as command
 from sglang_dflash.cli.check import TINY_FLAGS
 from sglang_dflash.cli.main import run
-from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Server
+from sglang_dflash.serving import (
+    PAIRS,
+    TINY_DRAFT,
+    TINY_ENVIRONMENT,
+    TINY_OVERLAPPING,
+    TINY_TARGET,
+    Server,
+    held_out_prompts,
+)
 
 pytestmark = pytest.mark.server
 COMMAND = [sys.executable, "-m", "sglang_dflash.cli", "check"]
 CASES = ["plain", "stop", "logprobs", "penalties"]
 PROMPTS = 8
+SNAPSHOT_EVERY = 64  # tokens after which the prefix cache keeps a recurrent state
 SMALL = ["--num-prompts", str(PROMPTS), "--max-new-tokens", "48", "--cases", ",".join(CASES)]
 
 
@@ -80,8 +91,7 @@ def clean(folder: Path) -> Checked:
     return check_here(*words, "--reference", "--control")
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
+def _planted_server(target: Path, draft: Path, folder: Path, flags: list[str]) -> PreloadedServer:
     """A DFLASH server with the bugs in it; none is active."""
     bug = folder / "bug"
     bug.write_text("")
@@ -93,23 +103,29 @@ def server(folder: Path) -> Iterator[Server]:
         planted_bugs.VARIABLE: str(bug),
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
     }
-    flags = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(TINY_DRAFT)]
-    arguments = ["--model-path", str(TINY_TARGET), *TINY_FLAGS, *flags]
-    with PreloadedServer(arguments, folder / "planted.log", environment) as running:
+    speculate = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
+    return PreloadedServer(
+        ["--model-path", str(target), *TINY_FLAGS, *speculate, *flags], folder / "planted.log", environment
+    )
+
+
+def _check_planted(server: Server, folder: Path, bug: str, *words: str) -> Checked:
+    """Checks the server while a bug is active."""
+    (folder / "bug").write_text(bug)
+    checked = run_check("--base-url", server.url, "--flush", "--off-from", folder / "off.json", *words)
+    (folder / "bug").write_text("")
+    return checked
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with _planted_server(TINY_TARGET, TINY_DRAFT, folder, []) as running:
         yield running
 
 
 @pytest.fixture
 def planted(server: Server, clean: Checked, folder: Path) -> Callable[..., Checked]:
-    """Checks the server while a bug is active."""
-
-    def check(bug: str, *words: str) -> Checked:
-        (folder / "bug").write_text(bug)
-        checked = run_check("--base-url", server.url, "--flush", "--off-from", folder / "off.json", *words)
-        (folder / "bug").write_text("")
-        return checked
-
-    return check
+    return partial(_check_planted, server, folder)
 
 
 def test_the_embedded_pair_is_lossless(clean: Checked, folder: Path) -> None:
@@ -118,10 +134,13 @@ def test_the_embedded_pair_is_lossless(clean: Checked, folder: Path) -> None:
     report = clean.report
     assert report["lossless"] and not report["failures"]
     asked = {(case["case"], case["concurrency"]) for case in report["cases"]}
-    assert asked == {(n, c) for n in CASES for c in (1, 8)} | {("plain, whole blocks", 1)}
-    assert all(case["identical"] == PROMPTS for case in report["cases"]), report["cases"]
-    assert all(case["changed"] for case in report["cases"] if case["case"] in ("stop", "penalties"))
-    plain = report["cases"][-1]["acceptance"]
+    once = {("plain, whole blocks", 1), ("plain, continued", 1)}
+    assert asked == {(n, c) for n in CASES for c in (1, 8)} | once
+    *cases, continued = report["cases"]
+    assert all(case["identical"] == PROMPTS for case in cases), cases
+    assert continued["identical"] >= 3 * 5 and not continued["different"]
+    assert all(case["changed"] for case in cases if case["case"] in ("stop", "penalties"))
+    plain = cases[-1]["acceptance"]
     assert plain["tau"] > 2.5 and len(plain["by_position"]) == 7
     assert report["draft_kv"]["lost"] == [] and report["draft_kv"]["prompts"] >= 5
     assert report["reference"]["lost"] == [] and report["reference"]["prompts"] == PROMPTS
@@ -130,7 +149,7 @@ def test_the_embedded_pair_is_lossless(clean: Checked, folder: Path) -> None:
     assert all(case["identical"] == PROMPTS for case in report["control"])
     assert not report["servers"]["off"]["overlap"] and report["servers"]["on"]["overlap"]
     assert json.loads((folder / "whole.json").read_text()) == report
-    assert "Lossless: 72 requests" in clean.shown and "Traceback" not in clean.said
+    assert "Lossless: 96 requests" in clean.shown and "Traceback" not in clean.said
 
 
 def test_without_a_bug_the_planted_server_passes(planted: Callable[..., Checked]) -> None:
@@ -184,6 +203,49 @@ def test_lost_draft_kv(planted: Callable[..., Checked], bug: str) -> None:
     assert checked.code == 0, checked.shown
     assert checked.report["draft_kv"]["lost"]
     assert "acceptance lost: " in checked.shown and "Lossless: " in checked.shown
+
+
+def _crossing_prompts() -> list[dict[str, Any]]:
+    """Prompts for which the prefix cache keeps a state in the first half of the answer, some tokens before its end."""
+    tokenizer = AutoTokenizer.from_pretrained(PAIRS["hybrid"][0])
+    rows = []
+    for each in held_out_prompts("arithmetic"):
+        messages = [{"role": "user", "content": each.prompt}]
+        asked = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        if asked < SNAPSHOT_EVERY and asked + len(tokenizer.encode(each.reference)) // 2 > SNAPSHOT_EVERY + 3:
+            rows.append({"id": each.id, "messages": messages})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Checked]]:
+    """The pair with recurrent state."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    target, draft = PAIRS["hybrid"]
+    states = ["--max-mamba-cache-size", "64", "--mamba-track-interval", str(SNAPSHOT_EVERY)]
+    pair = ["--model-path", target, "--draft", draft]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, _crossing_prompts()[:PROMPTS])))
+    asked = ["--prompts", folder / "prompts.jsonl", "--max-new-tokens", 96, "--cases", "plain"]
+    words = [*asked, *pair, "--save-off", folder / "off.json", "--logs", folder, "--", *TINY_FLAGS, *states]
+    unharmed = check_here(*words)
+    assert unharmed.code == 0, unharmed.said
+    flags = [*states, "--mamba-radix-cache-strategy", "extra_buffer"]
+    with _planted_server(target, draft, folder, flags) as running:
+        yield partial(_check_planted, running, folder)
+
+
+@pytest.mark.parametrize("bug", ["", planted_bugs.LATE, planted_bugs.WINDOW, planted_bugs.SNAPSHOT])
+def test_recurrent_state(hybrid: Callable[..., Checked], bug: str) -> None:
+    """Fails where a wrong state goes unseen: of a request, of its convolutions, or of the prefix cache. The last one
+    shows only in a request that continues another's answer."""
+    checked = hybrid(bug, "--cases", "plain")
+    different = {case["case"] for case in checked.report["cases"] if case["different"]}
+    if not bug:
+        assert checked.code == 0 and not different, checked.shown
+    elif bug == planted_bugs.SNAPSHOT:
+        assert checked.code == 1 and different == {"plain, continued"}, checked.shown
+    else:
+        assert checked.code == 1 and "plain" in different, checked.shown
 
 
 def interrupt(words: list[object], ready: Callable[[], bool]) -> list[psutil.Process]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from sglang_dflash.checking.asking import Outcome, Request, greedy_body
 
-PLAIN, LOGPROBS_CASE, WHOLE_BLOCKS_CASE = "plain", "logprobs", "plain, whole blocks"
+PLAIN, LOGPROBS_CASE = "plain", "logprobs"
+WHOLE_BLOCKS_CASE, CONTINUED_CASE = "plain, whole blocks", "plain, continued"
 REGEX = r"(yes|no|maybe)( [a-z]{1,10}){4,24}\."
 JSON_SCHEMA = json.dumps(
     {

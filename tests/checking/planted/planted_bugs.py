@@ -16,7 +16,9 @@ VARIABLE = "PLANTED_BUG"
 ACCEPT, PENALTY, SWAP, LEAK = "one draft too many", "stale penalty", "swapped rows", "leaked slot"
 SKIP_DECODE, SKIP_PREFILL = "draft KV of a block not written", "draft KV behind a cached prefix not written"
 CRASH = "the scheduler ends"
-EVERY = {ACCEPT: 12, SWAP: 1, LEAK: 8, SKIP_DECODE: 3, SKIP_PREFILL: 1, CRASH: 20}
+LATE, WINDOW = "recurrent state of a row before", "inputs of convolutions not rolled back"
+SNAPSHOT = "snapshot for the prefix cache from a wrong row"
+EVERY = {ACCEPT: 12, SWAP: 1, LEAK: 8, SKIP_DECODE: 3, SKIP_PREFILL: 1, CRASH: 20, LATE: 9, WINDOW: 5, SNAPSHOT: 1}
 
 
 def activate() -> None:
@@ -47,6 +49,7 @@ class Now:
 
 def _plant(*arguments: Any) -> None:
     """Wraps what the worker calls; an attribute that is gone ends the server, and with it the test."""
+    from sglang_dflash.host.cpu.recurrent import CpuHybridBackend
     from sglang_dflash.host.draft_runner import DraftRunner
     from sglang_dflash.host.sampling import RowSampler
     from sglang_dflash.host.worker import DFlashWorker
@@ -57,6 +60,9 @@ def _plant(*arguments: Any) -> None:
     DraftRunner.write_context = _write_context(DraftRunner.write_context, now)
     DFlashWorker._decode = _decode(DFlashWorker._decode, now)
     DFlashWorker._prefill = _prefill(DFlashWorker._prefill, now)
+    CpuHybridBackend.update_mamba_state_after_mtp_verify = _commit_state(
+        CpuHybridBackend.update_mamba_state_after_mtp_verify, now
+    )
 
 
 def _one_too_many(original: Any, now: Now) -> Any:
@@ -121,3 +127,21 @@ def _prefill(original: Any, now: Now) -> Any:
         return original(self, batch, *rest)
 
     return prefill
+
+
+def _commit_state(original: Any, now: Now) -> Any:
+    def commit(self: Any, **moved: Any) -> None:
+        last, track = moved["last_correct_step_indices"], moved["mamba_steps_to_track"]  # [B] each, or None
+        if (last > 0).any() and now.strikes(LATE):
+            moved["last_correct_step_indices"] = (last - 1).clamp(min=0)
+        if track is not None and (track > 0).any() and now.strikes(SNAPSHOT):
+            moved["mamba_steps_to_track"] = torch.where(track > 0, track - 1, track)
+        original(self, **moved)
+        states = self.req_to_token_pool.get_speculative_mamba2_params_all_layers()
+        width = states.intermediate_conv_window[0].shape[2]
+        if (last < width - 1).any() and now.strikes(WINDOW):
+            slots = self.linear_attn_backend.state_slots[: len(last)].long()
+            for kept, windows in zip(states.conv, states.intermediate_conv_window, strict=True):
+                kept[:, slots] = windows[:, : len(slots), width - 1]
+
+    return commit
