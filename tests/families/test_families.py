@@ -77,6 +77,9 @@ ARMS = {
     "whole blocks": Arm(POOL, TINY_ENVIRONMENT | FULL, STATES),
     "overlap, every width": Arm(POOL, TINY_OVERLAPPING | EVERY, [*STATES, *SNAPSHOTS, "extra_buffer"]),
     "overlap, lazy": Arm(POOL, TINY_OVERLAPPING | FULL, [*STATES, *SNAPSHOTS, "extra_buffer_lazy"]),
+    "compiled": Arm(
+        [*POOL, "--chunked-prefill-size", str(CHUNK)], TINY_ENVIRONMENT | EVERY | {"SGLANG_DFLASH_COMPILE": "1"}, STATES
+    ),
     "small pool, no overlap": Arm(SMALL_POOL, TINY_ENVIRONMENT | FULL, ["--max-mamba-cache-size", "28"]),
 }
 USUAL = [
@@ -88,6 +91,7 @@ USUAL = [
     ("Qwen3 MoE", "overlap, pages, chunks"),
     ("Qwen3.5 wrapper", "overlap, pages, chunks"),
     ("Qwen3-VL", "every width"),
+    ("Qwen3.5 wrapper", "compiled"),
 ]
 REST = [(family, arm) for family in FAMILIES for arm in ARMS if (family, arm) not in USUAL]
 
@@ -284,6 +288,7 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, rows: list[str
             if concurrency == 1:
                 _abort_some(client, [request.prompt for request, _ in baseline.first[:4]])
                 client.flush_when_idle()
+    assert "could not be captured" not in (folder / "on.log").read_text()
     counts = steps_by_accept_len(answers)
     rows.append(f"| {family} | {arm} | {len(asked)} | {tau(answers):.2f} | {' '.join(map(str, counts))} |")
     assert_equal_tokens(answers, [expected for _, expected in asked], [str(request) for request, _ in asked])

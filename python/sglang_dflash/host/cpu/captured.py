@@ -1,19 +1,22 @@
 """Captures a model's layers once and compiles them, so that a forward skips the Python of its modules.
 
 As in a CUDA graph's capture, SGLang's layers are run once, here on tensors without data. The trace is a list of tensor
-ops for any number of rows. It is cut at each attention, where our backend runs with the current batch. Inductor
-compiles each piece between two attentions to C++. Equal pieces, such as those of a model's inner layers, are compiled
-once. Inductor keeps the compiled pieces on disk for the next start.
+ops for any number of rows. It is cut at each attention and at each recurrent layer, where our backends run with the
+current batch. Inductor compiles each piece between two of them to C++. Equal pieces, such as those of a model's inner
+layers, are compiled once. Inductor keeps the compiled pieces on disk for the next start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_attn_backend
 from torch._guards import TracingContext, tracing
@@ -32,7 +35,9 @@ ROWS_HINT = 24  # rows of the example forward; its trace holds for any number
 
 _library = torch.library.Library("sglang_dflash_host", "DEF")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int layer, int width) -> Tensor")
+_library.define("recur(Tensor qkv, Tensor a, Tensor b, int layer, int heads, int dim) -> Tensor")
 _ATTEND = torch.ops.sglang_dflash_host.attend.default
+_RECUR = torch.ops.sglang_dflash_host.recur.default
 
 
 @torch.library.register_fake("sglang_dflash_host::attend", lib=_library)
@@ -40,19 +45,26 @@ def _attend_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, 
     return q.new_empty(q.shape[0], width)
 
 
+@torch.library.register_fake("sglang_dflash_host::recur", lib=_library)
+def _recur_fake(
+    qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layer: int, heads: int, dim: int
+) -> torch.Tensor:
+    return qkv.new_empty(1, qkv.shape[0], heads, dim)
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One piece, or one attention.
+    """One piece, or one layer that the backends run.
 
     Fields:
-        run: the compiled piece; None for attention.
-        layer: the attention layer; None for a piece.
+        run: the compiled piece; None for such a layer.
+        layer: the attention or recurrent layer; None for a piece.
         inputs: indices of the values that it reads.
         outputs: indices of the values that it writes.
     """
 
     run: Callable[[list[Any]], Any] | None
-    layer: RadixAttention | None
+    layer: RadixAttention | RadixLinearAttention | None
     inputs: list[int]
     outputs: list[int]
 
@@ -63,16 +75,21 @@ class CapturedLayers:
     Weights are not copied, so a load in place takes effect.
     """
 
-    def __init__(self, module: torch.nn.Module, call: Layers, rows: torch.Tensor, mode: ForwardMode) -> None:
+    def __init__(
+        self, module: torch.nn.Module, call: Layers, rows: torch.Tensor, mode: ForwardMode, sections: bool = False
+    ) -> None:
         """
         Args:
             module: holds the parameters and buffers that `call` reads.
             call: (rows, positions, forward_batch) -> hidden, tapped.
             rows: one example row of ids or input embeddings.
             mode: forward mode of the trace and of later runs.
+            sections: positions are [3, N] (time, height, width), as images need them; else [N].
         """
         self._module = module
-        self._attentions = [layer for layer in module.modules() if isinstance(layer, RadixAttention)]
+        self._layers = [
+            layer for layer in module.modules() if isinstance(layer, RadixAttention | RadixLinearAttention)
+        ]
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self._names = list(named)
         self._weights = [tensor.detach() for tensor in named.values()]
@@ -83,14 +100,18 @@ class CapturedLayers:
             shape_env=ShapeEnv(specialize_zero_one=False, duck_shape=False), allow_non_fake_inputs=True
         )
         with tracing(TracingContext(fakes)):  # without it, inductor does not use its cache
-            self._compile(self._trace(call, rows.expand(ROWS_HINT, *rows.shape[1:]).contiguous(), mode, fakes))
+            examples = rows.expand(ROWS_HINT, *rows.shape[1:]).contiguous()
+            self._compile(self._trace(call, examples, mode, fakes, sections))
 
-    def _trace(self, call: Layers, rows: torch.Tensor, mode: ForwardMode, fakes: FakeTensorMode) -> torch.fx.Graph:
+    def _trace(
+        self, call: Layers, rows: torch.Tensor, mode: ForwardMode, fakes: FakeTensorMode, sections: bool
+    ) -> torch.fx.Graph:
         any_rows = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (rows.dim() - 1))
         fake_rows = fakes.from_tensor(rows, symbolic_context=any_rows)
         weights = [fakes.from_tensor(tensor, static_shapes=True) for tensor in self._weights]
         with fakes:
-            positions = torch.zeros(fake_rows.shape[0], dtype=torch.int64)
+            shape = (3, fake_rows.shape[0]) if sections else (fake_rows.shape[0],)
+            positions = torch.zeros(shape, dtype=torch.int64)
             one = torch.ones(1, dtype=torch.int64)
         batch = ForwardBatch(
             forward_mode=mode,
@@ -112,8 +133,9 @@ class CapturedLayers:
             hidden, tapped = functional_call(called, swapped, (rows, positions, batch), tie_weights=False)
             return [hidden, *tapped]
 
-        backend: Any = _TracedAttention({id(layer): place for place, layer in enumerate(self._attentions)})
-        with forward_context(ForwardContext(attn_backend=backend)), fakes, torch.no_grad(), _KeepRows():
+        backend: Any = _TracedBackend({id(layer): place for place, layer in enumerate(self._layers)})
+        context = forward_context(ForwardContext(attn_backend=backend))
+        with context, fakes, torch.no_grad(), _KeepRows(), _symbolic_len(self._module):
             return make_fx(run, decomposition_table=select_decomp_table())(weights, fake_rows, positions).graph
 
     def _compile(self, graph: torch.fx.Graph) -> None:
@@ -124,11 +146,11 @@ class CapturedLayers:
         assert len(places) == len(self._weights) + 2, (len(places), len(self._weights))
         places_of_weights = len(self._weights)
         compiled: dict[str, Any] = {}
-        for piece in cut(graph, _ATTEND):
+        for piece in cut(graph, {_ATTEND, _RECUR}):
             for node in piece.outputs:
                 places[node] = len(places)
             if piece.graph is None:
-                layer = self._attentions[piece.inputs[0].args[3]]
+                layer = self._layers[piece.inputs[0].args[3]]
                 inputs, run = [places[node] for node in piece.inputs[0].args[:3]], None
             else:
                 layer, inputs = None, [places[node] for node in piece.inputs]
@@ -142,13 +164,20 @@ class CapturedLayers:
 
     def run(self, rows: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch) -> list[torch.Tensor]:
         """The hidden states, then the tapped ones. The attention backend must have prepared `forward_batch`."""
-        attend = get_attn_backend().forward_extend if self._attentions else None
+        backend = get_attn_backend() if self._layers else None
+        attend = getattr(backend, "full_attn_backend", backend)  # a hybrid backend has one for each kind of layer
+        recur = getattr(backend, "linear_attn_backend", None)
         values: list[Any] = [*self._weights, rows, positions]
         values += [None] * (self._places - len(values))
         for step in self._steps:
             inputs = [values[place] for place in step.inputs]
-            if step.run is None:
-                values[step.outputs[0]] = attend(*inputs, step.layer, forward_batch)
+            if isinstance(step.layer, RadixLinearAttention):
+                qkv, a, b = inputs
+                values[step.outputs[0]] = recur.forward_extend(
+                    layer=step.layer, forward_batch=forward_batch, mixed_qkv=qkv, a=a, b=b
+                )
+            elif step.run is None:
+                values[step.outputs[0]] = attend.forward_extend(*inputs, step.layer, forward_batch)
             else:
                 for place, value in zip(step.outputs, step.run(inputs), strict=True):
                     values[place] = value
@@ -185,17 +214,53 @@ class _KeepRows(TorchFunctionMode):
             folds = isinstance(shape, tuple | list) and len(shape) == 2 and isinstance(shape[0], int) and shape[0] == -1
             if folds and rows.dim() == 2 and rows.shape[1] != shape[1]:
                 return rows.unflatten(1, (-1, shape[1]))
+            if folds and rows.dim() == 4 and len(rows) == 1:  # what a recurrent layer returns
+                rows = rows[0]
+            if folds and rows.dim() == 3 and rows.shape[2] == shape[1]:
+                return rows
         return function(*args, **(kwargs or {}))
 
 
-class _TracedAttention:
-    """The attention backend during tracing: records one op for each attention."""
+@contextmanager
+def _symbolic_len(module: torch.nn.Module) -> Iterator[None]:
+    """`len` of a tensor is an int, which would fix the number of rows. The files of the model's classes get one that
+    gives the symbol."""
+
+    def symbolic_len(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
+
+    files = [sys.modules[name] for name in {type(part).__module__ for part in module.modules()}]
+    files = [file for file in files if not hasattr(file, "len")]
+    for file in files:
+        vars(file)["len"] = symbolic_len
+    try:
+        yield
+    finally:
+        for file in files:
+            del vars(file)["len"]
+
+
+class _TracedBackend:
+    """The attention backend during tracing: records one op for each layer."""
 
     def __init__(self, places: dict[int, int]) -> None:
         self._places = places
 
     def forward(
-        self, q: Any, k: Any, v: Any, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool = True
+        self,
+        q: torch.Tensor | None = None,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        layer: Any = None,
+        forward_batch: Any = None,
+        save_kv_cache: bool = True,
+        *,
+        mixed_qkv: torch.Tensor | None = None,
+        a: torch.Tensor | None = None,
+        b: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        place = self._places[id(layer)]
+        if isinstance(layer, RadixLinearAttention):
+            return _RECUR(mixed_qkv, a, b, place, layer.num_v_heads, layer.head_v_dim)
         assert save_kv_cache, "a layer that shares another's KV"
-        return _ATTEND(q, k, v, self._places[id(layer)], layer.tp_q_head_num * layer.v_head_dim)
+        return _ATTEND(q, k, v, place, layer.tp_q_head_num * layer.v_head_dim)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
@@ -55,6 +56,8 @@ def why_not(runner: Any) -> str | None:
         return "with --tp-size above 1, ranks exchange tensors during it"
     if get_lora().enable_lora and not runner.is_draft_worker:
         return "LoRA adapters change it from batch to batch"
+    if any(isinstance(module, FusedMoE) for module in runner.model.modules()):
+        return "a mixture of experts reads on the host which experts were chosen"
     return None
 
 
@@ -63,24 +66,28 @@ def _install_target(runner: Any) -> Any:
 
     module = runner.model.model
     original = module.forward
+    sees = runner.model_config.is_multimodal  # then the host gives the layers embeddings, of text, too
 
-    def call(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        out = original(ids, positions, batch, None)
+    def call(rows: torch.Tensor, positions: torch.Tensor, batch: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        out = original(None, positions, batch, rows) if sees else original(rows, positions, batch, None)
         return out if isinstance(out, tuple) else (out, [])
 
     speculates = not runner.spec_algorithm.is_none()
     mode = ForwardMode.TARGET_VERIFY if speculates else ForwardMode.DECODE
-    captured = CapturedLayers(module, call, torch.zeros(1, dtype=torch.int64), mode)
+    embeds = torch.zeros(1, runner.model_config.hidden_size, dtype=runner.dtype)
+    rows = embeds if sees else torch.zeros(1, dtype=torch.int64)
+    sections = getattr(runner.model, "is_mrope_enabled", False)
+    captured = CapturedLayers(module, call, rows, mode, sections)
 
     parameters = inspect.signature(original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        """Models pass arguments by position or by name; the first three are ids, positions and batch."""
-        given = list(parameters.bind(*args, **kwargs).arguments.values())
-        (ids, positions, batch), others = given[:3], given[3:]
-        if any(other is not None for other in others) or not 0 < len(positions) <= MAX_ROWS:
+        """Models pass arguments by position or by name; the first four are ids, positions, batch and embeddings."""
+        ids, positions, batch, *others = parameters.bind(*args, **kwargs).arguments.values()
+        rows = others.pop(0) if sees and others else ids
+        if rows is None or any(other is not None for other in others) or not 0 < len(rows) <= MAX_ROWS:
             return original(*args, **kwargs)
-        hidden, *tapped = captured.run(ids, positions, batch)
+        hidden, *tapped = captured.run(rows, positions, batch)
         return (hidden, AuxHiddenStateList(tapped)) if tapped else hidden
 
     module.forward = forward

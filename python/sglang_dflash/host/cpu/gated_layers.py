@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookType
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from sglang_dflash import ops
 
@@ -54,10 +55,10 @@ def add_shared_expert(
 def gate_attention(
     attn_output: torch.Tensor, gate: torch.Tensor, inplace: bool = False, quant: bool = False
 ) -> torch.Tensor:
-    """attn_output [T, H * D] times the sigmoid of the gate, [T, H * D] or [T, H, D]."""
+    """attn_output [T, H * D] times the sigmoid of the gate, [T, H * D] or [T, H, D]. Callers take what is returned, so
+    it is never in place: a captured forward has no such op."""
     assert not quant, "quantised outputs are an accelerator's"
-    gate = gate.flatten(1).sigmoid()
-    return attn_output.mul_(gate) if inplace else attn_output * gate
+    return attn_output * gate.flatten(1).sigmoid()
 
 
 def gated_norm(original: Any, norm: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
@@ -68,6 +69,8 @@ def gated_norm(original: Any, norm: Any, x: torch.Tensor, z: torch.Tensor | None
             f"On the CPU, gated norms are served without groups and with SiLU behind the norm, not with group_size "
             f"{group}, norm_before_gate {behind}, activation {norm.activation}."
         )
+    if get_proxy_mode() is not None:  # in a captured forward, inductor fuses it
+        return ops.TORCH_RECURRENT.gated_rms_norm(x, z, norm.weight, norm.eps)
     return ops.choose_recurrent("cpu", x.dtype, norm.weight.dtype).gated_rms_norm(x, z, norm.weight, norm.eps)
 
 

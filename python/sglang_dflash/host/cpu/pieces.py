@@ -1,8 +1,8 @@
-"""Cuts a traced graph at each call of one op into independent pieces, and tells which of them are equal."""
+"""Cuts a traced graph at each call of some ops into independent pieces, and tells which of them are equal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,13 @@ _SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_size.default)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The nodes between two calls of the op, or one such call.
+    """The nodes between two calls of such ops, or one such call.
 
     Fields:
-        graph: takes `inputs` in their order and returns `outputs`; None for a call of the op.
-        inputs: nodes of the whole graph; weights first. For a call of the op: its node.
+        graph: takes `inputs` in their order and returns `outputs`; None for a call of an op.
+        inputs: nodes of the whole graph; weights first. For a call of an op: its node.
         outputs: nodes of the whole graph that later pieces read, or the graph returns.
-        signature: equal for two pieces that compute the same from different inputs; empty for a call of the op.
+        signature: equal for two pieces that compute the same from different inputs; empty for a call of an op.
     """
 
     graph: Graph | None
@@ -29,14 +29,14 @@ class Piece:
     signature: str
 
 
-def cut(graph: Graph, at: Any) -> Iterator[Piece]:
-    """Yields the pieces in the order in which they run.
+def cut(graph: Graph, at: Collection[Any]) -> Iterator[Piece]:
+    """Yields the pieces in the order in which they run. `at`: the ops.
 
     Sizes are not passed from piece to piece: each piece reads them from its own tensors.
     """
     segments: list[list[Node]] = [[]]
     for node in graph.nodes:
-        if node.op == "call_function" and node.target == at:
+        if node.op == "call_function" and node.target in at:
             segments += [[node], []]
         elif node.op not in ("placeholder", "output") and not _is_size(node):
             segments[-1].append(node)
@@ -47,7 +47,7 @@ def cut(graph: Graph, at: Any) -> Iterator[Piece]:
         outputs = [
             node for node in segment if any(owner.get(user, -1) != index and not _is_size(user) for user in node.users)
         ]
-        if segment[0].target == at:
+        if segment[0].target in at:
             yield Piece(None, segment, segment, "")
         else:
             yield _piece(segment, outputs)
