@@ -14,13 +14,16 @@ from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 
 ADAPTERS = ("first", "second")
 WINDOW = 24
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
 
 
 def sliding_draft(folder: Path) -> Path:
-    """A draft with a sliding window in its first layer, which is then causal in the block; the second has none."""
+    """A draft like those of Qwen3.6: its first layer has a sliding window and is causal in the block, its second has
+    neither, and YaRN stretches its positions."""
     shutil.copytree(TINY_DRAFT, folder)
     config = json.loads((folder / "config.json").read_text())
     config.update(layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=WINDOW)
+    config.update(rope_scaling=YARN, rope_parameters={**YARN, "rope_theta": config["rope_theta"]})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -150,7 +150,8 @@ def test_preemption(client: Client, baseline: Baseline) -> None:
 
 @on_arm("sliding")
 def test_sliding_draft(client: Client, server: Server, baseline: Baseline) -> None:
-    """Fails where a layer's window or its causality in the block differ from the reference in any step."""
+    """Fails where a layer's window, its causality in the block or YaRN's positions differ from the reference in any
+    step."""
     draft = Path(server.arguments[server.arguments.index("lpm") - 2])
     reference = ReferencePair(draft=draft)
     prompts = [*baseline.prompts[::4], baseline.conversation[-1][0]]

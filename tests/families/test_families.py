@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -250,17 +250,36 @@ def _make_baseline(family: str, folder: Path) -> Baseline:
     return Baseline(target, draft, first, later, answers)
 
 
+@dataclass(slots=True)
+class Compared:
+    """What was equal for one family.
+
+    Fields:
+        settings: names of `ARMS`.
+        answers: of all settings.
+    """
+
+    settings: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+
+    def row(self, family: str) -> str:
+        counts = " ".join(map(str, steps_by_accept_len(self.answers)))
+        return f"| {family} | {len(self.settings)} | {len(self.answers)} | {tau(self.answers):.2f} | {counts} |"
+
+
 @pytest.fixture(scope="module")
-def rows() -> Iterator[list[str]]:
-    rows = [
-        "| family | settings | requests | tau | steps by accept_len |",
-        "|---|---|---|---|---|",
-    ]
-    yield rows
-    if len(rows) > len(USUAL) + 2:
+def table() -> Iterator[dict[str, Compared]]:
+    """Family -> what was equal; written to TABLE at the end of a run of all settings."""
+    table: dict[str, Compared] = {}
+    yield table
+    if sum(len(compared.settings) for compared in table.values()) == len(USUAL) + len(REST):
+        head = [
+            "| family | settings | equal answers | mean commit_len | steps by accept_len, 0 to 7 |",
+            "|---|---|---|---|---|",
+        ]
         TABLE.parent.mkdir(exist_ok=True)
-        TABLE.write_text("\n".join(rows) + "\n")
-        print(f"\n{TABLE}:\n" + "\n".join(rows))
+        TABLE.write_text("\n".join(head + [compared.row(family) for family, compared in table.items()]) + "\n")
+        print(f"\n{TABLE}:\n{TABLE.read_text()}")
 
 
 def _abort_some(client: Client, prompts: list[list[int]]) -> None:
@@ -272,7 +291,7 @@ def _abort_some(client: Client, prompts: list[list[int]]) -> None:
         client.post("/abort_request", {"rid": "", "abort_all": True}).raise_for_status()
 
 
-def _run(family: str, arm: str, baseline: Baseline, folder: Path, rows: list[str]) -> None:
+def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[str, Compared]) -> None:
     settings = ARMS[arm]
     flags = [*settings.flags, *(settings.recurrent if FAMILIES[family].recurrent else [])]
     flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(baseline.draft)]
@@ -290,9 +309,10 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, rows: list[str
                 client.flush_when_idle()
     assert "could not be captured" not in (folder / "on.log").read_text()
     counts = steps_by_accept_len(answers)
-    rows.append(f"| {family} | {arm} | {len(asked)} | {tau(answers):.2f} | {' '.join(map(str, counts))} |")
     assert_equal_tokens(answers, [expected for _, expected in asked], [str(request) for request, _ in asked])
     assert all(counts), f"some accept_len never occurred: {counts}"
+    table.setdefault(family, Compared()).settings.append(arm)
+    table[family].answers += answers
     if settings.flags is not SMALL_POOL:  # running requests need all of a small pool, so few prefixes stay
         assert sum(answer.meta["cached_tokens"] > 0 for answer in answers) > len(answers) / 8, "no prefix was hit"
 
@@ -322,16 +342,18 @@ def test_the_baselines_of_the_others_too(family: str, baselines: Any) -> None:
 
 
 @pytest.mark.parametrize(("family", "arm"), USUAL, ids=[" / ".join(cell) for cell in USUAL])
-def test_tokens_equal_speculation_off(family: str, arm: str, baselines: Any, tmp_path: Path, rows: list[str]) -> None:
+def test_tokens_equal_speculation_off(
+    family: str, arm: str, baselines: Any, tmp_path: Path, table: dict[str, Compared]
+) -> None:
     """Fails where one token differs, alone or among eight: state not rolled back, a snapshot of the wrong row, a stop,
     a parameter or a grammar in the middle of a block."""
-    _run(family, arm, baselines(family), tmp_path, rows)
+    _run(family, arm, baselines(family), tmp_path, table)
 
 
 @pytest.mark.families
 @pytest.mark.parametrize(("family", "arm"), REST, ids=[" / ".join(cell) for cell in REST])
 def test_tokens_equal_under_all_settings(
-    family: str, arm: str, baselines: Any, tmp_path: Path, rows: list[str]
+    family: str, arm: str, baselines: Any, tmp_path: Path, table: dict[str, Compared]
 ) -> None:
     """The same under the remaining settings."""
-    _run(family, arm, baselines(family), tmp_path, rows)
+    _run(family, arm, baselines(family), tmp_path, table)
