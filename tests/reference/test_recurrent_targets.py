@@ -16,7 +16,8 @@ NEW_TOKENS = 60
 PROMPTS = [[5, 9, 700], list(range(100, 137)), [44] * 12]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# Transformers has no class for the text model alone of Qwen3-VL.
+@pytest.fixture(scope="module", params=[family for family in FAMILIES if "VL" not in family])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[DFlashDraftModel, object]:
     folder: Path = tmp_path_factory.mktemp("family")
     target = make_target(request.param, folder / "target")

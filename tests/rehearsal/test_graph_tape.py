@@ -22,13 +22,11 @@ from e2e.arms import (
     PLAIN,
     SPECULATE,
     TINY_POOL,
-    OffAnswer,
-    ask_off,
-    assert_equal_tokens,
     assert_same_steps,
     to_the_limit,
 )
 from e2e.reference_pair import ReferencePair
+from equality import OffAnswer, ask_off, assert_equal_tokens
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Answer, Client, Server
 

@@ -46,9 +46,7 @@ def _attend_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, 
 
 
 @torch.library.register_fake("sglang_dflash_host::recur", lib=_library)
-def _recur_fake(
-    qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layer: int, heads: int, dim: int
-) -> torch.Tensor:
+def _recur_fake(qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layer: int, heads: int, dim: int) -> torch.Tensor:
     return qkv.new_empty(1, qkv.shape[0], heads, dim)
 
 
@@ -87,9 +85,7 @@ class CapturedLayers:
             sections: positions are [3, N] (time, height, width), as images need them; else [N].
         """
         self._module = module
-        self._layers = [
-            layer for layer in module.modules() if isinstance(layer, RadixAttention | RadixLinearAttention)
-        ]
+        self._layers = [layer for layer in module.modules() if isinstance(layer, RadixAttention | RadixLinearAttention)]
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self._names = list(named)
         self._weights = [tensor.detach() for tensor in named.values()]
