@@ -1,7 +1,7 @@
-"""Recurrent state under memory pressure: sessions that share prefixes evict each other's states and are retracted.
+"""Recurrent state under memory pressure: growing sessions that do not fit evict each other's states.
 
 SGLang issue 36537 reports wrong answers under `extra_buffer` once cached states are evicted. Here, every answer equals
-that of speculation off, under each strategy, with more than 60 % of the states in use.
+that of speculation off, under each strategy. The busier the machine, the fewer or more requests are retracted, too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,13 @@ def _run(strategy: str, sessions: Any, log: Path) -> None:
     assert_equal_tokens(answers, [expected for _, expected in asked], [len(prompt) for prompt, _ in asked])
     used = [float(number) for number in re.findall(r"mamba usage: ([0-9.]+)", log.read_text())]
     assert max(used) > share, "the states were never scarce"
-    assert sum(answer.cached_tokens for answer in answers) > 0, "no prefix was hit"
+    later = [
+        (answer.cached_tokens, len(before[0]))
+        for session, session_told in zip(sessions, told, strict=True)
+        for before, answer in zip(session, session_told[1:], strict=False)
+    ]
+    assert sum(cached > 0 for cached, _ in later) > len(later) / 8, "no prefix was hit"
+    assert any(cached < known - 64 for cached, known in later), "nothing was evicted"
 
 
 def test_the_default_under_overlap(sessions: Any, tmp_path: Path) -> None:

@@ -75,6 +75,14 @@ RELIED_ON = [
     # A CPU's captured forward: the traced forwards, the attention at which they are cut, the copy that is skipped.
     "sglang.srt.models.qwen3.Qwen3Model.forward",
     "sglang.srt.models.llama.LlamaModel.forward",
+    "sglang.srt.models.qwen3_5.Qwen3_5ForCausalLM.forward",
+    "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.forward",
+    "sglang.srt.models.qwen3_vl.Qwen3LLMModel.forward",
+    # Wrappers: how embeddings and positions reach the layers.
+    "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.forward",
+    "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.set_dflash_layers_to_capture",
+    "sglang.srt.managers.mm_utils.general_mm_embed_routine",
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions",
     "sglang.srt.layers.radix_attention.RadixAttention.forward",
     "sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch",
     # Parameters and grammars that a request may bring besides those of `SamplingParams`.

@@ -43,6 +43,7 @@ def _request(sampling: dict[str, Any] | None = None, **fields: Any) -> SimpleNam
         "input_embeds": None,
         "positional_embed_overrides": None,
         "origin_input_ids": array("q", [0, 99]),
+        "origin_input_ids_unpadded": array("q", [0, 99]),
         "multimodal_inputs": None,
         "vocab_size": 100,
     }
@@ -136,11 +137,15 @@ def test_what_is_not_served_is_refused(sampling: dict[str, Any], fields: dict[st
 @pytest.mark.parametrize("outside", [-1, 100, 10**6])
 def test_ids_outside_the_vocabulary_are_refused(outside: int) -> None:
     """Fails where such an id reaches the embedding, which would end the scheduler."""
-    sentence = refuse_unsupported(_request(origin_input_ids=array("q", [5, outside, 7])))
+    sentence = refuse_unsupported(_request(origin_input_ids_unpadded=array("q", [5, outside, 7])))
     assert sentence is not None
     assert f"input_ids has {outside}" in sentence
     assert "0 to 99" in sentence
-    assert refuse_unsupported(_request(origin_input_ids=array("q", [outside]), multimodal_inputs=object())) is None
+    assert "input_ids has" in refuse_unsupported(
+        _request(origin_input_ids_unpadded=array("q", [outside]), multimodal_inputs=object())
+    )
+    padded = _request(origin_input_ids=array("q", [outside]), multimodal_inputs=object())
+    assert refuse_unsupported(padded) is None, "what stands for an image is the host's"
 
 
 @pytest.fixture(params=["DFLASH", None])

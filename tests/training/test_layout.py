@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import GPT2Config, LlamaConfig, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, Qwen3_5MoeTextConfig, Qwen3Config
 
 from sglang_dflash.core.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.reference import DFlashDraftModel
@@ -228,6 +228,13 @@ def test_a_formula_that_repeats_layers_is_refused():
     small = Qwen3Config(num_hidden_layers=6, hidden_size=64, intermediate_size=64, num_attention_heads=2)
     with pytest.raises(ValueError, match=r"For 5 taps of a target with 6 layers, .* \[1, 2, 2, 2, 3\], .* give fewer"):
         new_config(small, options, 0)
+
+
+def test_a_mixture_of_experts_without_dense_layers_has_a_draft():
+    """Fails if the draft of a target without `intermediate_size` cannot be made, or is as narrow as one expert."""
+    options = TrainOptions(target="t", data=(__file__,), output="o", layers=1)
+    target = Qwen3_5MoeTextConfig(hidden_size=64, num_hidden_layers=8, moe_intermediate_size=16)
+    assert new_config(target, options, 0).intermediate_size == 3 * 64
 
 
 def test_a_target_without_the_shapes_of_a_draft_is_refused():

@@ -11,8 +11,7 @@ from typing import Any
 
 from sglang_dflash.checking.asking import Outcome, Request, greedy_body
 
-PLAIN, LOGPROBS_CASE = "plain", "logprobs"
-WHOLE_BLOCKS_CASE, CONTINUED_CASE = "plain, whole blocks", "plain, continued"
+PLAIN, LOGPROBS_CASE, WHOLE_BLOCKS_CASE = "plain", "logprobs", "plain, whole blocks"
 REGEX = r"(yes|no|maybe)( [a-z]{1,10}){4,24}\."
 JSON_SCHEMA = json.dumps(
     {
@@ -57,17 +56,21 @@ class Case:
     Fields:
         sampling: the parameters for one prompt.
         extra: further fields of the request.
+        continues: the first half of the plain answer belongs to the prompt. Behind the plain case, the prefix cache
+            holds what verified blocks wrote of it: KV, and recurrent state.
         deterministic: the answer is reproducible only with --enable-deterministic-inference.
     """
 
     name: str
     sampling: Build
     extra: dict[str, Any] = field(default_factory=dict)
+    continues: bool = False
     deterministic: bool = False
 
     def request(self, asked: Asked, seed: int) -> Request:
         rng = Random(f"{seed} {self.name} {asked.prompt_id}")
-        body = greedy_body(asked.input_ids, max_new_tokens=asked.limit)
+        given = asked.middle if self.continues else 0
+        body = greedy_body([*asked.input_ids, *asked.plain.ids[:given]], max_new_tokens=asked.limit - given)
         body["sampling_params"] |= self.sampling(asked, rng)
         return Request(self.name, asked.prompt_id, {**body, **self.extra})
 
@@ -156,6 +159,7 @@ def seeded_sampling(asked: Asked, rng: Random) -> dict[str, Any]:
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2}
 CASES = [
     Case(PLAIN, constant()),
+    Case("continued", constant(), continues=True),
     Case("frequency_penalty", drawn("frequency_penalty", 0.8, 2.0)),
     Case("presence_penalty", drawn("presence_penalty", 1.0, 2.0)),
     Case("repetition_penalty", drawn("repetition_penalty", 1.2, 1.8)),

@@ -1,20 +1,17 @@
-"""Whether what the radix cache keeps of an answer is right: the draft's KV, and the target's KV and recurrent state.
+"""Whether the draft's KV is written everywhere: a lost write changes no answer, it only costs acceptance.
 
-Requests that continue half an answer get its KV in different ways: all of it written by one prefill (`fresh`), the
-half answer written by verified blocks of concurrent requests and found in the radix cache (`cached`), or written by
-several prefills, one after the other (`pieces`). Each must get the other half of the answer; that is the target's
-part. And each must take equally many verify steps: a lost write of the draft's KV changes no answer, it only costs
-acceptance.
+The same request is drafted from KV that came about in different ways, and must take equally many verify steps: all of
+it written by one prefill (`fresh`), the first half of the answer written by verified blocks of concurrent requests and
+found in the radix cache (`cached`), or written by several prefills, one after the other (`pieces`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_dflash.checking.asking import Outcome, Request, ask, ask_all, greedy_body
-from sglang_dflash.checking.cases import CONTINUED_CASE
+from sglang_dflash.checking.asking import Outcome, ask, ask_all, greedy_body
 from sglang_dflash.checking.compare import Acceptance, step_loss
 from sglang_dflash.checking.pool import empty_cache
 from sglang_dflash.checking.recording import Exchange
@@ -51,31 +48,24 @@ class DraftKv:
 
 def probe_draft_kv(
     client: Client, plain: Sequence[Exchange], concurrency: int, exact: bool, on_done: Callable[[], None]
-) -> tuple[DraftKv, list[Exchange], list[Outcome]]:
+) -> DraftKv:
     """Empties the server's radix cache repeatedly.
 
     Args:
         plain: the plain case; its longest answers are used.
         exact: see `step_loss`.
-
-    Returns:
-        What the steps say; the requests with the answers that they must get; the answers that they got.
     """
     chosen = _with_long_answers(plain)
     if not chosen:
-        return DraftKv(skipped=f"no plain answer has {MIN_ANSWER} tokens; raise --max-new-tokens"), [], []
+        return DraftKv(skipped=f"no plain answer has {MIN_ANSWER} tokens; raise --max-new-tokens")
     empty_cache(client)
     # Verified blocks write the draft's KV of these answers.
     ask_all(client, [exchange.request.body for exchange in chosen], concurrency, on_done)
     halves = [_second_half(exchange) for exchange in chosen]
-    bodies = [half.request.body for half in halves]
-    by_way: dict[str, list[Outcome]] = {"cached": [_ask(client, body, on_done) for body in bodies]}
+    by_way: dict[str, list[Outcome]] = {"cached": [_ask(client, body, on_done) for body in halves]}
     for way, pieces in (("pieces", PIECES), ("fresh", 1)):
-        by_way[way] = [_ask_in_pieces(client, body, pieces, on_done) for body in bodies]
-    found = judge(by_way, [len(body["input_ids"]) for body in bodies], exact)
-    # A text that begins within an answer may be detokenised otherwise, so the tokens alone are compared.
-    answers = [replace(outcome, text="") for outcomes in by_way.values() for outcome in outcomes]
-    return found, halves * len(by_way), answers
+        by_way[way] = [_ask_in_pieces(client, body, pieces, on_done) for body in halves]
+    return judge(by_way, [len(body["input_ids"]) for body in halves], exact)
 
 
 def requests_needed(plain: Sequence[Exchange]) -> int:
@@ -120,15 +110,12 @@ def _with_long_answers(plain: Sequence[Exchange]) -> list[Exchange]:
     return sorted(long, key=lambda exchange: -len(exchange.outcome.ids))[:MAX_PROMPTS]
 
 
-def _second_half(exchange: Exchange) -> Exchange:
-    """The plain request, the first half of its answer moved into its prompt; and the second half."""
-    body, off = exchange.request.body, exchange.outcome
-    given = len(off.ids) // 2
+def _second_half(exchange: Exchange) -> dict[str, Any]:
+    """The plain request, the first half of its answer moved into its prompt."""
+    body, answer = exchange.request.body, exchange.outcome.ids
+    given = len(answer) // 2
     limit = body["sampling_params"]["max_new_tokens"] - given
-    request = greedy_body([*body["input_ids"], *off.ids[:given]], max_new_tokens=limit)
-    finish = off.finish | ({"length": limit} if off.finish.get("type") == "length" else {})
-    answer = replace(off, ids=off.ids[given:], best=off.best[given:], logprobs=[], text="", finish=finish)
-    return Exchange(Request(CONTINUED_CASE, exchange.request.prompt_id, request), answer)
+    return greedy_body([*body["input_ids"], *answer[:given]], max_new_tokens=limit)
 
 
 def _ask(client: Client, body: dict[str, Any], on_done: Callable[[], None]) -> Outcome:

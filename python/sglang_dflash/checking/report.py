@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_dflash.checking.arms import ServerInfo
 from sglang_dflash.checking.asking import Outcome
-from sglang_dflash.checking.cases import CONTINUED_CASE, LOGPROBS_CASE, PLAIN, WHOLE_BLOCKS_CASE
+from sglang_dflash.checking.cases import LOGPROBS_CASE, PLAIN, WHOLE_BLOCKS_CASE
 from sglang_dflash.checking.compare import Acceptance, Difference, Tolerance, first_difference
 from sglang_dflash.checking.draft_kv import DraftKv
 from sglang_dflash.checking.probes import Contamination
@@ -95,9 +95,7 @@ def judge_case(
         tokens=tokens,
         refused=dict(refused),
         unknown=unknown,
-        changed=sum(
-            e.outcome.answered and e.outcome.ids != plain.get(e.request.prompt_id, e.outcome.ids) for e in exchanges
-        ),
+        changed=sum(e.outcome.answered and e.outcome.ids != plain.get(e.request.prompt_id) for e in exchanges),
         adapts=any(outcome.adapts for outcome in outcomes),
         acceptance=Acceptance.of(outcomes),
         found=found,
@@ -195,7 +193,7 @@ class Report:
             notes.append(
                 f"{len(refused)} of {len({r.case for r in self.results})} cases were refused, wholly or partly"
             )
-        unchanged = (PLAIN, WHOLE_BLOCKS_CASE, CONTINUED_CASE, LOGPROBS_CASE)
+        unchanged = (PLAIN, WHOLE_BLOCKS_CASE, LOGPROBS_CASE)
         idle = [r.case for r in self.results if not r.changed and r.compared and r.case not in unchanged]
         if idle:
             notes.append(f"these cases changed no answer, so they show little: {', '.join(dict.fromkeys(idle))}")

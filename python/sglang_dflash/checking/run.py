@@ -11,7 +11,7 @@ import httpx
 
 from sglang_dflash.checking.arms import Arm, ServerInfo
 from sglang_dflash.checking.asking import Outcome, ask_all, with_best
-from sglang_dflash.checking.cases import CASES, CONTINUED_CASE, PLAIN, WHOLE_BLOCKS_CASE, Case
+from sglang_dflash.checking.cases import CASES, PLAIN, WHOLE_BLOCKS_CASE, Case
 from sglang_dflash.checking.compare import Tolerance, tokens_named
 from sglang_dflash.checking.draft_kv import DraftKv, probe_draft_kv, requests_needed
 from sglang_dflash.checking.oracle import probe_reference
@@ -233,12 +233,7 @@ def _probe_draft_kv(plan: Plan, arm: Arm, recording: Recording, client: Client, 
     try:
         with watch.phase("Draft KV", requests_needed(plain)) as advance:
             exact = report.on.dtype == "float32"
-            report.draft_kv, asked, answers = probe_draft_kv(client, plain, plan.concurrency, exact, advance)
-        if asked:
-            continued = replace(recording, exchanges=asked)
-            result = judge_case(continued, CONTINUED_CASE, 1, answers, report.tolerance)
-            report.results.append(result)
-            report.token_texts |= _token_texts(client, tokens_named(one.difference for one in result.found))
+            report.draft_kv = probe_draft_kv(client, plain, plan.concurrency, exact, advance)
     except httpx.HTTPError as error:
         report.broken = _last_words(arm, error)
 

@@ -9,9 +9,9 @@ from sglang.srt.plugins.hook_registry import HookType
 
 
 def configure_capture(original: Any, *, model: Any, **settings: Any) -> None:
-    """Before the host sets the taps: gives the language model of a Qwen3-VL target the setter that its wrapper calls
-    (qwen3_vl.py:1688). The model captures what `layers_to_capture` lists. SGLang forgot the setter, so its own worker
-    ends here. This can go when SGLang has it.
+    """Before the host sets the taps: gives the language model of a Qwen3-VL target the setter that its wrapper calls.
+    The model captures what `layers_to_capture` lists. SGLang forgot the setter, so its own worker ends here. This can
+    go when SGLang has it.
     """
     if type(model).__name__ == "Qwen3VLForConditionalGeneration":
         model.model.set_dflash_layers_to_capture = partial(setattr, model.model, "layers_to_capture")

@@ -42,9 +42,10 @@ def refuse_unsupported(req: Any) -> str | None:
 
 
 def _complaint(req: Any) -> str | None:
-    ids = req.origin_input_ids
-    # The host checks no id, and one outside the embedding ends the scheduler. Multimodal inputs pad with such ids.
-    if ids and req.multimodal_inputs is None and not 0 <= min(ids) <= max(ids) < req.vocab_size:
+    # The host checks no id, and one outside the embedding ends the scheduler. For an image it puts such ids into
+    # `origin_input_ids`; what was asked holds image tokens there.
+    ids = req.origin_input_ids_unpadded
+    if ids and not 0 <= min(ids) <= max(ids) < req.vocab_size:
         outside = next(token for token in ids if not 0 <= token < req.vocab_size)
         return f"input_ids has {outside}, and the model's token ids are 0 to {req.vocab_size - 1}"
     params = req.sampling_params

@@ -132,7 +132,10 @@ class CapturedLayers:
         backend: Any = _TracedBackend({id(layer): place for place, layer in enumerate(self._layers)})
         context = forward_context(ForwardContext(attn_backend=backend))
         with context, fakes, torch.no_grad(), _KeepRows(), _symbolic_len(self._module):
-            return make_fx(run, decomposition_table=select_decomp_table())(weights, fake_rows, positions).graph
+            graph = make_fx(run, decomposition_table=select_decomp_table())(weights, fake_rows, positions).graph
+        if fake_rows.shape[0].node.expr.is_number:  # a size became a number: the trace holds for the example alone
+            raise ValueError(f"the model's code fixes the number of rows, to {ROWS_HINT}")
+        return graph
 
     def _compile(self, graph: torch.fx.Graph) -> None:
         places: dict[torch.fx.Node, int] = {}
@@ -210,7 +213,7 @@ class _KeepRows(TorchFunctionMode):
             folds = isinstance(shape, tuple | list) and len(shape) == 2 and isinstance(shape[0], int) and shape[0] == -1
             if folds and rows.dim() == 2 and rows.shape[1] != shape[1]:
                 return rows.unflatten(1, (-1, shape[1]))
-            if folds and rows.dim() == 4 and len(rows) == 1:  # what a recurrent layer returns
+            if folds and rows.dim() == 4 and isinstance(rows.shape[0], int) and rows.shape[0] == 1:  # recurrent layers'
                 rows = rows[0]
             if folds and rows.dim() == 3 and rows.shape[2] == shape[1]:
                 return rows
@@ -225,8 +228,9 @@ def _symbolic_len(module: torch.nn.Module) -> Iterator[None]:
     def symbolic_len(value: Any) -> Any:
         return value.shape[0] if isinstance(value, torch.Tensor) else len(value)
 
-    files = [sys.modules[name] for name in {type(part).__module__ for part in module.modules()}]
-    files = [file for file in files if not hasattr(file, "len")]
+    classes = {base for part in module.modules() for base in type(part).__mro__}
+    names = {base.__module__ for base in classes if base.__module__.startswith("sglang.srt.models.")}
+    files = [sys.modules[name] for name in names if not hasattr(sys.modules[name], "len")]
     for file in files:
         vars(file)["len"] = symbolic_len
     try:

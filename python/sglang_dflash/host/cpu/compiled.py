@@ -66,7 +66,7 @@ def _install_target(runner: Any) -> Any:
 
     module = runner.model.model
     original = module.forward
-    sees = runner.model_config.is_multimodal  # then the host gives the layers embeddings, of text, too
+    sees = getattr(runner.model, "visual", None) is not None  # then the layers get embeddings, of text, too
 
     def call(rows: torch.Tensor, positions: torch.Tensor, batch: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         out = original(None, positions, batch, rows) if sees else original(rows, positions, batch, None)
@@ -85,7 +85,8 @@ def _install_target(runner: Any) -> Any:
         """Models pass arguments by position or by name; the first four are ids, positions, batch and embeddings."""
         ids, positions, batch, *others = parameters.bind(*args, **kwargs).arguments.values()
         rows = others.pop(0) if sees and others else ids
-        if rows is None or any(other is not None for other in others) or not 0 < len(rows) <= MAX_ROWS:
+        traced = rows is not None and positions.dim() == 1 + sections and not any(other is not None for other in others)
+        if not traced or not 0 < len(rows) <= MAX_ROWS:
             return original(*args, **kwargs)
         hidden, *tapped = captured.run(rows, positions, batch)
         return (hidden, AuxHiddenStateList(tapped)) if tapped else hidden
