@@ -334,7 +334,7 @@ found["missing_after"] = hooks.missing_hooks()
 found["worker"] = SpeculativeAlgorithm.DFLASH.create_worker(None).__module__
 found["check"] = scheduler.validate_dflash_request.__wrapped__.__module__
 params = types.SimpleNamespace(beam_width=3, watermark=None, stop_token_ids=None)
-request = types.SimpleNamespace(sampling_params=params, origin_input_ids=[])
+request = types.SimpleNamespace(sampling_params=params, origin_input_ids_unpadded=[])
 found["refusal"] = scheduler.validate_dflash_request(request, True)
 try:
     SpeculativeAlgorithm.NONE.create_worker(types.SimpleNamespace())
