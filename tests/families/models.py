@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,10 @@ MROPE = {
 }
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+# Of a family's text model, served alone or in a wrapper.
+QWEN3_5 = {**GDN, "intermediate_size": 96, "rope_parameters": MROPE, "tie_word_embeddings": True}
+QWEN3_5_MOE = {**GDN, **MOE, "shared_expert_intermediate_size": 32, "rope_parameters": MROPE}
+QWEN3_VL = {"intermediate_size": 96, "rope_parameters": SECTIONS}
 
 
 # Wrappers of a text model and a vision tower. Their tokenizer has four tokens behind those of the embedded pair's.
@@ -108,19 +113,21 @@ class Family:
     sees: bool = False
 
 
+def _wrapper(
+    kind: type[PreTrainedConfig], text: dict[str, Any], vision: dict[str, Any], recurrent: bool, tied: bool = False
+) -> Family:
+    """A text model and a vision tower; `kind` is the class of their config."""
+
+    def config() -> PreTrainedConfig:
+        parts = deepcopy({"text_config": {**TEXT, **text}, "vision_config": vision})  # transformers changes them
+        return kind(**parts, tie_word_embeddings=tied, **VISION_IDS)
+
+    return Family(config, recurrent, sees=True)
+
+
 FAMILIES = {
-    "Qwen3.5": Family(
-        lambda: Qwen3_5TextConfig(
-            **COMMON, **GDN, intermediate_size=96, rope_parameters=dict(MROPE), tie_word_embeddings=True
-        ),
-        recurrent=True,
-    ),
-    "Qwen3.5 MoE": Family(
-        lambda: Qwen3_5MoeTextConfig(
-            **COMMON, **GDN, **MOE, shared_expert_intermediate_size=32, rope_parameters=dict(MROPE)
-        ),
-        recurrent=True,
-    ),
+    "Qwen3.5": Family(lambda: Qwen3_5TextConfig(**deepcopy({**COMMON, **QWEN3_5})), recurrent=True),
+    "Qwen3.5 MoE": Family(lambda: Qwen3_5MoeTextConfig(**deepcopy({**COMMON, **QWEN3_5_MOE})), recurrent=True),
     "Qwen3-Next": Family(
         lambda: Qwen3NextConfig(
             **COMMON,
@@ -133,58 +140,10 @@ FAMILIES = {
         recurrent=True,
     ),
     "Qwen3 MoE": Family(lambda: Qwen3MoeConfig(**COMMON, **MOE, intermediate_size=96), recurrent=False),
-    "Qwen3.5 wrapper": Family(
-        lambda: Qwen3_5Config(
-            text_config={
-                **TEXT,
-                **GDN,
-                "intermediate_size": 96,
-                "rope_parameters": dict(MROPE),
-                "tie_word_embeddings": True,
-            },
-            vision_config=VISION,
-            tie_word_embeddings=True,
-            **VISION_IDS,
-        ),
-        recurrent=True,
-        sees=True,
-    ),
-    "Qwen3.5 MoE wrapper": Family(
-        lambda: Qwen3_5MoeConfig(
-            text_config={
-                **TEXT,
-                **GDN,
-                **MOE,
-                "shared_expert_intermediate_size": 32,
-                "rope_parameters": dict(MROPE),
-            },
-            vision_config=VISION,
-            tie_word_embeddings=False,
-            **VISION_IDS,
-        ),
-        recurrent=True,
-        sees=True,
-    ),
-    "Qwen3-VL": Family(
-        lambda: Qwen3VLConfig(
-            text_config={**TEXT, "intermediate_size": 96, "rope_parameters": dict(SECTIONS)},
-            vision_config=DEEPSTACK,
-            tie_word_embeddings=False,
-            **VISION_IDS,
-        ),
-        recurrent=False,
-        sees=True,
-    ),
-    "Qwen3-VL MoE": Family(
-        lambda: Qwen3VLMoeConfig(
-            text_config={**TEXT, **MOE, "intermediate_size": 96, "rope_parameters": dict(SECTIONS)},
-            vision_config=DEEPSTACK,
-            tie_word_embeddings=False,
-            **VISION_IDS,
-        ),
-        recurrent=False,
-        sees=True,
-    ),
+    "Qwen3.5 wrapper": _wrapper(Qwen3_5Config, QWEN3_5, VISION, recurrent=True, tied=True),
+    "Qwen3.5 MoE wrapper": _wrapper(Qwen3_5MoeConfig, QWEN3_5_MOE, VISION, recurrent=True),
+    "Qwen3-VL": _wrapper(Qwen3VLConfig, QWEN3_VL, DEEPSTACK, recurrent=False),
+    "Qwen3-VL MoE": _wrapper(Qwen3VLMoeConfig, {**QWEN3_VL, **MOE}, DEEPSTACK, recurrent=False),
 }
 
 
