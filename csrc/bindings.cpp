@@ -5,11 +5,12 @@ TORCH_LIBRARY(sglang_dflash, m) {
   m.def("isa() -> str");
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor req_to_token, Tensor req_pool_indices, "
-      "Tensor prefix_lens, Tensor row_starts, float scaling, bool causal, int window_left, Tensor? row_mask) -> Tensor");
+      "Tensor prefix_lens, Tensor row_starts, float scaling, bool causal, int window_left, Tensor? row_mask, "
+      "Tensor? sinks=None) -> Tensor");
   m.def(
       "write_and_attend(Tensor q, Tensor k, Tensor v, Tensor slots, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor req_to_token, Tensor req_pool_indices, Tensor prefix_lens, Tensor row_starts, float scaling, "
-      "bool causal, int window_left) -> Tensor");
+      "bool causal, int window_left, Tensor? sinks=None) -> Tensor");
   m.def(
       "block_layout(Tensor bonus_ids, Tensor prefix_lens, Tensor req_pool_indices, Tensor req_to_token, "
       "int block_size, int mask_token_id) -> (Tensor, Tensor, Tensor)");

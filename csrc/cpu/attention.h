@@ -275,8 +275,15 @@ void write_rows(const Attention& a, const AttentionItem& item, const Workspace& 
   const int64_t first = a.row_starts[item.request] + item.first_row;
   for (int64_t r = 0; r < item.rows * a.groups; r++) {
     T* out = const_cast<T*>(at<T>(a.out, first + r / a.groups, item.kv_head * a.groups + r % a.groups));
-    const float sum = w.total_sums[r];
-    for (int64_t d = 0; d < a.v_dim; d++) narrow(out + d, w.total[r * w.v_dim + d] / sum);  // no key seen: 0/0, NaN
+    float sum = w.total_sums[r], weight = 1;
+    if (a.sinks) {
+      const float sink = a.sinks[item.kv_head * a.groups + r % a.groups];
+      const float top = sink > w.total_maxima[r] ? sink : w.total_maxima[r];
+      weight = exp_negative(w.total_maxima[r] - top);
+      sum = sum * weight + exp_negative(sink - top);
+    }
+    for (int64_t d = 0; d < a.v_dim; d++)
+      narrow(out + d, w.total[r * w.v_dim + d] * weight / sum);  // no key seen: 0/0, NaN
   }
 }
 

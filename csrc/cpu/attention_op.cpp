@@ -112,7 +112,8 @@ std::vector<int32_t> depths_of(const Attention& a, int64_t batch) {
 at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
                            const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
                            const at::Tensor& prefix_lens, const at::Tensor& row_starts, double scaling, bool causal,
-                           int64_t window_left, const std::optional<at::Tensor>& row_mask) {
+                           int64_t window_left, const std::optional<at::Tensor>& row_mask,
+                           const std::optional<at::Tensor>& sinks) {
   TORCH_CHECK(q.dim() == 3 && k_cache.dim() == 3 && v_cache.dim() == 3, "q, k_cache, v_cache need 3 dimensions");
   TORCH_CHECK(k_cache.scalar_type() == v_cache.scalar_type(), "k_cache is ", k_cache.scalar_type(), ", v_cache ",
               v_cache.scalar_type());
@@ -133,6 +134,11 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
   a.slots = k_cache.size(0), a.kv_heads = k_cache.size(1), a.groups = q.size(1) / k_cache.size(1);
   a.dim = q.size(2), a.v_dim = v_cache.size(2);
   a.scaling = float(scaling), a.causal = causal, a.window_left = window_left < 0 ? -1 : window_left;
+  if (sinks) {
+    TORCH_CHECK(sinks->scalar_type() == at::kFloat && sinks->is_contiguous() && sinks->numel() == q.size(1), "sinks is ",
+                sinks->scalar_type(), sinks->sizes(), "; float32 of [", q.size(1), "] is needed");
+    a.sinks = sinks->const_data_ptr<float>();
+  }
   std::vector<int32_t> depths;
   if (row_mask) {
     TORCH_CHECK(row_mask->scalar_type() == at::kBool && row_mask->dim() == 3 && row_mask->is_contiguous() &&
@@ -161,7 +167,8 @@ void write_rows(const at::Tensor& from, const int64_t* slots, const at::Tensor& 
 at::Tensor write_and_attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& slots,
                             const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& req_to_token,
                             const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
-                            const at::Tensor& row_starts, double scaling, bool causal, int64_t window_left) {
+                            const at::Tensor& row_starts, double scaling, bool causal, int64_t window_left,
+                            const std::optional<at::Tensor>& sinks) {
   TORCH_CHECK(k_cache.dim() == 3 && v_cache.dim() == 3 && k_cache.size(0) == v_cache.size(0), "shapes of k_cache ",
               k_cache.sizes(), ", v_cache ", v_cache.sizes());
   TORCH_CHECK(q.dim() == 2 || q.dim() == 3, "q has shape ", q.sizes(), "; 2 or 3 dimensions are needed");
@@ -174,7 +181,7 @@ at::Tensor write_and_attend(const at::Tensor& q, const at::Tensor& k, const at::
   write_rows(k.view({rows, heads, dim}), slot, k_cache, "k");
   write_rows(v.view({rows, v_cache.size(1), v_cache.size(2)}), slot, v_cache, "v");
   return paged_attention(q.view({rows, q_heads, dim}), k_cache, v_cache, req_to_token, req_pool_indices, prefix_lens,
-                         row_starts, scaling, causal, window_left, std::nullopt)
+                         row_starts, scaling, causal, window_left, std::nullopt, sinks)
       .view({rows, q_heads * v_cache.size(2)});
 }
 

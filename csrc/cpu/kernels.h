@@ -39,6 +39,7 @@ struct Attention {
   float scaling;
   bool causal;
   int64_t window_left;           // -1: none
+  const float* sinks;            // [Hq] or null: scores of one more key, whose value is 0
   float* partials;               // [*, partial_rows, 2 + padded Dv]: a chunk's maximum, sum and values
   int64_t partial_rows;
 };

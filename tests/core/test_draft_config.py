@@ -385,12 +385,12 @@ def test_another_hidden_size_is_refused():
     assert "equal" in sentence
 
 
-@pytest.mark.parametrize(("layers", "outside"), [([1, 31, 32], [32]), ([-1, 9], [-1]), ([33, 40], [33, 40])])
+@pytest.mark.parametrize(("layers", "outside"), [([1, 32, 33], [33]), ([-1, 9], [-1]), ([33, 40], [33, 40])])
 def test_taps_outside_the_target_are_refused(layers, outside):
-    """Fails where a tap is accepted for a missing layer, or for the last one, which the host cannot capture."""
+    """Fails where a tap is accepted for a missing layer."""
     sentence = _target_refusal(_config(dflash={"target_layer_ids": layers}), num_layers=33)
     assert f"target_layer_ids has {outside}" in sentence
-    assert "0 to 31 of the target's 33" in sentence
+    assert "0 to 32 of the target's 33" in sentence
 
 
 def test_a_mask_outside_the_vocabulary_is_refused():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from arms import PLAIN, POOL, SPECULATE
-from transformers import FalconH1Config, PretrainedConfig, Qwen2_5_VLConfig, Qwen3_5TextConfig
+from transformers import FalconH1Config, PretrainedConfig, Qwen3_5TextConfig
 
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Server, ServerError, held_out_prompts
@@ -43,7 +43,6 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
     def target(name: str, config: PretrainedConfig) -> str:
         """A folder with a config and no weights."""
         architectures = {
-            "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
             "qwen3_5_text": "Qwen3_5ForCausalLM",
             "falcon_h1": "FalconH1ForCausalLM",
         }
@@ -77,7 +76,6 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         ),
         "memory of ranks": (speculate(good, "--tp-size", "2"), ["2 ranks", "--max-total-tokens"]),
         "memory of replicas": (speculate(good, "--dp-size", "2"), ["2 ranks", "--max-total-tokens"]),
-        "images": (speculate(good, "--model-path", target("i", Qwen2_5_VLConfig())), ["reads more than text"]),
         "recurrent": (speculate(good, "--model-path", target("n", FalconH1Config(**shape))), ["no CPU implementation"]),
         "states": (
             speculate(good, "--model-path", gated_delta, "--max-running-requests", "400000"),

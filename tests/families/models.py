@@ -16,7 +16,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Gemma4AudioFeatureExtractor,
+    Gemma4Config,
+    Gemma4ImageProcessor,
+    Gemma4Processor,
+    Gemma4VideoProcessor,
+    Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MiniMaxM2Config,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen2VLImageProcessor,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
@@ -50,6 +60,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1790,
     "pad_token_id": 1788,
 }
+NO_HEAD_DIM = {key: value for key, value in COMMON.items() if key != "head_dim"}
 GDN: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "full_attention_interval": 2,  # the same for SGLang, which does not read layer_types
@@ -71,6 +82,34 @@ MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermed
 QWEN3_5 = {**GDN, "intermediate_size": 96, "rope_parameters": MROPE, "tie_word_embeddings": True}
 QWEN3_5_MOE = {**GDN, **MOE, "shared_expert_intermediate_size": 32, "rope_parameters": MROPE}
 QWEN3_VL = {"intermediate_size": 96, "rope_parameters": SECTIONS}
+SLIDING: dict[str, Any] = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA_4: dict[str, Any] = {
+    **SLIDING,
+    "intermediate_size": 96,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 1856,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+GEMMA_4_MOE: dict[str, Any] = {
+    **GEMMA_4,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 
 
 # Wrappers of a text model and a vision tower. Their tokenizer has four tokens behind those of the embedded pair's.
@@ -90,6 +129,28 @@ VISION: dict[str, Any] = {
     "deepstack_visual_indexes": [],
 }
 DEEPSTACK = {**VISION, "depth": 3, "deepstack_visual_indexes": [0, 1, 2]}  # Qwen3-VL MoE has three in SGLang
+GEMMA_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 8,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 64,
+}
+# The same places as Qwen's tokens; SGLang reads `eoa_token_id`, as published configs name it.
+GEMMA_TOKENS = ("<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio>", "<audio|>", "<|audio|>")
+GEMMA_IDS = {
+    "boi_token_id": VISION_START,
+    "eoi_token_id": VISION_END,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "boa_token_id": 1796,
+    "eoa_token_id": 1797,
+    "audio_token_id": 1798,
+}
 VISION_IDS = {
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
@@ -106,21 +167,34 @@ class Family:
         config: of its tiny target.
         recurrent: whether it keeps recurrent state.
         sees: whether it reads images.
+        taps: layers that its draft reads.
     """
 
     config: Callable[[], PreTrainedConfig]
     recurrent: bool
     sees: bool = False
+    taps: tuple[int, ...] = (0, 2)
+
+    @property
+    def experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        text = self.config().get_text_config()
+        return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _wrapper(
-    kind: type[PreTrainedConfig], text: dict[str, Any], vision: dict[str, Any], recurrent: bool, tied: bool = False
+    kind: type[PreTrainedConfig],
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    recurrent: bool,
+    tied: bool = False,
+    **ids: int,
 ) -> Family:
-    """A text model and a vision tower; `kind` is the class of their config."""
+    """A text model and a vision tower; `kind` is the class of their config, `ids` those of its tokens."""
 
     def config() -> PreTrainedConfig:
         parts = deepcopy({"text_config": {**TEXT, **text}, "vision_config": vision})  # transformers changes them
-        return kind(**parts, tie_word_embeddings=tied, **VISION_IDS)
+        return kind(**parts, tie_word_embeddings=tied, **(ids or VISION_IDS))
 
     return Family(config, recurrent, sees=True)
 
@@ -139,9 +213,52 @@ FAMILIES = {
         ),
         recurrent=True,
     ),
+    "Qwen2": Family(lambda: Qwen2Config(**NO_HEAD_DIM, intermediate_size=96), recurrent=False),
+    "GLM-4": Family(lambda: Glm4Config(**COMMON, intermediate_size=96), recurrent=False),
+    "GLM-4 MoE": Family(
+        lambda: Glm4MoeConfig(
+            **COMMON,
+            intermediate_size=96,
+            moe_intermediate_size=48,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            use_qk_norm=True,
+            routed_scaling_factor=1.5,
+        ),
+        recurrent=False,
+    ),
+    # Its draft reads the last layer, as NVIDIA's drafts do.
+    "MiniMax-M2": Family(
+        lambda: MiniMaxM2Config(
+            **COMMON,
+            intermediate_size=48,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            rotary_dim=16,
+            use_qk_norm=True,
+            use_routing_bias=True,
+            scoring_func="sigmoid",
+        ),
+        recurrent=False,
+        taps=(0, 3),
+    ),
+    "gpt-oss": Family(
+        lambda: GptOssConfig(
+            **COMMON,
+            **SLIDING,
+            intermediate_size=64,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            rope_parameters=dict(YARN),
+        ),
+        recurrent=False,
+    ),
     "Qwen3 MoE": Family(lambda: Qwen3MoeConfig(**COMMON, **MOE, intermediate_size=96), recurrent=False),
     "Qwen3.5 wrapper": _wrapper(Qwen3_5Config, QWEN3_5, VISION, recurrent=True, tied=True),
     "Qwen3.5 MoE wrapper": _wrapper(Qwen3_5MoeConfig, QWEN3_5_MOE, VISION, recurrent=True),
+    # The last two layers read the keys and values of the two before them.
+    "Gemma 4": _wrapper(Gemma4Config, {**GEMMA_4, "num_kv_shared_layers": 2}, GEMMA_VISION, False, True, **GEMMA_IDS),
+    "Gemma 4 MoE": _wrapper(Gemma4Config, GEMMA_4_MOE, GEMMA_VISION, False, True, **GEMMA_IDS),
     "Qwen3-VL": _wrapper(Qwen3VLConfig, QWEN3_VL, DEEPSTACK, recurrent=False),
     "Qwen3-VL MoE": _wrapper(Qwen3VLMoeConfig, {**QWEN3_VL, **MOE}, DEEPSTACK, recurrent=False),
 }
@@ -153,14 +270,19 @@ def make_target(family: str, folder: Path) -> Path:
     sees = FAMILIES[family].sees
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model = kind.from_config(FAMILIES[family].config()).float()
-    for weight in model.parameters():
-        if weight.dim() >= 2:
+    for name, weight in model.named_parameters():
+        if weight.dim() >= 2 or name.endswith((".bias", "_bias")):
             torch.nn.init.normal_(weight, std=SCALE)
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(weight)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):  # of Gemma 4
+            buffer.uniform_(0.5, 1.0)
     model.save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy2(TINY_TARGET / name, folder / name)
     if sees:
-        _save_processor(folder)
+        (_save_gemma_processor if family.startswith("Gemma") else _save_processor)(folder)
     if family == "Qwen3-VL MoE":
         _transpose_experts(folder / "model.safetensors")
     return folder
@@ -176,6 +298,18 @@ def _save_processor(folder: Path) -> None:
     Qwen3VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(folder)
 
 
+def _save_gemma_processor(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(GEMMA_TOKENS)})
+    names = ("boi_token", "eoi_token", "image_token", "video_token", "boa_token", "eoa_token", "audio_token")
+    tokenizer.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=dict(zip(names, GEMMA_TOKENS, strict=True)))
+    sizes = {"patch_size": 8, "max_soft_tokens": 70, "pooling_kernel_size": 2}
+    images, videos = Gemma4ImageProcessor(**sizes), Gemma4VideoProcessor(**sizes)
+    parts = (Gemma4AudioFeatureExtractor(), images, tokenizer, videos)
+    Gemma4Processor(*parts, chat_template=tokenizer.chat_template).save_pretrained(folder)
+
+
 def _transpose_experts(checkpoint: Path) -> None:
     """Published checkpoints of Qwen3-VL MoE hold [E, in, out], and SGLang reads no other; transformers writes the
     transpose."""
@@ -184,7 +318,7 @@ def _transpose_experts(checkpoint: Path) -> None:
     save_file(turned, checkpoint, metadata={"format": "pt"})
 
 
-def make_draft(target: Path, folder: Path) -> Path:
+def make_draft(family: str, target: Path, folder: Path) -> Path:
     """Writes a random draft for the target: one sliding and one full layer, so that both kinds run."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     text = AutoConfig.from_pretrained(target).get_text_config()
@@ -194,7 +328,7 @@ def make_draft(target: Path, folder: Path) -> Path:
         output=str(folder),
         layers=2,
         block_size=BLOCK_SIZE,
-        taps=(0, 2),
+        taps=FAMILIES[family].taps,
         sliding_window=64,
         sliding_layers=1,
     )

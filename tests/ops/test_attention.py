@@ -158,6 +158,26 @@ def test_every_layout_and_view(name, causal, window_left, dtype):
     _check(LAYOUTS[name], 4, 2, (24, 24), causal, window_left, dtype)
 
 
+@DTYPES
+@pytest.mark.parametrize(("causal", "window_left"), [(True, None), (True, 5), (False, None)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sinks(name, causal, window_left, dtype):
+    """Fails where a head gets another head's sink, in a decode, a verified block or a prompt."""
+    layout = LAYOUTS[name]
+    torch.manual_seed(5)
+    pool = _pool(layout, 2, 24, 24, dtype, 0)
+    q = torch.randn(sum(layout.row_lens), 4, 24).to(dtype)
+    sinks = torch.tensor([-3.0, 0.0, 1.5, 4.0]).to(dtype)
+    rows = PagedRows.gather(pool.req_to_token, pool.rows_of_batch, layout.prefix_lens, layout.row_lens)
+    out = paged_attention(q, pool.k, pool.v, rows, 0.2, causal, window_left, sinks=sinks).split(layout.row_lens)
+    requests = zip(pool.rows_of_batch.tolist(), layout.prefix_lens, layout.row_lens, strict=True)
+    for (row, prefix, count), own, got in zip(requests, q.split(layout.row_lens), out, strict=True):
+        slots = pool.req_to_token[row, : prefix + count].long()
+        expected = attention_rows(own, pool.k[slots], pool.v[slots], prefix, 0.2, causal, window_left, sinks=sinks)
+        allowed = 1e-5 if dtype == torch.float32 else 0.03
+        assert torch.allclose(got.float(), expected.float(), atol=allowed), (got - expected).abs().max()
+
+
 @pytest.mark.parametrize(("causal", "window_left"), [(True, None), (False, 700)])
 def test_a_long_extend_in_chunks_of_the_real_size(monkeypatch, causal, window_left):
     """Fails where chunks of the size used outside these tests give another result."""

@@ -70,19 +70,23 @@ def make(
     return Case(q, k.to(kv_dtype), v.to(kv_dtype), rows)
 
 
-def run(case: Case, *view, row_mask: torch.Tensor | None = None) -> torch.Tensor:
-    return native_attention(case.q, case.k_cache, case.v_cache, case.rows, case.scaling, *view, row_mask)
+def run(case: Case, *view, **options) -> torch.Tensor:
+    return native_attention(case.q, case.k_cache, case.v_cache, case.rows, case.scaling, *view, **options)
 
 
-def refer(case: Case, *view, row_mask: torch.Tensor | None = None) -> torch.Tensor:
+def refer(case: Case, *view, **options) -> torch.Tensor:
     r = case.rows
     tables = (r.req_to_token, r.req_pool_indices, r.prefix_lens, r.row_starts)
-    return reference.paged_attention(
-        case.q, case.k_cache, case.v_cache, *tables, case.scaling, *view, row_mask=row_mask
-    )
+    return reference.paged_attention(case.q, case.k_cache, case.v_cache, *tables, case.scaling, *view, **options)
 
 
-def exact(case: Case, causal: bool, window_left: int | None, row_mask: torch.Tensor | None = None) -> torch.Tensor:
+def exact(
+    case: Case,
+    causal: bool,
+    window_left: int | None,
+    row_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """[T, Hq, Dv] float64, from the definition."""
     r, out = case.rows, []
     groups = case.q.shape[1] // case.k_cache.shape[1]
@@ -102,18 +106,21 @@ def exact(case: Case, causal: bool, window_left: int | None, row_mask: torch.Ten
             i, j = prefix + depth[:, None], torch.cat((torch.arange(prefix), prefix + depth))[None]
         if window_left is not None:
             visible = visible & (i - j <= window_left)
-        out.append(torch.einsum("hts,shd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v))
+        beside = torch.full((len(scores),), -torch.inf) if sinks is None else sinks
+        scores = scores.masked_fill(~visible, -torch.inf)
+        weights = torch.cat((scores, beside.double()[:, None, None].expand(-1, count, 1)), -1).softmax(-1)
+        out.append(torch.einsum("hts,shd->thd", weights[..., : prefix + count], v))
     return torch.cat(out) if out else torch.empty(0, case.q.shape[1], case.v_cache.shape[2], dtype=torch.float64)
 
 
-def check(case: Case, causal: bool, window_left: int | None, row_mask: torch.Tensor | None = None) -> None:
-    got = run(case, causal, window_left, row_mask=row_mask)
+def check(case: Case, causal: bool, window_left: int | None, **options: torch.Tensor) -> None:
+    got = run(case, causal, window_left, **options)
     assert got.shape == (*case.q.shape[:2], case.v_cache.shape[2])
     assert got.dtype == case.q.dtype
     if not got.numel():
         return
-    truth = exact(case, causal, window_left, row_mask)
-    expected = refer(case, causal, window_left, row_mask=row_mask)
+    truth = exact(case, causal, window_left, **options)
+    expected = refer(case, causal, window_left, **options)
     rounding = torch.finfo(case.q.dtype).eps * truth.abs().max()
     rounding += torch.finfo(torch.float32).eps * case.v_cache.nan_to_num().abs().max()
     allowed = 2 * (expected.double() - truth).abs().max() + rounding
@@ -138,6 +145,18 @@ def check(case: Case, causal: bool, window_left: int | None, row_mask: torch.Ten
 def test_every_layout_and_view(prefix_lens, row_lens, causal, window_left, dtype):
     """Fails where a row sees a key it must not see, misses one, or reads a slot that is not its request's."""
     check(make(prefix_lens, row_lens, (4, 2), (24, 24), dtype), causal, window_left)
+
+
+@DTYPES
+@pytest.mark.parametrize(("causal", "window_left"), [(True, None), (True, 3), (False, None)])
+def test_sinks(causal, window_left, dtype):
+    """Fails where a head gets another head's sink, where a sink is scaled, and where it is left out of a row that is
+    computed in chunks. The sinks are far below, among and far above the other scores."""
+    sinks = torch.tensor([-60.0, -1.0, 2.5, 60.0, 0.0, 9.0])
+    for prefixes, rows in (([0, 7, 600], [1, 1, 1]), ([3, 300], [8, 8]), ([0, 40], [37, 5])):
+        check(make(prefixes, rows, (6, 2), (24, 40), dtype), causal, window_left, sinks=sinks)
+    with pytest.raises(RuntimeError, match="sinks is Float\\[5\\]"):
+        run(make([4], [1], (6, 2), (24, 24), dtype), True, None, sinks=sinks[:5])
 
 
 @DTYPES
@@ -167,7 +186,7 @@ def test_fuzzed_shapes(data):
         width = max(row_lens) + data.draw(st.integers(0, 2))
         mask = tree_mask(len(row_lens), width, data.draw(st.integers(0, 9)))
     with threads(data.draw(st.sampled_from([1, 3]))):
-        check(case, data.draw(st.booleans()), window, mask)
+        check(case, data.draw(st.booleans()), window, row_mask=mask)
 
 
 def tree_mask(batch: int, width: int, seed: int) -> torch.Tensor:
@@ -195,7 +214,7 @@ def test_a_chain_as_a_row_mask_is_causal(window_left, dtype):
 def test_trees(window_left, dtype):
     """Fails where a row sees another branch than its own, or a window counts rows instead of depths."""
     case = make([300, 0, 17], [16, 16, 16], (4, 2), (32, 32), dtype)
-    check(case, True, window_left, tree_mask(3, 16, 0))
+    check(case, True, window_left, row_mask=tree_mask(3, 16, 0))
 
 
 def test_what_a_row_does_not_see_changes_no_bit():

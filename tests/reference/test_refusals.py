@@ -43,7 +43,7 @@ def test_target_with_another_attention():
     ("dflash", "options", "expected"),
     [
         ({}, {"hidden_size": 32}, ["hidden_size is 32", "target's is 64"]),
-        ({"target_layer_ids": [0, TARGET_LAYERS - 1]}, {}, ["target_layer_ids has [3]", "0 to 2"]),
+        ({"target_layer_ids": [0, TARGET_LAYERS]}, {}, ["target_layer_ids has [4]", "0 to 3"]),
         ({"mask_token_id": VOCABULARY}, {}, ["mask_token_id is 5", "5 token ids"]),
     ],
     ids=["hidden-size", "taps", "mask"],

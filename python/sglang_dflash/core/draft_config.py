@@ -100,11 +100,10 @@ class DraftConfig:
                 f"The draft's hidden_size is {self.hidden_size} and the target's is {hidden_size}: "
                 "they must be equal, because the draft uses the target's embedding and head."
             )
-        # The host cannot capture the last layer's output: it exists only after the norm (`hidden_states[-1]`).
-        outside = [layer for layer in self.target_layer_ids if not 0 <= layer < num_layers - 1]
+        outside = [layer for layer in self.target_layer_ids if not 0 <= layer < num_layers]
         if outside:
             raise ValueError(
-                f"dflash_config.target_layer_ids has {outside}, but a draft can read only layers 0 to {num_layers - 2} "
+                f"dflash_config.target_layer_ids has {outside}, but a draft can read only layers 0 to {num_layers - 1} "
                 f"of the target's {num_layers}."
             )
         if self.mask_token_id is None or self.mask_token_id >= vocab_size:

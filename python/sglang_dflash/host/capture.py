@@ -3,19 +3,86 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
+from sglang.srt.model_loader.utils import resolve_language_model
 from sglang.srt.plugins.hook_registry import HookType
 
 
-def configure_capture(original: Any, *, model: Any, **settings: Any) -> None:
-    """Before the host sets the taps: gives the language model of a Qwen3-VL target the setter that its wrapper calls.
-    The model captures what `layers_to_capture` lists. SGLang forgot the setter, so its own worker ends here. This can
-    go when SGLang has it.
+def configure_capture(
+    original: Any, *, model: Any, dflash_use_aux_hidden_state: bool, dflash_target_layer_ids: Any, **settings: Any
+) -> None:
+    """Before the host sets the taps: completes the target's class. Each part can go when SGLang has it.
+
+    - Most classes that EAGLE3 can use have its setter alone. It takes the same layer numbers.
+    - Qwen3-VL's wrapper calls a setter that its language model lacks; what the model captures is `layers_to_capture`.
+    - Gemma 4 adds 1 to a forward's positions in place, and we write the draft's KV for the same positions after it.
+    - No loop over the layers reaches the last layer's output: see `_LastTap`.
     """
-    if type(model).__name__ == "Qwen3VLForConditionalGeneration":
-        model.model.set_dflash_layers_to_capture = partial(setattr, model.model, "layers_to_capture")
-    original(model=model, **settings)
+    if dflash_use_aux_hidden_state and not settings["is_dspark"]:
+        kind, inner = type(model).__name__, resolve_language_model(model)
+        inner = getattr(inner, "model", inner)  # of a wrapper: its language model has a head, too
+        if not hasattr(model, "set_dflash_layers_to_capture") and hasattr(model, "set_eagle3_layers_to_capture"):
+            model.set_dflash_layers_to_capture = model.set_eagle3_layers_to_capture
+        if kind == "Qwen3VLForConditionalGeneration":
+            inner.set_dflash_layers_to_capture = partial(setattr, inner, "layers_to_capture")
+        if kind.startswith("Gemma4"):
+            envs.SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION.set(True)
+        if max(dflash_target_layer_ids) == len(inner.layers) - 1:
+            _LastTap.install(inner, len(dflash_target_layer_ids))
+    original(
+        model=model,
+        dflash_use_aux_hidden_state=dflash_use_aux_hidden_state,
+        dflash_target_layer_ids=dflash_target_layer_ids,
+        **settings,
+    )
+
+
+class _LastTap:
+    """Captures the last layer's output, which exists only where the final norm reads it, as the last tap."""
+
+    by_norm: ClassVar[dict[torch.nn.Module, _LastTap]] = {}
+
+    def __init__(self, forward: Any, taps: int) -> None:
+        self._forward = forward
+        self._taps = taps
+        self._output: torch.Tensor | None = None
+
+    @classmethod
+    def install(cls, inner: Any, taps: int) -> None:
+        """inner: the module that runs the layers; its forward returns hidden states, or those and the taps."""
+        cls.by_norm[inner.norm] = tap = cls(inner.forward, taps)
+        inner.forward = tap.forward
+
+    def capture(self, hidden: torch.Tensor) -> None:
+        """hidden: [T, H], borrowed."""
+        self._output = hidden.clone()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._forward(*args, **kwargs)
+        hidden, tapped = out if isinstance(out, tuple) else (out, AuxHiddenStateList())
+        if len(tapped) < self._taps:  # some classes capture it themselves
+            assert self._output is not None, "the final norm was not called"
+            tapped.append(self._output)
+        self._output = None
+        return hidden, tapped
+
+
+def final_norm(original: Any, hidden: Any, forward_batch: Any, norm: Any, capture: Any = None, **settings: Any) -> Any:
+    """Gives the residual that the final norm reads to the norm's `_LastTap`."""
+    tap = _LastTap.by_norm.get(norm)
+    if tap is not None and capture is None:
+        capture = tap.capture
+    return original(hidden, forward_batch, norm, capture, **settings)
+
+
+def get_input_embeddings(original: Any, model: Any, input_ids: torch.Tensor | None = None) -> Any:
+    """MiniMax-M2's method only looks ids up. Without ids, as the classes of other models take it, this one returns the
+    embedding itself."""
+    return model.model.embed_tokens if input_ids is None else original(model, input_ids)
 
 
 HOOKS: dict[str, tuple[Any, HookType]] = {
@@ -23,5 +90,7 @@ HOOKS: dict[str, tuple[Any, HookType]] = {
         configure_capture,
         HookType.AROUND,
     ),
+    "sglang.srt.layers.layer_boundary.residual.batch.final_norm": (final_norm, HookType.AROUND),
+    "sglang.srt.models.minimax_m2.MiniMaxM2ForCausalLM.get_input_embeddings": (get_input_embeddings, HookType.AROUND),
 }
 """Hook target -> (our function, how it is applied)."""

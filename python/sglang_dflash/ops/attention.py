@@ -122,6 +122,7 @@ def paged_attention(
     scaling: float,
     causal: bool,
     window_left: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of every request's rows over its own KV; specification: `reference.attention_rows`.
 
@@ -129,24 +130,24 @@ def paged_attention(
         q: [T, Hq, D], the requests' rows one after the other.
         k_cache, v_cache: [slots, Hkv, D and Dv]; the rows' own KV is already in them.
         rows: built for this forward.
-        causal, window_left: see `reference.attention_rows`.
+        causal, window_left, sinks: see `reference.attention_rows`.
 
     Returns:
         [T, Hq, Dv] in `q`'s dtype.
     """
     if rows.batched:
-        return _folded(q, k_cache, v_cache, rows, -1, scaling, causal, window_left)
+        return _folded(q, k_cache, v_cache, rows, -1, scaling, causal, window_left, sinks)
     out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
     start = 0
     for index, (prefix, count) in enumerate(zip(rows.prefix_lens, rows.row_lens, strict=True)):
         own = q[start : start + count]
         if count <= FOLDED_ROWS:
-            result = _folded(own, k_cache, v_cache, rows, index, scaling, causal, window_left)
+            result = _folded(own, k_cache, v_cache, rows, index, scaling, causal, window_left, sinks)
         else:
             slots = rows.slots[index, : prefix + count]
             k = rows.scratch.gather("k", k_cache, slots).to(q.dtype)  # [S, Hkv, D]
             v = rows.scratch.gather("v", v_cache, slots).to(q.dtype)
-            result = _one_extend(own, k, v, prefix, scaling, causal, window_left)
+            result = _one_extend(own, k, v, prefix, scaling, causal, window_left, sinks)
         out[start : start + count] = result
         start += count
     return out
@@ -161,6 +162,7 @@ def _folded(
     scaling: float,
     causal: bool,
     window_left: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """One SDPA call for request `index`, or for all requests (-1).
 
@@ -176,10 +178,12 @@ def _folded(
     flat = slots.reshape(-1)
     k = rows.scratch.gather("k", k_cache, flat).view(batch, longest, kv_heads, -1)
     v = rows.scratch.gather("v", v_cache, flat).view(batch, longest, kv_heads, -1)
+    k, v = k.to(q.dtype).transpose(1, 2), v.to(q.dtype).transpose(1, 2)
     mask = rows.folded_mask(index, causal, window_left, groups)
-    out = F.scaled_dot_product_attention(
-        folded, k.to(q.dtype).transpose(1, 2), v.to(q.dtype).transpose(1, 2), attn_mask=mask, scale=scaling
-    )
+    if sinks is not None:
+        scores = sinks.view(kv_heads, groups, 1).expand(-1, -1, width).reshape(1, kv_heads, groups * width, 1)
+        k, v, mask = _with_sink(k, v, mask, scores.to(q.dtype))
+    out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling)
     out = out.view(batch, kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4)  # [B, W, Hkv, G, Dv]
     return out.reshape(batch * width, kv_heads * groups, -1)
 
@@ -192,6 +196,7 @@ def _one_extend(
     scaling: float,
     causal: bool,
     window_left: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     grouped = q.shape[1] != k.shape[1]
     k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, Hkv, S, D]
@@ -201,13 +206,17 @@ def _one_extend(
         begin = prefix + first
         end = begin + len(chunk) if causal else k.shape[2]
         start = 0 if window_left is None else max(0, begin - window_left)
-        square = causal and window_left is None and begin == 0
+        square = causal and window_left is None and begin == 0 and sinks is None
         mask = None if square else visible_keys(len(chunk), begin - start, end - start, causal, window_left, q.device)
+        keys, values = k[:, :, start:end], v[:, :, start:end]
+        if sinks is not None:
+            scores = sinks.view(1, -1, 1, 1).expand(-1, -1, len(chunk), -1)
+            keys, values, mask = _with_sink(keys, values, mask, scores.to(q.dtype))
         chunks.append(
             F.scaled_dot_product_attention(
                 chunk.transpose(0, 1)[None],
-                k[:, :, start:end],
-                v[:, :, start:end],
+                keys,
+                values,
                 attn_mask=mask,
                 is_causal=square,
                 scale=scaling,
@@ -215,3 +224,20 @@ def _one_extend(
             )[0].transpose(0, 1)
         )
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+
+def _with_sink(
+    k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Adds one key of zeros, with a value of zeros; the mask, which SDPA adds to the scores, gives it its score.
+
+    Args:
+        k, v: [B, Hkv, S, D and Dv].
+        mask: bool, broadcastable to [B, H, R, S]; None: every row sees every key.
+        scores: [1, H, R, 1]; the sink's.
+    """
+    seen = torch.zeros((), dtype=scores.dtype).expand(len(k), *scores.shape[1:3], k.shape[2])
+    if mask is not None:
+        seen = seen.masked_fill(~mask, -torch.inf)
+    added = torch.cat((seen, scores.expand(len(k), -1, -1, -1)), -1)
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), added

@@ -71,6 +71,7 @@ def native_attention(
     causal: bool,
     window_left: int | None = None,
     row_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`reference.paged_attention` in one native call that reads the pages in place.
 
@@ -86,6 +87,7 @@ def native_attention(
         causal,
         -1 if window_left is None else window_left,
         row_mask,
+        None if sinks is None else sinks.float(),
     )
     return out
 
@@ -101,6 +103,7 @@ def native_write_and_attend(
     scaling: float,
     causal: bool,
     window_left: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`reference.write_and_attend` in one native call."""
     out: torch.Tensor = torch.ops.sglang_dflash.write_and_attend.default(
@@ -114,6 +117,7 @@ def native_write_and_attend(
         scaling,
         causal,
         -1 if window_left is None else window_left,
+        None if sinks is None else sinks.float(),
     )
     return out
 
@@ -126,7 +130,7 @@ class Attention:
         lay_out: called once per forward with (req_to_token, req_pool_indices, prefix_lens, row_lens), the last two
             lists. Returns `rows`.
         lay_out_uniform: the same if all requests have `width` rows: (..., prefix_lens [B] int, width).
-        attend: called per layer with (q, k_cache, v_cache, rows, scaling, causal, window_left).
+        attend: called per layer with (q, k_cache, v_cache, rows, scaling, causal, window_left), and `sinks` by name.
         write_and_attend: `reference.write_and_attend` with `rows` in place of its tables; None if attention has no
             such body, and the caller writes and attends in two calls.
     """

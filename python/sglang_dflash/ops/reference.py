@@ -263,6 +263,7 @@ def paged_attention(
     causal: bool,
     window_left: int | None = None,
     row_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention_rows` of every request over its paged KV.
 
@@ -274,6 +275,7 @@ def paged_attention(
         prefix_lens: [B] int64; tokens before a request's first row.
         row_starts: [B + 1] int64, from 0 to T; request b has the rows `row_starts[b] : row_starts[b + 1]` of `q`.
         row_mask: [B, W, W] bool with W >= any request's rows, or None; see `attention_rows`.
+        sinks: [Hq] or None; see `attention_rows`.
 
     Returns:
         [T, Hq, Dv] in `q`'s dtype.
@@ -285,7 +287,8 @@ def paged_attention(
         count = rows.stop - rows.start
         slots = req_to_token[row, : prefix + count].long()
         mask = None if row_mask is None else row_mask[index, :count, :count]
-        out[rows] = attention_rows(q[rows], k_cache[slots], v_cache[slots], prefix, scaling, causal, window_left, mask)
+        kv = (k_cache[slots], v_cache[slots])
+        out[rows] = attention_rows(q[rows], *kv, prefix, scaling, causal, window_left, mask, sinks)
     return out
 
 
@@ -303,6 +306,7 @@ def write_and_attend(
     scaling: float,
     causal: bool,
     window_left: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """An attention layer's work: writes the rows' own keys and values to their slots, then calls `paged_attention`.
 
@@ -319,7 +323,7 @@ def write_and_attend(
     q = q.flatten(1)
     q = q.reshape(len(q), q.shape[1] // k_cache.shape[2], k_cache.shape[2])
     rows = (req_to_token, req_pool_indices, prefix_lens, row_starts)
-    return paged_attention(q, k_cache, v_cache, *rows, scaling, causal, window_left).flatten(1)
+    return paged_attention(q, k_cache, v_cache, *rows, scaling, causal, window_left, sinks=sinks).flatten(1)
 
 
 def attention_rows(
@@ -331,6 +335,7 @@ def attention_rows(
     causal: bool,
     window_left: int | None,
     row_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Grouped-query attention of one request's rows over its prefix and its own rows, in float32.
 
@@ -341,6 +346,8 @@ def attention_rows(
     Args:
         q: [T, Hq, D]; k, v: [prefix_len + T, Hkv, D and Dv], Hq a multiple of Hkv.
         row_mask: [T, T] bool; the rows of its block that each row sees. It replaces `causal`; see `masked_keys`.
+        sinks: [Hq] or None; for each head the score of one more key, which every row sees and whose value is 0. Its
+            score is not scaled (gpt-oss).
 
     Returns:
         [T, Hq, Dv] in `q`'s dtype.
@@ -355,7 +362,10 @@ def attention_rows(
         visible = masked_keys(row_mask, prefix_len, window_left)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.einsum("hts,shd->thd", scores.softmax(-1), values).to(q.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, len(q), 1)), -1)
+    weights = scores.softmax(-1)[..., : len(k)]
+    return torch.einsum("hts,shd->thd", weights, values).to(q.dtype)
 
 
 def visible_keys(

@@ -15,7 +15,18 @@ from sglang_dflash.reference.position_cache import PositionCache
 from sglang_dflash.reference.recurrent import RecurrentCache
 from sglang_dflash.reference.target import FeatureTaps, end_token_ids, text_config
 
-TARGETS = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+TARGETS = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "glm4",
+    "glm4_moe",
+    "minimax_m2",
+)
 RECURRENT = "linear_attention"  # the kind of layers that keep a state instead of keys and values
 PREFILL_ROWS = 2048
 _GREEDY_BELOW = 1e-5

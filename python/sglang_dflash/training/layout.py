@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ def new_config(target: Any, options: TrainOptions, mask_token_id: int) -> DFlash
     Raises:
         ValueError: the taps do not fit the target.
     """
+    if getattr(target, "per_layer_config", None):  # Gemma 4: its full layers have other heads; most layers' are taken
+        target = deepcopy(target)
+        target.allow_global_per_layer_attribute_access = True
     count = options.num_taps or options.layers
     taps = options.taps or build_target_layer_ids(target.num_hidden_layers, count)
     if len(set(taps)) < count and options.taps is None:

@@ -61,6 +61,7 @@ def _replay(*_: Any) -> None:
     import torch
 
     from sglang_dflash.host.draft_runner import DraftRunner
+    from sglang_dflash.host.worker import DFlashWorker
 
     answers = Answers(Path(os.environ[ANSWERS]))
     propose = DraftRunner.propose
@@ -75,3 +76,13 @@ def _replay(*_: Any) -> None:
         return torch.tensor(drafts, dtype=own.dtype, device=own.device).view(own.shape)
 
     DraftRunner.propose = replayed
+    verify = DFlashWorker._verify
+
+    def verified(worker: Any, plan: Any, *rest: Any) -> Any:
+        before = plan.positions.clone()
+        out = verify(worker, plan, *rest)
+        # A replayed draft is accepted with KV at wrong positions, too.
+        assert torch.equal(plan.positions, before), "the target's forward has changed the positions of its rows"
+        return out
+
+    DFlashWorker._verify = verified

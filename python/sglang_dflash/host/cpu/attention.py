@@ -25,10 +25,6 @@ class CpuAttentionBackend(AttentionBackend):
                 "The CPU attention backend serves decoder-only targets with ordinary keys and values; "
                 f"{model_runner.model_config.hf_config.architectures} uses MLA or cross attention."
             )
-        if isinstance(model_runner.token_to_kv_pool, SWAKVPool):
-            raise ValueError(
-                "The CPU attention backend reads one KV pool; start the server with --disable-hybrid-swa-memory."
-            )
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._attention = ops.choose_attention("cpu", model_runner.dtype, self.token_to_kv_pool.dtype)
@@ -39,27 +35,37 @@ class CpuAttentionBackend(AttentionBackend):
                 raise ValueError(
                     f"--enable-deterministic-inference on the CPU needs keys and values of one size, not {head_dims}."
                 )
-        pool = self.token_to_kv_pool
-        # Beside layers with recurrent state, the pool numbers its layers by itself and keeps an ordinary one inside.
-        inner = pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool
-        plain = _holds_plain_rows(inner, model_runner.dtype)
+        plain = all(_holds_plain_rows(pool, model_runner.dtype) for pool in _inner_pools(self.token_to_kv_pool))
         self._write_and_attend = self._attention.write_and_attend if plain else None
         self._views: dict[RadixAttention, tuple[float, bool, int | None]] = {}
+        # Layers with a window may have a smaller pool of their own: the same tokens have other slots in it.
+        windows = self.token_to_kv_pool if type(self.token_to_kv_pool) is SWAKVPool else None
+        self._in_window_pool = () if windows is None else {i for i, (_, own) in windows.layers_mapping.items() if own}
         self._rows: Any = None  # layout of the last prepared forward
+        self._window_rows: Any = None  # the same over the windows' pool
+        self._window_slots: torch.Tensor | None = None  # [T] int64; where the forward's rows are written there
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """The host's `seq_lens` include the new token in a decode, but do not include the block in a verify."""
-        mode, table = forward_batch.forward_mode, self.req_to_token_pool.req_to_token
-        requests = forward_batch.req_pool_indices
+        table, requests = self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
+        self._rows = self._lay_out(table, requests, forward_batch)
+        if self._in_window_pool:
+            translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
+            self._window_slots = translate(forward_batch.out_cache_loc)
+            # Tokens behind the window have slot 0 there. No row sees them.
+            table = translate(table[requests.long(), : _longest(forward_batch)].long()).int()
+            self._window_rows = self._lay_out(table, torch.arange(len(requests)), forward_batch)
+
+    def _lay_out(self, table: torch.Tensor, requests: torch.Tensor, forward_batch: ForwardBatch) -> Any:
+        mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_target_verify():
             width = forward_batch.spec_info.draft_token_num
-            self._rows = self._attention.lay_out_uniform(table, requests, forward_batch.seq_lens, width)
-        elif mode.is_decode_or_idle():
-            self._rows = self._attention.lay_out_uniform(table, requests, forward_batch.seq_lens - 1, 1)
-        else:
-            assert mode.is_extend(), f"forward mode {mode} on the CPU"
-            prefix_lens, row_lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-            self._rows = self._attention.lay_out(table, requests, list(prefix_lens), list(row_lens))
+            return self._attention.lay_out_uniform(table, requests, seq_lens, width)
+        if mode.is_decode_or_idle():
+            return self._attention.lay_out_uniform(table, requests, seq_lens - 1, 1)
+        assert mode.is_extend(), f"forward mode {mode} on the CPU"
+        prefix_lens, row_lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        return self._attention.lay_out(table, requests, list(prefix_lens), list(row_lens))
 
     def forward_decode(
         self,
@@ -76,28 +82,44 @@ class CpuAttentionBackend(AttentionBackend):
     def forward_extend(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """q: [T, Hq * D]; returns [T, Hq * Dv]. Keywords ask for unsupported features, such as sinks or masks."""
+        """
+        Args:
+            q: [T, Hq * D] or [T, Hq, D].
+            k, v: [T, Hkv * D and Dv] or [T, Hkv, D and Dv]; None for a layer that reads the KV of another.
+            sinks: [Hq] or None; see `reference.attention_rows`.
+            kwargs: unsupported features, such as masks.
+
+        Returns:
+            [T, Hq * Dv].
+        """
         if kwargs:
             _refuse([name for name, value in kwargs.items() if value is not None])
         view = self._views.get(layer)
         if view is None:
             view = self._views[layer] = _view_of(layer)
+        own = layer.layer_id in self._in_window_pool
+        rows = self._window_rows if own else self._rows
+        options = {} if sinks is None else {"sinks": sinks}
         pool = self.token_to_kv_pool
-        if save_kv_cache and k is not None:
+        if save_kv_cache and k is not None and v is not None:
             if self._write_and_attend is not None and k.dtype == v.dtype == pool.dtype:
-                slots, buffers = forward_batch.out_cache_loc, pool.get_kv_buffer(layer.layer_id)
-                return self._write_and_attend(q, k, v, slots, *buffers, self._rows, *view)
-            pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+                slots = self._window_slots if own else forward_batch.out_cache_loc
+                buffers = pool.get_kv_buffer(layer.layer_id)
+                return self._write_and_attend(q, k, v, slots, *buffers, rows, *view, **options)
+            location = KVWriteLoc.for_batch(forward_batch, swa_loc=self._window_slots)
+            pool.set_kv_buffer(layer, location, k, v)
         # After the write, because a pool may hand out a copy.
         buffers = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        out = self._attention.attend(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), *buffers, self._rows, *view)
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = self._attention.attend(q, *buffers, rows, *view, **options)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def support_triton(self) -> bool:
@@ -116,6 +138,20 @@ def _view_of(layer: RadixAttention) -> tuple[float, bool, int | None]:
     window = layer.sliding_window_size
     causal = layer.attn_type != AttentionType.ENCODER_ONLY
     return layer.scaling, causal, window if window is not None and window >= 0 else None
+
+
+def _inner_pools(pool: Any) -> list[Any]:
+    """The pools in which the layers' keys and values are. A hybrid pool numbers its layers by itself and keeps ordinary
+    pools inside: one beside layers with recurrent state, two where layers with a window have their own."""
+    if type(pool) is HybridLinearKVPool:
+        return [pool.full_kv_pool]
+    return [pool.full_kv_pool, pool.swa_kv_pool] if type(pool) is SWAKVPool else [pool]
+
+
+def _longest(forward_batch: ForwardBatch) -> int:
+    """The largest number of tokens that a request has after this forward."""
+    rows = forward_batch.spec_info.draft_token_num if forward_batch.forward_mode.is_target_verify() else 0
+    return max(forward_batch.seq_lens.tolist(), default=0) + rows
 
 
 def _holds_plain_rows(pool: Any, dtype: torch.dtype) -> bool:

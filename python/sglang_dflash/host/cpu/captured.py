@@ -34,14 +34,14 @@ Layers = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, list[to
 ROWS_HINT = 24  # rows of the example forward; its trace holds for any number
 
 _library = torch.library.Library("sglang_dflash_host", "DEF")
-_library.define("attend(Tensor q, Tensor k, Tensor v, int layer, int width) -> Tensor")
+_library.define("attend(Tensor q, Tensor? k, Tensor? v, Tensor? sinks, int layer, int width) -> Tensor")
 _library.define("recur(Tensor qkv, Tensor a, Tensor b, int layer, int heads, int dim) -> Tensor")
 _ATTEND = torch.ops.sglang_dflash_host.attend.default
 _RECUR = torch.ops.sglang_dflash_host.recur.default
 
 
 @torch.library.register_fake("sglang_dflash_host::attend", lib=_library)
-def _attend_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, width: int) -> torch.Tensor:
+def _attend_fake(q: torch.Tensor, k: Any, v: Any, sinks: Any, layer: int, width: int) -> torch.Tensor:
     return q.new_empty(q.shape[0], width)
 
 
@@ -57,13 +57,13 @@ class _Step:
     Fields:
         run: the compiled piece; None for such a layer.
         layer: the attention or recurrent layer; None for a piece.
-        inputs: indices of the values that it reads.
+        inputs: indices of the values that it reads; None for an argument that is not given.
         outputs: indices of the values that it writes.
     """
 
     run: Callable[[list[Any]], Any] | None
     layer: RadixAttention | RadixLinearAttention | None
-    inputs: list[int]
+    inputs: list[int | None]
     outputs: list[int]
 
 
@@ -149,12 +149,15 @@ class CapturedLayers:
             for node in piece.outputs:
                 places[node] = len(places)
             if piece.graph is None:
-                layer = self._layers[piece.inputs[0].args[3]]
-                inputs, run = [places[node] for node in piece.inputs[0].args[:3]], None
+                call, run = piece.inputs[0], None
+                tensors = 4 if call.target is _ATTEND else 3
+                layer = self._layers[call.args[tensors]]
+                inputs = [None if node is None else places[node] for node in call.args[:tensors]]
             else:
                 layer, inputs = None, [places[node] for node in piece.inputs]
                 if piece.signature not in compiled:
-                    compiled[piece.signature] = _build(piece, sum(place < places_of_weights for place in inputs))
+                    weights = sum(places[node] < places_of_weights for node in piece.inputs)
+                    compiled[piece.signature] = _build(piece, weights)
                 run = compiled[piece.signature]
             self._steps.append(_Step(run, layer, inputs, [places[node] for node in piece.outputs]))
         self._outputs = [places[node] for node in graph.output_node().args[0]]
@@ -169,14 +172,16 @@ class CapturedLayers:
         values: list[Any] = [*self._weights, rows, positions]
         values += [None] * (self._places - len(values))
         for step in self._steps:
-            inputs = [values[place] for place in step.inputs]
+            inputs = [None if place is None else values[place] for place in step.inputs]
             if isinstance(step.layer, RadixLinearAttention):
                 qkv, a, b = inputs
                 values[step.outputs[0]] = recur.forward_extend(
                     layer=step.layer, forward_batch=forward_batch, mixed_qkv=qkv, a=a, b=b
                 )
             elif step.run is None:
-                values[step.outputs[0]] = attend.forward_extend(*inputs, step.layer, forward_batch)
+                q, k, v, sinks = inputs
+                out = attend.forward_extend(q, k, v, step.layer, forward_batch, sinks=sinks)
+                values[step.outputs[0]] = out
             else:
                 for place, value in zip(step.outputs, step.run(inputs), strict=True):
                     values[place] = value
@@ -255,6 +260,7 @@ class _TracedBackend:
         forward_batch: Any = None,
         save_kv_cache: bool = True,
         *,
+        sinks: torch.Tensor | None = None,
         mixed_qkv: torch.Tensor | None = None,
         a: torch.Tensor | None = None,
         b: torch.Tensor | None = None,
@@ -262,5 +268,5 @@ class _TracedBackend:
         place = self._places[id(layer)]
         if isinstance(layer, RadixLinearAttention):
             return _RECUR(mixed_qkv, a, b, place, layer.num_v_heads, layer.head_v_dim)
-        assert save_kv_cache, "a layer that shares another's KV"
-        return _ATTEND(q, k, v, place, layer.tp_q_head_num * layer.v_head_dim)
+        assert save_kv_cache or k is None, "keys that are not written"
+        return _ATTEND(q, k, v, sinks, place, layer.tp_q_head_num * layer.v_head_dim)

@@ -66,7 +66,7 @@ def _install_target(runner: Any) -> Any:
 
     module = runner.model.model
     original = module.forward
-    sees = getattr(runner.model, "visual", None) is not None  # then the layers get embeddings, of text, too
+    sees = runner.model_config.is_multimodal  # then the layers get embeddings, of text, too
 
     def call(rows: torch.Tensor, positions: torch.Tensor, batch: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         out = original(None, positions, batch, rows) if sees else original(rows, positions, batch, None)

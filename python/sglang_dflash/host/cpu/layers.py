@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
-from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+from sglang.srt.layers.layernorm import Gemma4RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
@@ -31,6 +31,7 @@ def install() -> None:
     key = current_platform.get_dispatch_key_name()
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, key)
     BaseFusedOp.register_oot_forward(GemmaRMSNorm, gemma_rms_norm, key)
+    BaseFusedOp.register_oot_forward(Gemma4RMSNorm, gemma4_rms_norm, key)
     BaseFusedOp.register_oot_forward(MRotaryEmbedding, rotate_sections, key)
     for layer in ROTARY:
         BaseFusedOp.register_oot_forward(layer, rotate, key)
@@ -67,6 +68,15 @@ def gemma_rms_norm(
     if residual is None:
         return torch.ops.sglang_dflash.rms_norm(x, weight, norm.variance_epsilon)
     return torch.ops.sglang_dflash.add_rms_norm(x, residual, weight, norm.variance_epsilon)
+
+
+def gemma4_rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """Computes `Gemma4RMSNorm.forward_native` with our op; a norm without scale has a weight of ones."""
+    if get_proxy_mode() is not None or not ops.serves(x.device, x.dtype, norm.weight.dtype):
+        return norm.forward_native(x)
+    weight = norm.weight.float() + norm.scale_shift if norm.scale_shift else norm.weight
+    out: torch.Tensor = torch.ops.sglang_dflash.rms_norm(x, weight, norm.eps)
+    return out
 
 
 def rotate_sections(

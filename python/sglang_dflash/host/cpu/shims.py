@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups import model_hook
 from sglang.srt.arg_groups.choices import (
     add_attention_backend_choices,
     add_draft_attention_backend_choices,
@@ -116,21 +117,46 @@ def install() -> None:
     if not envs.SGLANG_EAGER_INPUT_NO_COPY.is_set():
         # The host copies every batch into fixed buffers, which only an accelerator's graphs need.
         envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
-    register_resolution_hook("handle_missing_default_values")(_require_explicit_cpu)
+    register_resolution_hook("handle_missing_default_values")(_first_defaults)
     register_resolution_hook("handle_cpu_backends")(_cpu_defaults)
+    register_resolution_hook("handle_model_specific_adjustments")(_accept_our_attention)
     if builtin_worker_requested():
         # SGLang's own worker calls record_stream on CPU tensors (dflash_worker_v2.py:2481), which torch refuses.
         torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
 
 
-def _require_explicit_cpu(server_args: Any, previous: Any) -> None:
-    device = resolving_view(server_args).device
-    if device != "cpu":
+def _first_defaults(server_args: Any, previous: Any) -> None:
+    """Before the host chooses for some models: it would take attention of Triton or AMX, and for gpt-oss a layout of
+    the experts' weights that only Triton reads."""
+    cfg = resolving_view(server_args)
+    if cfg.device != "cpu":
         raise SystemExit(
-            f"No accelerator was found and --device is {device!r}: to serve on the CPU, pass --device cpu "
+            f"No accelerator was found and --device is {cfg.device!r}: to serve on the CPU, pass --device cpu "
             "(device='cpu' for sgl.Engine); otherwise check the accelerator's driver."
         )
+    defaults = {}
+    if cfg.attention_backend is None:
+        defaults["attention_backend"] = ATTENTION_BACKEND
+    if cfg.moe_runner_backend == "auto":
+        defaults["moe_runner_backend"] = "triton"  # on a CPU: torch, with weights as they are in a checkpoint
+    if defaults:
+        declare_resolution(server_args, "sglang_dflash.cpu_defaults", **defaults)
     previous(server_args)
+
+
+def _accept_our_attention(server_args: Any, previous: Any) -> None:
+    """For gpt-oss and Gemma 4 the host accepts only the attention backends of a list, those with windows and sinks.
+    Ours has both, and passes for "triton" here."""
+    named = model_hook.attention_backends_of
+
+    def listed(cfg: Any) -> tuple[str, ...]:
+        return tuple("triton" if name == ATTENTION_BACKEND else name for name in named(cfg))
+
+    model_hook.attention_backends_of = listed
+    try:
+        previous(server_args)
+    finally:
+        model_hook.attention_backends_of = named
 
 
 def _cpu_defaults(server_args: Any, previous: Any) -> None:
@@ -142,8 +168,6 @@ def _cpu_defaults(server_args: Any, previous: Any) -> None:
             "tokens of each with --max-total-tokens."
         )
     defaults: dict[str, Any] = {}
-    if cfg.attention_backend is None:
-        defaults["attention_backend"] = ATTENTION_BACKEND  # the host's default needs AMX
     if cfg.lora_backend == "csgmv":
         defaults["lora_backend"] = "torch_native"  # the host's default needs Triton
     if not cfg.sleep_on_idle:

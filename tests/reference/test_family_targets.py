@@ -10,18 +10,22 @@ from transformers import AutoModelForCausalLM
 
 from families.models import FAMILIES, make_draft, make_target
 from sglang_dflash.reference import DFlashDraftModel
-from sglang_dflash.reference.generation import _Loop
+from sglang_dflash.reference.generation import TARGETS, _Loop
 
 NEW_TOKENS = 60
 PROMPTS = [[5, 9, 700], list(range(100, 137)), [44] * 12]
 
 
-# Transformers has no class for the text model alone of Qwen3-VL.
-@pytest.fixture(scope="module", params=[family for family in FAMILIES if "VL" not in family])
+SERVED = [name for name, family in FAMILIES.items() if family.config().get_text_config().model_type in TARGETS]
+
+
+@pytest.fixture(scope="module", params=SERVED)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[DFlashDraftModel, object]:
     folder: Path = tmp_path_factory.mktemp("family")
     target = make_target(request.param, folder / "target")
-    draft = DFlashDraftModel.from_pretrained(make_draft(target, folder / "draft"), dtype=torch.float32).eval()
+    draft = DFlashDraftModel.from_pretrained(
+        make_draft(request.param, target, folder / "draft"), dtype=torch.float32
+    ).eval()
     return draft, AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
 

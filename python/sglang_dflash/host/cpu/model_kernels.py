@@ -1,0 +1,48 @@
+"""Replaces Triton kernels that the host launches on a plain CPU for single models (Gemma 4, MiniMax-M2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookType
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from sglang_dflash import ops
+
+
+def softcap_logits(logits: torch.Tensor, cap: float | None, output: torch.Tensor | None = None) -> torch.Tensor:
+    """Gemma's bounded logits, `cap * tanh(logits / cap)`, in place or into `output` in float32. cap: None leaves them
+    as they are."""
+    output = logits if output is None else output.copy_(logits)
+    return output if cap is None else output.div_(cap).tanh_().mul_(cap)
+
+
+def norm_all_heads(original: Any, norm: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MiniMax-M2's RMS norm over all query heads together, and over all key heads.
+
+    Args:
+        norm: the host's `MiniMaxM2QKRMSNorm`.
+        q, k: [T, heads * D].
+    """
+    from sglang.srt.models.minimax_m2 import attn_tp_all_reduce
+
+    rows, weights = (q.contiguous(), k.contiguous()), (norm._q_norm.weight, norm._k_norm.weight)
+    if norm._world_size == 1:
+        bodies = ops.TORCH_ROWS if get_proxy_mode() is not None else ops.choose_rows("cpu", q.dtype, weights[0].dtype)
+        q, k = (bodies.rms_norm(x, weight, norm._eps) for x, weight in zip(rows, weights, strict=True))
+        return q, k
+    squares = attn_tp_all_reduce(torch.stack([x.float().square().sum(-1) for x in rows]))  # [2, T]
+    sizes = [x.shape[1] * norm._world_size for x in rows]
+    q, k = (
+        (x.float() * (square / size + norm._eps).rsqrt()[:, None] * weight.float()).to(x.dtype)
+        for x, square, size, weight in zip(rows, squares, sizes, weights, strict=True)
+    )
+    return q, k
+
+
+HOOKS: dict[str, tuple[Any, HookType]] = {
+    "sglang.kernels.ops.activation.softcap._softcap_logits": (softcap_logits, HookType.REPLACE),
+    "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm._forward_naive": (norm_all_heads, HookType.AROUND),
+}
+"""Hook target -> (our function, how it is applied)."""

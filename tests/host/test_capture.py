@@ -1,0 +1,83 @@
+"""Taps of targets whose SGLang class lacks a part of the capture: the setter, and the last layer's output."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
+
+from sglang_dflash.host.capture import configure_capture, final_norm
+
+
+class Layers(torch.nn.Module):
+    """Three layers that add 1, and a final norm that multiplies by 10: as SGLang's classes, it cannot tap the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(3))
+        self.norm = torch.nn.Identity()
+        self.layers_to_capture: list[int] = []
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        tapped = AuxHiddenStateList()
+        for place in range(len(self.layers)):
+            if place in self.layers_to_capture:
+                tapped.capture(hidden)
+            hidden = hidden + 1
+        out = final_norm(self._norm, hidden, None, self.norm)
+        return (out, tapped) if tapped else out
+
+    @staticmethod
+    def _norm(hidden: torch.Tensor, batch: Any, norm: Any, capture: Any = None) -> torch.Tensor:
+        if capture is not None:
+            capture(hidden)
+        out = hidden * 10
+        hidden.zero_()  # borrowed storage, which the host uses again
+        return out
+
+
+class Eagle3Target:
+    """A class with the setter of EAGLE3 alone."""
+
+    def __init__(self) -> None:
+        self.model = Layers()
+
+    def set_eagle3_layers_to_capture(self, layer_ids: list[int]) -> None:
+        self.model.layers_to_capture = [layer + 1 for layer in layer_ids]
+
+
+def configure(model: Any, taps: list[int]) -> None:
+    def original(*, model: Any, dflash_target_layer_ids: list[int], **rest: Any) -> None:
+        model.set_dflash_layers_to_capture(dflash_target_layer_ids)
+
+    configure_capture(
+        original, model=model, dflash_use_aux_hidden_state=True, dflash_target_layer_ids=taps, is_dspark=False
+    )
+
+
+@pytest.mark.parametrize("taps", [[0, 1], [0, 2], [2], [0, 1, 2]], ids=str)
+def test_taps(taps):
+    """Fails where a setter is missing, a tap is of another layer, or the last one is normed or not copied."""
+    model = Eagle3Target()
+    configure(model, taps)
+    for start in (0.0, 5.0):
+        out, tapped = model.model.forward(torch.full((4, 2), start))
+        assert torch.equal(out, torch.full((4, 2), (start + 3) * 10))
+        assert [float(state[0, 0]) for state in tapped] == [start + layer + 1 for layer in taps]
+
+
+def test_without_a_draft_nothing_changes():
+    """Fails where another algorithm's target is changed."""
+    model = SimpleNamespace(set_eagle3_layers_to_capture=None)
+    calls = []
+    configure_capture(
+        lambda **settings: calls.append(settings),
+        model=model,
+        dflash_use_aux_hidden_state=False,
+        dflash_target_layer_ids=None,
+        is_dspark=False,
+    )
+    assert len(calls) == 1 and not hasattr(model, "set_dflash_layers_to_capture")
