@@ -78,6 +78,7 @@ def check(server_args: Any, previous: Any) -> None:
         target = model_config_of(server_args)
         _check_target(target, draft)
         draft.check_ranks(cfg.tp_size)
+        _check_quantization(cfg, draft)
         trained_mask_embedding(cfg, draft)
         block_size = _block_size(cfg, draft, target.context_len)
         if simulated.simulates():
@@ -170,6 +171,17 @@ def _check_target(target: Any, draft: DraftConfig) -> None:
             f"{', '.join(sorted(VISION_TARGETS))} were run with this worker: {USE_BUILTIN}."
         )
     draft.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
+
+
+def _check_quantization(cfg: Any, draft: DraftConfig) -> None:
+    """On an accelerator, SGLang knows what it can serve."""
+    if cpu_platform_in_use():
+        from sglang_dflash.host.cpu import quantization
+
+        quantization.check(draft.quantization, "the draft (quantization_config)")
+        quantization.check(
+            cfg.speculative_draft_model_quantization, "the draft (--speculative-draft-model-quantization)"
+        )
 
 
 def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:
