@@ -58,6 +58,25 @@ def dressed_draft(folder: Path, scale: float = 2.0, sinks: bool = False) -> Path
     return folder
 
 
+def in_fp8(source: Path, folder: Path) -> Path:
+    """A copy of a model whose layers' projections are in FP8, with a scale for each 64 x 64 block."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if "_proj.weight" not in name:
+            continue
+        blocks = tensor.float().unflatten(0, (-1, 64)).unflatten(-1, (-1, 64))
+        scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+        tensors[name] = (blocks / scales).view(tensor.shape).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    config["quantization_config"]["activation_scheme"] = "dynamic"
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def with_other_weights(source: Path, folder: Path, names: tuple[str, ...]) -> Path:
     """A copy of a model with noise on the tensors whose names contain one of `names`."""
     shutil.copytree(source, folder)

@@ -94,6 +94,17 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
             speculate(good, "--model-path", gated_delta, "--enable-linear-replayssm-spec"),
             ["--enable-linear-replayssm-spec", "never been run together"],
         ),
+        "quantised target": (speculate(good, "--quantization", "fp8"), ["accepted", "draft: None"]),
+        "quantised draft": (
+            speculate(good, "--speculative-draft-model-quantization", "fp8"),
+            ["accepted", "draft: fp8"],
+        ),
+        "packed draft": (
+            draft("p", lambda c: c.update(quantization_config={"quant_method": "awq"})),
+            ["the draft", "awq", "fp8"],
+        ),
+        "target for accelerators": (speculate(good, "--quantization", "awq"), ["the target", "awq", "fp8"]),
+        "without speculation": ([*PLAIN, "--quantization", "awq"], ["the target", "awq", "fp8"]),
         "override": (speculate(good, "--json-model-override-args", '{"block_size": 0}'), ["block_size=0"]),
         "ray": (speculate(good, "--use-ray"), ["--use-ray"]),
         "lossy": (speculate(good, "--speculative-accept-threshold-single", "0.5"), ["0.5", "only 1.0"]),
