@@ -5,7 +5,6 @@ SGLang's own kernels for quantised weights need an accelerator or AMX.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant, input_
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 
-logger = logging.getLogger(__name__)
+# The host answers an update of such a layer's model with this; else the update would end the scheduler.
+NO_UPDATES = "The model's FP8 weights were made dense for the CPU: they cannot be updated while it serves."
 
 
 class DenseFp8Config(Fp8Config):
@@ -87,6 +87,7 @@ class DenseFp8LinearMethod(UnquantizedLinearMethod):
         for name in ("weight_scale", "weight_scale_inv", "input_scale"):
             layer.register_parameter(name, None)
         layer.quant_method = UnquantizedLinearMethod()
+        layer._derived_weight_cache_error = NO_UPDATES
 
 
 # The host chooses by this list, of class names, how a layer's shards are loaded; scales of blocks need the second way.
@@ -136,6 +137,7 @@ class DenseFp8MoEMethod(UnquantizedFusedMoEMethod):
             setattr(layer, name, torch.nn.Parameter(dense, requires_grad=False))
             for suffix in ("_scale", "_scale_inv"):
                 layer.register_parameter(name + suffix, None)
+        layer._derived_weight_cache_error = NO_UPDATES
         super().process_weights_after_loading(layer)
 
     def _dense(self, layer: torch.nn.Module, name: str, weight: torch.Tensor, expert: int) -> torch.Tensor:
