@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -326,11 +327,59 @@ def test_causality_of_another_type_is_refused(value):
     assert "true, false or absent" in sentence
 
 
-def test_quantised_drafts_are_refused():
-    """Fails where quantised weights would be read as plain ones."""
-    sentence = _refusal(_config(quantization_config={"quant_method": "fp8"}))
-    assert "quantization_config" in sentence
-    assert "SGLANG_DFLASH_WORKER=builtin" in sentence
+FEATURES = [
+    ({"use_gemma_norm": True}, {}, {"gemma_norms": True}),
+    ({}, {"attention_value_scale": 0.612}, {"value_scale": 0.612}),
+    ({}, {"attention_value_scale": 2}, {"value_scale": 2.0}),
+    ({}, {"attention_sink_bias": True}, {"attention_sinks": True}),
+    ({"quantization_config": {"quant_method": "fp8"}}, {}, {"quantization": "fp8"}),
+    ({"quantization_config": {"quant_algo": "FP8"}}, {}, {"quantization": "FP8"}),
+]
+
+
+@pytest.mark.parametrize(("top", "nested", "expected"), FEATURES, ids=str)
+def test_features_of_plain_drafts(top, nested, expected):
+    """Fails where a feature is not read at the level at which the host reads it."""
+    plain, got = DraftConfig.from_dict(PUBLISHED), DraftConfig.from_dict(_config(nested, **top))
+    assert got == replace(plain, **expected) != plain
+
+
+@pytest.mark.parametrize(
+    ("top", "nested"),
+    [({"attention_sink_bias": True}, {}), ({"attention_value_scale": 0.5}, {}), ({}, {"use_gemma_norm": True})],
+    ids=str,
+)
+def test_features_at_the_other_level_are_refused(top, nested):
+    """Fails where a draft is served without a feature because the host does not read it at that level."""
+    key = next(iter(top | nested))
+    sentence = _refusal(_config(nested, **top))
+    assert key in sentence and "host ignores" in sentence and ("dflash_config" if top else "top level") in sentence
+
+
+@pytest.mark.parametrize("off", [None, False])
+def test_features_switched_off_are_plain(off):
+    """Fails where a feature that is named only to switch it off is served."""
+    config = _config({"attention_sink_bias": off, "use_gemma_norm": off}, use_gemma_norm=off, attention_sink_bias=off)
+    assert DraftConfig.from_dict(config) == DraftConfig.from_dict(PUBLISHED)
+
+
+@pytest.mark.parametrize("value", [0, -0.0, float("nan"), float("inf"), True, "0.5"], ids=str)
+def test_a_value_scale_must_be_a_number(value):
+    """Fails where values would vanish or become NaN."""
+    assert f"attention_value_scale is {value!r}" in _refusal(_config({"attention_value_scale": value}))
+
+
+def test_switches_must_be_switches():
+    """Fails where a value that is no boolean is taken for its truth value."""
+    assert "use_gemma_norm is 'no'" in _refusal(_config(use_gemma_norm="no"))
+    assert "attention_sink_bias is 1" in _refusal(_config({"attention_sink_bias": 1}))
+
+
+def test_a_quantised_draft_with_its_own_embedding_is_refused():
+    """Fails where a draft is given the target's embedding in the place of its own."""
+    sentence = _refusal(_config(quantization_config={"quant_algo": "W4A16_NVFP4"}, has_embed_tokens=True))
+    assert "has_embed_tokens" in sentence and "SGLANG_DFLASH_WORKER=builtin" in sentence
+    assert "must be an object" in _refusal(_config(quantization_config="fp8"))
 
 
 @pytest.mark.parametrize("value", [["mask_token_id", 1], "mask", 5])

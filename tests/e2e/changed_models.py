@@ -28,6 +28,55 @@ def sliding_draft(folder: Path) -> Path:
     return folder
 
 
+def dressed_draft(folder: Path, scale: float = 2.0, sinks: bool = False) -> Path:
+    """The embedded draft written with the features of other drafts: the same function, in other weights.
+
+    Norms as in Gemma, scaled values, and a mask embedding for each position: the target's own. The config names
+    another mask, so without the file the draft sees something else. `sinks`: attention sinks too low to matter.
+    """
+    shutil.copytree(TINY_DRAFT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    mask = config["dflash_config"]["mask_token_id"]
+    config["use_gemma_norm"] = True
+    config["dflash_config"] |= {"mask_token_id": 7, "attention_value_scale": scale, "attention_sink_bias": sinks}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        wide = tensor.float()
+        if name.endswith("norm.weight"):
+            tensors[name] = wide - 1
+        elif "v_proj" in name:
+            tensors[name] = wide / scale
+            if sinks:
+                prefix = name.partition("v_proj")[0]
+                tensors[f"{prefix}attention_sink_bias"] = torch.full((config["num_attention_heads"],), -1e4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    embedding = load_file(TINY_TARGET / "model.safetensors")["model.embed_tokens.weight"][mask]
+    rows = embedding.repeat(config["block_size"], 1)
+    rows[0] = 1e3  # the anchor's, which nothing reads
+    torch.save({"embedding": rows, "mask_token_id": 7, "per_position": True}, folder / "mask_embedding.pt")
+    return folder
+
+
+def in_fp8(source: Path, folder: Path) -> Path:
+    """A copy of a model whose layers' projections are in FP8, with a scale for each 64 x 64 block."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if "_proj.weight" not in name:
+            continue
+        blocks = tensor.float().unflatten(0, (-1, 64)).unflatten(-1, (-1, 64))
+        scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+        tensors[name] = (blocks / scales).view(tensor.shape).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    config["quantization_config"]["activation_scheme"] = "dynamic"
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def with_other_weights(source: Path, folder: Path, names: tuple[str, ...]) -> Path:
     """A copy of a model with noise on the tensors whose names contain one of `names`."""
     shutil.copytree(source, folder)

@@ -9,15 +9,17 @@ from sglang.srt.plugins import load_plugins
 
 
 def outcome(arguments: list[str]) -> str:
+    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import prepare_server_args
 
     try:
-        prepare_server_args(arguments).resolve_once()
+        server_args = prepare_server_args(arguments)
+        server_args.resolve_once()
     except SystemExit as refusal:
         return str(refusal)
     except Exception as error:
         return f"not refused by us: {error!r}"
-    return "accepted"
+    return f"accepted; quantisation of the draft: {resolving_view(server_args).speculative_draft_model_quantization}"
 
 
 if __name__ == "__main__":

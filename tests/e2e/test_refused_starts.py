@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from arms import PLAIN, POOL, SPECULATE
 from transformers import FalconH1Config, PretrainedConfig, Qwen3_5TextConfig
 
@@ -55,6 +56,8 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 6, "vocab_size": 1792}
     layers = ["linear_attention", "linear_attention", "full_attention"] * 2
     gated_delta = target("gated", Qwen3_5TextConfig(**shape, layer_types=layers, full_attention_interval=3))
+    mask_embedding = draft("e", lambda c: None)
+    torch.save(torch.zeros(5), tmp_path / "e" / "mask_embedding.pt")
     cases: dict[str, tuple[list[str], list[str]]] = {
         "fine": (speculate(good), ["accepted"]),
         "hidden size": (draft("h", lambda c: c.update(hidden_size=512)), ["hidden_size", "512", "256"]),
@@ -89,13 +92,25 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
             speculate(good, "--model-path", gated_delta, "--enable-linear-replayssm-spec"),
             ["--enable-linear-replayssm-spec", "never been run together"],
         ),
-        "quantised": (speculate(good, "--quantization", "fp8"), ["unquant", "fp8"]),
+        "quantised target": (speculate(good, "--quantization", "fp8"), ["accepted", "draft: None"]),
+        "quantised draft": (
+            speculate(good, "--speculative-draft-model-quantization", "fp8"),
+            ["accepted", "draft: fp8"],
+        ),
+        "packed draft": (
+            draft("p", lambda c: c.update(quantization_config={"quant_method": "awq"})),
+            ["the draft", "awq", "fp8"],
+        ),
+        "target for accelerators": (speculate(good, "--quantization", "awq"), ["the target", "awq", "fp8"]),
+        "without speculation": ([*PLAIN, "--quantization", "awq"], ["the target", "awq", "fp8"]),
         "override": (speculate(good, "--json-model-override-args", '{"block_size": 0}'), ["block_size=0"]),
         "ray": (speculate(good, "--use-ray"), ["--use-ray"]),
         "lossy": (speculate(good, "--speculative-accept-threshold-single", "0.5"), ["0.5", "only 1.0"]),
         "draft window": (speculate(good, "--speculative-draft-window-size", "4"), ["draft-window-size", "4", "8"]),
         "no drafts": (speculate(good, "--speculative-num-draft-tokens", "0"), ["0", "2 to 8"]),
-        "gemma norms": (draft("g", lambda c: c.update(use_gemma_norm=True)), ["use_gemma_norm", "builtin"]),
+        "gemma norms": (draft("g", lambda c: c.update(use_gemma_norm="yes")), ["use_gemma_norm", "'yes'", "true"]),
+        "sinks": (draft("k", lambda c: c.update(attention_sink_bias=True)), ["attention_sink_bias", "dflash_config"]),
+        "mask embedding": (mask_embedding, ["mask_embedding.pt", "[5]", "[256]"]),
         "torch_native": (speculate(good, "--attention-backend", "torch_native"), ["torch_native", "dflash_cpu"]),
         "device": (["--model-path", str(TINY_TARGET)], ["--device cpu"]),
         "device cuda": (["--model-path", str(TINY_TARGET), "--device", "cuda"], ["'cuda'", "--device cpu"]),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -104,13 +105,15 @@ def _translator(table: torch.Tensor) -> KVIndexTranslator:
 def attention_of(weight: torch.Tensor, norm: torch.Tensor, rotary: SimpleNamespace, heads: int) -> SimpleNamespace:
     """What our code reads of a draft layer's attention. weight: [3 * heads * D, H]; norm: [D]."""
     return SimpleNamespace(
-        qkv_proj=SimpleNamespace(weight=weight, bias=None),
+        qkv_proj=SimpleNamespace(weight=weight, bias=None, quant_method=UnquantizedLinearMethod()),
         k_norm=SimpleNamespace(weight=norm, variance_epsilon=1e-6),
         rotary_emb=rotary,
         attn=SimpleNamespace(k_scale=None, v_scale=None),
         num_kv_heads=heads,
         head_dim=len(norm),
         q_size=heads * len(norm),
+        use_gemma_norm=False,
+        v_scale=None,
     )
 
 
@@ -159,6 +162,7 @@ def _draft(table: torch.Tensor, rows: ops.RowOps, generator: torch.Generator, wi
     )
     embedding = _randn(generator, device, VOCAB, HIDDEN)
     runner._embed, runner._embed_scale = lambda ids: F.embedding(ids, embedding), 1.0
+    runner._mask_rows = None
     runner._head = DraftHead(SimpleNamespace(weight=embedding, shard_indices=None), BLOCK)
     runner._context_kv = ContextKVWriter(model)
     runner._context_kv.bind(runner.runner.token_to_kv_pool)

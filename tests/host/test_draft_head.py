@@ -59,11 +59,45 @@ def test_new_weights_are_drafted_with(monkeypatch) -> None:
     assert head.draft_ids(hidden, 2).tolist() == [[2]]
 
 
-def test_vocabularies_that_it_does_not_know_are_refused(monkeypatch) -> None:
-    """Fails where added or quantised vocabulary is silently ignored."""
+class PackedHead(torch.nn.Module):
+    """A quantised head: its weight is packed, so only its method can multiply by it."""
+
+    def __init__(self, weight: torch.Tensor, padding: int) -> None:
+        super().__init__()
+        padded = torch.cat((weight, torch.full((padding, weight.shape[1]), 1e4)))
+        self.qweight = torch.nn.Parameter((padded * 2).to(torch.int8), requires_grad=False)
+        self.shard_indices = SimpleNamespace(
+            num_added_elements=0, num_org_elements=len(weight), org_vocab_start_index=0
+        )
+        self.quant_method = SimpleNamespace(apply=lambda head, x, bias: x @ (head.qweight.to(x.dtype) / 2).T)
+
+
+@pytest.mark.parametrize("with_weight", [False, True], ids=["GGUF", "FP8"])
+def test_a_quantised_head_drafts_through_its_method(with_weight: bool, monkeypatch) -> None:
+    """Fails where packed values are multiplied as they stand, or padding wins."""
+    monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-3, 4, (9, 8), generator=generator).float()
+    lm_head = PackedHead(weight, padding=3)
+    if with_weight:
+        lm_head.weight = lm_head.qweight
+    head = DraftHead(lm_head, BLOCK_SIZE)
+    head.reserve(2)
+    hidden = torch.randn(2 * BLOCK_SIZE, 8, generator=generator).abs()
+    expected = (hidden @ weight.T).view(2, BLOCK_SIZE, -1)[:, 1:].argmax(-1)
+    assert torch.equal(head.draft_ids(hidden, BLOCK_SIZE), expected)
+    head(hidden, torch.empty(0))
+    assert torch.equal(head.captured_ids, expected) and head.compared_logits[0] == len(weight)
+
+
+def test_heads_that_it_does_not_know_are_refused(monkeypatch) -> None:
+    """Fails where added vocabulary is ignored, or a quantised head is read as a dense one or split over ranks."""
     monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
     shard = SimpleNamespace(num_added_elements=2, num_org_elements=4, org_vocab_start_index=0)
     with pytest.raises(ValueError, match="added vocabulary"):
         DraftHead(SimpleNamespace(weight=torch.eye(4), shard_indices=shard), 2)
     with pytest.raises(ValueError, match="dense"):
         DraftHead(SimpleNamespace(weight=torch.zeros(4, 4, dtype=torch.int8), shard_indices=None), 2)
+    monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=Group(2)))
+    with pytest.raises(ValueError, match=r"--tp-size is 2 .* --tp-size 1 only"):
+        DraftHead(PackedHead(torch.eye(4), 0), 2)

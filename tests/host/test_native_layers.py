@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, UnquantizedKVCacheMethod
+from sglang.srt.models.dflash import DFlashAttention
 from sglang.srt.platforms import current_platform
 
 from sglang_dflash import ops
@@ -118,15 +121,48 @@ class Pool(SimpleNamespace):
         self.k_buffer[layer.layer_id][slots], self.v_buffer[layer.layer_id][slots] = k, v
 
 
-def make_draft(dtype: torch.dtype, bias: bool) -> SimpleNamespace:
+class Projection(torch.nn.Module):
+    """The host's `qkv_proj` of one rank."""
+
+    def __init__(self, dtype: torch.dtype, bias: bool, quantised: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = torch.randn(128, 40).to(dtype), torch.randn(128).to(dtype) if bias else None
+        self.quant_method = None if quantised else UnquantizedLinearMethod()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(x, self.weight, self.bias), None
+
+
+class Attention(SimpleNamespace):
+    """A draft layer's attention with the host's own methods."""
+
+    kv_proj_only = DFlashAttention.kv_proj_only
+    apply_k_norm = DFlashAttention.apply_k_norm
+    apply_k_rope = DFlashAttention.apply_k_rope
+
+
+def make_draft(
+    dtype: torch.dtype,
+    bias: bool = False,
+    gemma: bool = False,
+    v_scale: float | None = None,
+    quantised: bool = False,
+    neox: bool = True,
+) -> SimpleNamespace:
+    """The same weights for all `quantised`, which says only what the projection's method claims."""
+    torch.manual_seed(0)
+
     def attention(layer_id: int) -> SimpleNamespace:
-        return SimpleNamespace(
-            rotary_emb=RotaryEmbedding(16, 16, 100, 10000, True, dtype),
-            k_norm=make_norm(16, dtype),
-            qkv_proj=SimpleNamespace(
-                weight=torch.randn(128, 40).to(dtype), bias=torch.randn(128).to(dtype) if bias else None
-            ),
+        norm = GemmaRMSNorm(16).to(dtype).requires_grad_(False) if gemma else make_norm(16, dtype)
+        torch.nn.init.normal_(norm.weight)
+        return Attention(
+            rotary_emb=RotaryEmbedding(16, 16, 100, 10000, neox, dtype),
+            k_norm=norm,
+            use_gemma_norm=gemma,
+            v_scale=v_scale,
+            qkv_proj=Projection(dtype, bias, quantised),
             q_size=64,
+            kv_size=32,
             num_kv_heads=2,
             head_dim=16,
             attn=SimpleNamespace(layer_id=layer_id, k_scale=None, v_scale=None),
@@ -136,33 +172,84 @@ def make_draft(dtype: torch.dtype, bias: bool) -> SimpleNamespace:
     return SimpleNamespace(layers=draft_layers, project_target_hidden=lambda hidden: hidden)
 
 
+def direct_pool(dtype: torch.dtype) -> MHATokenToKVPool:
+    """A pool of the host's class, which one call can write."""
+    pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
+    pool.__dict__ |= {"dtype": dtype, "store_dtype": dtype, "device": "cpu", "start_layer": 0}
+    pool.__dict__ |= {
+        "layer_transfer_counter": None,
+        "kv_cache_layout": "nhd",
+        "quant_method": UnquantizedKVCacheMethod(),
+    }
+    pool.k_buffer, pool.v_buffer = ([torch.zeros(50, 2, 16, dtype=dtype) for _ in range(3)] for _ in range(2))
+    return pool
+
+
+def rows_of(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, positions and slots of seven rows."""
+    return torch.randn(7, 40).to(dtype), torch.arange(20, 27), torch.randperm(50)[:7]
+
+
 @DTYPES
 @pytest.mark.parametrize("bias", [False, True])
 def test_context_kv_is_what_the_pool_would_hold(bias, dtype):
     """Fails where the direct write of all layers differs from a write through the pool, layer by layer."""
     writer, shape = ContextKVWriter(make_draft(dtype, bias)), (3, 50, 2, 16)
     through = Pool(k_buffer=torch.zeros(shape, dtype=dtype), v_buffer=torch.zeros(shape, dtype=dtype))
-    direct = MHATokenToKVPool.__new__(MHATokenToKVPool)
-    direct.__dict__ |= {"dtype": dtype, "store_dtype": dtype, "device": "cpu", "start_layer": 0}
-    direct.__dict__ |= {
-        "layer_transfer_counter": None,
-        "kv_cache_layout": "nhd",
-        "quant_method": UnquantizedKVCacheMethod(),
-    }
-    direct.k_buffer, direct.v_buffer = (list(torch.zeros(shape, dtype=dtype)) for _ in range(2))
-    hidden, positions, slots = torch.randn(7, 40).to(dtype), torch.arange(20, 27), torch.randperm(50)[:7]
-    writer.write(through, hidden, positions, slots)
+    direct, rows = direct_pool(dtype), rows_of(dtype)
+    writer.write(through, *rows)
     writer.bind(direct)
-    writer.write(direct, hidden, positions, slots)
+    assert writer._buffers is not None
+    writer.write(direct, *rows)
     for got, expected in ((direct.k_buffer, through.k_buffer), (direct.v_buffer, through.v_buffer)):
         torch.testing.assert_close(
             torch.stack(got), expected, rtol=2e-2, atol=3e-2 if dtype == torch.bfloat16 else 1e-5
         )
 
 
+@DTYPES
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": True}, {"gemma": True}, {"v_scale": 0.612}, {"bias": True, "gemma": True, "v_scale": -2.0}],
+    ids=str,
+)
+def test_context_kv_is_the_hosts(options, dtype):
+    """Fails where the stacked way, into a direct pool or through `set_kv_buffer`, loses a norm's kind or the values'
+    scale, and where a quantised draft is not computed by the host's own methods, layer by layer."""
+    shape, rows = (3, 50, 2, 16), rows_of(dtype)
+    by_layer, through = (
+        Pool(k_buffer=torch.zeros(shape, dtype=dtype), v_buffer=torch.zeros(shape, dtype=dtype)) for _ in range(2)
+    )
+    host = ContextKVWriter(make_draft(dtype, quantised=True, **options))
+    host.bind(by_layer)
+    host.refresh()
+    host.write(by_layer, *rows)
+    stacked, direct = ContextKVWriter(make_draft(dtype, **options)), direct_pool(dtype)
+    stacked.write(through, *rows)
+    stacked.bind(direct)
+    stacked.write(direct, *rows)
+    assert by_layer.k_buffer[:, rows[2]].all() and stacked._buffers is not None
+    tolerance = {"rtol": 2e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for name in ("k_buffer", "v_buffer"):
+        expected = getattr(by_layer, name)
+        torch.testing.assert_close(getattr(through, name), expected, **tolerance)
+        torch.testing.assert_close(torch.stack(getattr(direct, name)), expected, **tolerance)
+
+
+def test_a_rotation_in_another_style_is_the_hosts():
+    """Fails where keys whose neighbours are paired are rotated by halves."""
+    draft, shape, rows = make_draft(torch.float32, neox=False), (3, 50, 2, 16), rows_of(torch.float32)
+    pool = Pool(k_buffer=torch.zeros(shape), v_buffer=torch.zeros(shape))
+    ContextKVWriter(draft).write(pool, *rows)
+    attention = draft.layers[1].self_attn
+    k = attention.k_norm(F.linear(rows[0], attention.qkv_proj.weight)[:, 64:96].unflatten(-1, (2, 16)))
+    _, expected = attention.rotary_emb.forward_native(rows[1], torch.zeros(7, 32), k.flatten(1))
+    close(pool.k_buffer[1, rows[2]].flatten(1), expected)
+
+
 def test_another_pool_is_written_through(monkeypatch):
     """Fails where a pool that converts or quantises is written without `set_kv_buffer`."""
-    writer = ContextKVWriter(make_draft(torch.float32, False))
+    writer = ContextKVWriter(make_draft(torch.float32))
     shape = (3, 50, 2, 16)
     pool = Pool(k_buffer=torch.zeros(shape), v_buffer=torch.zeros(shape), dtype=torch.float32, device="cpu")
     writer.bind(pool)

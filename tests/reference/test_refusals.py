@@ -150,8 +150,8 @@ def test_weight_of_another_shape(checkpoint):
 
 
 def test_mask_embedding(checkpoint):
-    """Fails where a draft with its own trained mask embedding runs with the target's."""
-    torch.save(torch.zeros(SMALL["hidden_size"]), checkpoint / "mask_embedding.pt")
+    """Fails where a mask embedding of another width is read."""
+    torch.save(torch.zeros(SMALL["hidden_size"] + 1), checkpoint / "mask_embedding.pt")
     assert "mask_embedding.pt" in _refusal(lambda: DFlashDraftModel.from_pretrained(checkpoint))
 
 

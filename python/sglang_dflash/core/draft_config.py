@@ -16,10 +16,8 @@ SPECIAL_HEADS = {
     "gru_hidden_dim": "Domino's projector",
     "markov_rank": "DSpark's Markov head",
     "enable_confidence_head": "DSpark's confidence head",
-    "attention_sink_bias": "attention sinks",
-    "attention_value_scale": "scaled values",
-    "use_gemma_norm": "Gemma's norms",
 }
+NESTED, TOP_LEVEL = ("attention_sink_bias", "attention_value_scale"), ("use_gemma_norm",)  # where the host reads them
 USE_BUILTIN = "start with SGLANG_DFLASH_WORKER=builtin, which may serve it"
 
 
@@ -48,6 +46,11 @@ class DraftConfig:
         num_layers, num_heads, num_kv_heads, intermediate_size: of the draft.
         attention: one value per draft layer. If the config has `is_causal`, it holds for all layers. Otherwise sliding
             layers are causal in the block and full ones are not (z-lab/dflash, SpecForge, SGLang 0.5.23).
+        gemma_norms: whether a norm multiplies by 1 + weight instead of the weight.
+        value_scale: factor of all attention values; None for 1.
+        attention_sinks: whether each attention head has a learned sink: a logit that takes part in the softmax and
+            has no value.
+        quantization: `quant_method` of the weights; None if they are plain.
     """
 
     block_size: int
@@ -60,6 +63,10 @@ class DraftConfig:
     num_kv_heads: int
     intermediate_size: int
     attention: tuple[LayerAttention, ...]
+    gemma_norms: bool = False
+    value_scale: float | None = None
+    attention_sinks: bool = False
+    quantization: str | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DraftConfig:
@@ -91,6 +98,10 @@ class DraftConfig:
             num_kv_heads=_positive({"num_key_value_heads": num_heads, **config}, "num_key_value_heads"),
             intermediate_size=_positive(config, "intermediate_size"),
             attention=_layer_attention(merged, num_layers),
+            gemma_norms=_flag(config, "use_gemma_norm"),
+            value_scale=_value_scale(dflash),
+            attention_sinks=_flag(dflash, "attention_sink_bias"),
+            quantization=_quantization(config),
         )
 
     def check_target(self, num_layers: int, hidden_size: int, vocab_size: int) -> None:
@@ -148,11 +159,41 @@ def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) 
         value = dflash.get(key) or config.get(key)
         if value:
             raise ValueError(f"The draft has {head} ({key}={value!r}), which we do not serve: {USE_BUILTIN}.")
+    for keys, level, place in ((NESTED, config, "dflash_config"), (TOP_LEVEL, dflash, "the top level")):
+        for key in keys:
+            if level.get(key):
+                raise ValueError(f"The draft's {key} stands where the host ignores it; it must be in {place}.")
     lilicorr = sorted(key for key in dflash if key.startswith("lilicorr"))
     if lilicorr:
         raise ValueError(f"The draft has LiLiCorr's reranker ({lilicorr[0]}), which we do not serve: {USE_BUILTIN}.")
-    if config.get("quantization_config"):
-        raise ValueError(f"The draft is quantised (quantization_config), which we do not serve: {USE_BUILTIN}.")
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"The draft's {key} is {value!r}; it must be true, false or absent.")
+    return bool(value)
+
+
+def _value_scale(dflash: Mapping[str, Any]) -> float | None:
+    value = dflash.get("attention_value_scale")
+    if value is not None and (type(value) not in (int, float) or not 0 < abs(value) < float("inf")):
+        raise ValueError(f"dflash_config.attention_value_scale is {value!r}; it must be a finite number other than 0.")
+    return None if value is None else float(value)
+
+
+def _quantization(config: Mapping[str, Any]) -> str | None:
+    described = config.get("quantization_config")
+    if not described:
+        return None
+    if not isinstance(described, Mapping):
+        raise ValueError(f"The draft's quantization_config is {described!r}; it must be an object.")
+    if config.get("has_embed_tokens"):
+        raise ValueError(
+            "The draft is quantised and has an embedding of its own (has_embed_tokens), which we do not serve: "
+            f"{USE_BUILTIN}."
+        )
+    return str(described.get("quant_method") or described.get("quant_algo"))
 
 
 def _layer_attention(config: Mapping[str, Any], num_layers: int) -> tuple[LayerAttention, ...]:

@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.environ import envs
@@ -15,6 +16,7 @@ from transformers.utils import cached_file
 
 from sglang_dflash import __version__, ops
 from sglang_dflash.core.draft_config import USE_BUILTIN, DraftConfig
+from sglang_dflash.core.mask_embedding import MASK_EMBEDDING_FILE, read_mask_embedding
 from sglang_dflash.host import recurrent_state, simulated, widths
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_dflash.host.features import refuse_features
@@ -48,7 +50,17 @@ def check_features(server_args: Any, previous: Any) -> None:
             refuse_features(server_args._raw_input)
         except ValueError as error:
             raise SystemExit(f"{CANNOT_START}{error}") from None
+        _keep_draft_unquantised(server_args)
     previous(server_args)
+
+
+def _keep_draft_unquantised(server_args: Any) -> None:
+    """The host gives the draft the target's --quantization where the user gave it none. A checkpoint that says in its
+    config how it is quantised is read as it says, either way."""
+    if resolving_view(server_args).speculative_draft_model_quantization is None:
+        declare_resolution(
+            server_args, "sglang_dflash.draft_quantization", speculative_draft_model_quantization="unquant"
+        )
 
 
 def check(server_args: Any, previous: Any) -> None:
@@ -67,6 +79,8 @@ def check(server_args: Any, previous: Any) -> None:
         target = model_config_of(server_args)
         _check_target(target, draft)
         draft.check_ranks(cfg.tp_size)
+        _check_quantization(cfg, draft)
+        trained_mask_embedding(cfg, draft)
         block_size = _block_size(cfg, draft, target.context_len)
         if simulated.simulates():
             simulated.check(block_size, cfg.tp_size)
@@ -109,15 +123,22 @@ def read_draft_config(cfg: Any) -> DraftConfig:
     draft = DraftConfig.from_dict(config)
     if draft.mask_token_id is None:
         draft = replace(draft, mask_token_id=_mask_token_id(cfg, draft.mask_token))
-    side_car = cached_file(
-        path,
-        "mask_embedding.pt",
+    return draft
+
+
+def trained_mask_embedding(cfg: Any, draft: DraftConfig) -> torch.Tensor | None:
+    """The result of `read_mask_embedding`; None if the draft has no such file.
+
+    Raises:
+        ValueError: one sentence on what is wrong with the file.
+    """
+    path = cached_file(
+        cfg.speculative_draft_model_path,
+        MASK_EMBEDDING_FILE,
         revision=cfg.speculative_draft_model_revision,
         _raise_exceptions_for_missing_entries=False,
     )
-    if side_car is not None:
-        raise ValueError(f"the draft has a trained mask embedding ({side_car}), which we do not read: {USE_BUILTIN}.")
-    return draft
+    return None if path is None else read_mask_embedding(path, draft)
 
 
 def _mask_token_id(cfg: Any, mask_token: str | None) -> int:
@@ -155,6 +176,17 @@ def _check_target(target: Any, draft: DraftConfig) -> None:
     draft.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
 
 
+def _check_quantization(cfg: Any, draft: DraftConfig) -> None:
+    """On an accelerator, SGLang knows what it can serve."""
+    if cpu_platform_in_use():
+        from sglang_dflash.host.cpu import quantization
+
+        quantization.check(draft.quantization, "the draft (quantization_config)")
+        quantization.check(
+            cfg.speculative_draft_model_quantization, "the draft (--speculative-draft-model-quantization)"
+        )
+
+
 def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:
     flags = (cfg.speculative_num_draft_tokens, cfg.speculative_dflash_block_size)
     asked = next((value for value in flags if value is not None), draft.block_size)
@@ -174,11 +206,6 @@ def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:
 def _refuse_unserved(cfg: Any) -> None:
     if envs.SGLANG_RUST_SERVER.get():
         raise ValueError("SGLANG_RUST_SERVER is 1; allowed: 0, because its server bypasses the checks of requests.")
-    if cfg.speculative_draft_model_quantization is not None:
-        raise ValueError(
-            f"--speculative-draft-model-quantization is {cfg.speculative_draft_model_quantization} (its default is the "
-            "target's --quantization); only unquantised drafts are served: pass 'unquant'."
-        )
     if cpu_platform_in_use():
         backends = {cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend} - {None}
         if backends != {ATTENTION_BACKEND}:

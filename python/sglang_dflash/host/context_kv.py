@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.speculative.dflash_utils import can_dflash_slice_qkv_weight
 
 from sglang_dflash import ops
 
@@ -15,22 +16,24 @@ ROWS = 2048  # rows of one product; bounds the temporary memory of a long prefil
 
 
 class ContextKVWriter:
-    """Computes the context KV of all draft layers in one product, from their stacked key and value projections."""
+    """Computes the context KV of all draft layers in one product, from their stacked key and value projections.
+
+    Where these cannot be stacked, because they are quantised or rotate in another style, the host's own methods compute
+    it layer by layer.
+    """
 
     def __init__(self, draft_model: Any) -> None:
-        """draft_model: SGLang's `DFlashDraftModel`, weights loaded, unquantised."""
-        attentions = [layer.self_attn for layer in draft_model.layers]
-        first = attentions[0]
-        if not first.rotary_emb.is_neox_style or not hasattr(first.rotary_emb, "cos_sin_cache"):
-            raise ValueError(
-                f"The draft's rotary embedding is a {type(first.rotary_emb).__name__}; "
-                "allowed: neox style (halves paired) with a cos_sin_cache."
-            )
+        """draft_model: SGLang's `DFlashDraftModel`, weights loaded."""
+        self._attentions = [layer.self_attn for layer in draft_model.layers]
         self._model = draft_model
-        self._layers = [attention.attn for attention in attentions]
+        self._layers = [attention.attn for attention in self._attentions]
+        self._stacked = all(_can_be_stacked(attention) for attention in self._attentions)
+        first = self._attentions[0]
         self._rotary = first.rotary_emb
         self._eps = first.k_norm.variance_epsilon
-        self._kv_weight, self._kv_bias, self._k_norm_weight = self._projections()
+        self._value_scale = first.v_scale
+        if self._stacked:
+            self._kv_weight, self._kv_bias, self._k_norm_weight = self._projections()
         self._buffers: ops.KVBuffers | None = None
         self._rows = ops.TORCH_ROWS
 
@@ -40,6 +43,10 @@ class ContextKVWriter:
         One call writes all layers if the pool holds plain rows of the draft's dtype and an op supports them. Otherwise
         the host writes layer by layer: it quantises and knows other layouts.
         """
+        if not self._stacked:
+            method = type(self._attentions[0].qkv_proj.quant_method).__name__
+            logger.info("sglang-dflash computes and writes context KV layer by layer (%s).", method)
+            return
         k, v = getattr(pool, "k_buffer", ()), getattr(pool, "v_buffer", ())
         scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)]
         plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and not any(scales)
@@ -52,6 +59,8 @@ class ContextKVWriter:
 
     def refresh(self) -> None:
         """Copies the draft's weights after they changed. In place, because a forward may still read the tensors."""
+        if not self._stacked:
+            return
         stacked = (self._kv_weight, self._kv_bias, self._k_norm_weight)
         for held, weight in zip(stacked, self._projections(), strict=True):
             if held is not None:
@@ -59,13 +68,14 @@ class ContextKVWriter:
 
     def _projections(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Of this rank's heads: weight [L, 2, Hkv, D, H], bias [L, 2, Hkv, D] or None; and key norm weight [L, D]."""
-        attentions = [layer.self_attn for layer in self._model.layers]
+        attentions = self._attentions
         first = attentions[0]
         shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
         weight = torch.stack([a.qkv_proj.weight[a.q_size :] for a in attentions]).view(*shape, -1)
         biases = [a.qkv_proj.bias[a.q_size :] for a in attentions if a.qkv_proj.bias is not None]
         bias = torch.stack(biases).view(shape) if biases else None
-        return weight, bias, torch.stack([a.k_norm.weight for a in attentions])
+        norm = torch.stack([a.k_norm.weight for a in attentions])
+        return weight, bias, norm.float() + 1.0 if first.use_gemma_norm else norm
 
     def write(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Writes every given row, also the rejected rows of a verified block. A rejected row's slot holds no committed
@@ -84,9 +94,14 @@ class ContextKVWriter:
 
     def _write_rows(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         features = self._model.project_target_hidden(hidden)
+        if not self._stacked:
+            self._write_by_layer(pool, features, positions, slots)
+            return
         cos_sin = self._rotary.cos_sin_cache
         if self._buffers is not None:
             kv = ops.project_context(features, self._kv_weight, self._kv_bias)
+            if self._value_scale is not None:
+                kv[:, :, 1].mul_(self._value_scale)
             self._rows.write_context_kv(kv, self._k_norm_weight, self._eps, positions, cos_sin, slots, self._buffers)
             return
         k, v = ops.context_kv(
@@ -98,6 +113,23 @@ class ContextKVWriter:
             positions,
             cos_sin,
         )
+        if self._value_scale is not None:
+            v = v * self._value_scale
         location = KVWriteLoc(slots, physical=True)
         for layer, layer_k, layer_v in zip(self._layers, k, v, strict=True):
             pool.set_kv_buffer(layer, location, layer_k, layer_v, layer.k_scale, layer.v_scale)
+
+    def _write_by_layer(self, pool: Any, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        location = KVWriteLoc(slots, physical=True)
+        for attention in self._attentions:
+            k, v = attention.kv_proj_only(features)  # the values are scaled
+            k = attention.apply_k_rope(positions, attention.apply_k_norm(k))
+            k, v = (x.view(-1, attention.num_kv_heads, attention.head_dim) for x in (k, v))
+            layer = attention.attn
+            pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
+
+
+def _can_be_stacked(attention: Any) -> bool:
+    rotary = attention.rotary_emb
+    dense, _ = can_dflash_slice_qkv_weight(attention.qkv_proj)
+    return dense and rotary.is_neox_style and hasattr(rotary, "cos_sin_cache")

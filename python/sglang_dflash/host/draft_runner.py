@@ -54,36 +54,52 @@ class DraftHead:
         self._lm_head = lm_head
         weight = getattr(lm_head, "weight", None)
         shard = getattr(lm_head, "shard_indices", None)
-        if not is_dense_head_weight(weight) or (shard is not None and shard.num_added_elements):
-            raise ValueError("DFLASH needs a target whose lm_head is dense and has no added vocabulary.")
+        tp_group = get_parallel().tp_group
+        self._dense = is_dense_head_weight(weight)
+        if shard is not None and shard.num_added_elements:
+            raise ValueError("DFLASH needs a target whose lm_head has no added vocabulary.")
+        if not self._dense and (shard is None or not hasattr(lm_head, "quant_method")):
+            raise ValueError("DFLASH needs a target whose lm_head is dense, or quantised by one of SGLang's methods.")
+        if not self._dense and tp_group.world_size > 1:
+            raise ValueError(
+                f"--tp-size is {tp_group.world_size} and the target's lm_head is quantised "
+                f"({type(lm_head.quant_method).__name__}): with DFLASH, such a head is served with --tp-size 1 only."
+            )
         self._vocab_size = shard.num_org_elements if shard is not None else weight.shape[0]  # of this rank
         self._first_id = shard.org_vocab_start_index if shard is not None else 0
-        tp_group = get_parallel().tp_group
         self._group = tp_group if shard is not None and tp_group.world_size > 1 else None
         assert self._vocab_size > 0, f"rank {tp_group.rank_in_group} of {tp_group.world_size} holds no token ids"
         self._block_size = block_size
-        self.captured_ids = torch.empty(0, dtype=torch.int64, device=weight.device)
+        self._device = weight.device if self._dense else next(lm_head.parameters()).device
+        self.captured_ids = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def draft_ids(self, hidden: torch.Tensor, block_size: int) -> torch.Tensor:
         """hidden: [B * K, H], K = `block_size`. Returns [B, K-1] int64."""
         rows = hidden.view(-1, block_size, hidden.shape[-1])[:, 1:]
-        weight = self._lm_head.weight[: self._vocab_size]  # [V, H] without the host's padding
         # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
-        logits = F.linear(rows.reshape(-1, rows.shape[-1]).to(weight.dtype), weight)
+        logits = self._logits(rows.reshape(-1, rows.shape[-1]))
         if self._group is None:
             return ops.row_argmax(logits).view(rows.shape[:2])
         best, ids = logits.view(*rows.shape[:2], -1).max(-1)
         return best_of_ranks(self._group, best, ids + self._first_id)
 
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [N, H]. Returns [N, V] without the host's padding."""
+        if not self._dense:  # packed rows cannot be sliced
+            logits: torch.Tensor = self._lm_head.quant_method.apply(self._lm_head, rows, None)
+            return logits[:, : self._vocab_size]
+        weight = self._lm_head.weight[: self._vocab_size]
+        return F.linear(rows.to(weight.dtype), weight)
+
     @property
     def compared_logits(self) -> tuple[int, torch.dtype]:
         """Columns and dtype of the logits whose argmax is taken."""
-        return self._vocab_size, self._lm_head.weight.dtype
+        return self._vocab_size, self._lm_head.weight.dtype if self._dense else torch.bfloat16
 
     def reserve(self, max_batch: int) -> None:
         """Allocates the buffer that graph replays write."""
         shape = (max_batch, self._block_size - 1)
-        self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._lm_head.weight.device)
+        self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
 
     def __call__(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
         """Called while the host captures the draft's graph."""
@@ -131,6 +147,7 @@ class DraftRunner:
         self._embed = _lookup(unwrap_lora_layer(target_model.get_input_embeddings()))  # LoRA is for the target only
         scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
         self._embed_scale = float(scale()) if scale else 1.0
+        self._mask_rows: torch.Tensor | None = None
         self._head = DraftHead(unwrap_lora_layer(target_model.lm_head), block_size)
         self._context_kv = ContextKVWriter(self.model)
         self._window: DraftWindow | None = None
@@ -138,6 +155,16 @@ class DraftRunner:
             rows: make_draft_block_spec_info(draft_token_num=rows, device=self.runner.device)
             for rows in range(2, block_size + 1)
         }
+
+    def use_mask_embedding(self, embedding: torch.Tensor | None) -> None:
+        """Sets what the draft sees at a block's masks; None: the target's embedding of the mask token.
+
+        SGLang's own worker overwrites that row of the target's table. Here, the target keeps it: a prompt may hold it.
+
+        Args:
+            embedding: [1, H] for all masks, or [K-1, H]; unscaled, like a row of the table.
+        """
+        self._mask_rows = None if embedding is None else embedding.to(self.runner.device, self.runner.dtype)
 
     def alloc_memory_pool(self, config: Any, req_to_token_pool: Any, allocator: Any) -> None:
         """Shares the target's slots, and also its slot table unless the draft has a window. So one RadixAttention tree
@@ -216,6 +243,8 @@ class DraftRunner:
 
     def _forward_batch(self, block: Block, batch: Any) -> ForwardBatch:
         embeds = self._embed(block.ids)
+        if self._mask_rows is not None:
+            embeds[:, 1:] = self._mask_rows[: block.block_size - 1]
         if self._embed_scale != 1.0:
             embeds = embeds * self._embed_scale
         kv_lens = block.prefix_lens

@@ -26,9 +26,10 @@ def install() -> None:
     for target, (function, kind) in registered_hooks().items():
         HookRegistry.register(target, function, kind)
     if cpu_platform_in_use():
-        from sglang_dflash.host.cpu import deterministic, layers, shims
+        from sglang_dflash.host.cpu import deterministic, layers, quantization, shims
 
         shims.install()
+        quantization.install()
         deterministic.install()
         layers.install()
     register_resolution_hook("handle_deprecated_dp_attention")(_check_features)  # the host's first check

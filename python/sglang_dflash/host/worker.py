@@ -23,7 +23,7 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
 from sglang_dflash.host import page_tables, simulated
-from sglang_dflash.host.arguments import read_draft_config
+from sglang_dflash.host.arguments import read_draft_config, trained_mask_embedding
 from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
@@ -52,9 +52,12 @@ class DFlashWorker(BaseSpecWorker):
         self.device = target_worker.device
         self.block_size = int(get_spec().speculative_num_draft_tokens)
         self.speculative_num_draft_tokens = self.block_size  # the scheduler reads it: ids per request in a result
-        self._mask_token_id = read_draft_config(resolving_view(server_args)).mask_token_id
+        cfg = resolving_view(server_args)
+        draft_config = read_draft_config(cfg)
+        self._mask_token_id = draft_config.mask_token_id
         self._tp_sync = SpecTpSync(get_parallel().tp_group)
         self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
+        self._draft.use_mask_embedding(trained_mask_embedding(cfg, draft_config))
         self._sampler = RowSampler(self._target, self.block_size)
         self._hidden_states = ReturnedHiddenStates(self._target.model)
         self._recurrent_state = RecurrentState.of(target_worker)

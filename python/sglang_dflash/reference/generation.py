@@ -147,7 +147,7 @@ class _Loop:
         """Drafts for rows 1..K-1, [B, K-1] int64: the argmax, whatever the temperature (paper, section 4)."""
         position_ids = torch.cat((state.feature_positions, positions), dim=1)
         hidden = self.draft(
-            noise_embedding=self.target.get_input_embeddings()(block),
+            noise_embedding=self.draft.embed_block(self.target.get_input_embeddings()(block)),
             target_hidden=state.features,
             position_ids=position_ids,
             past_key_values=state.draft_cache.at(position_ids, int(positions.max()) + 1),
@@ -350,3 +350,6 @@ def _check(
         raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or above.")
     if width < 2:
         raise ValueError(f"block_size is {width}; it must be at least 2.")
+    masks = draft.mask_embedding
+    if masks is not None and 1 < len(masks) < width - 1:
+        raise ValueError(f"block_size is {width}; the draft's mask embedding is for blocks of up to {len(masks) + 1}.")

@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import cached_file
 
 from sglang_dflash.core.draft_config import PLAIN_ARCHITECTURE, DraftConfig, LayerAttention
+from sglang_dflash.core.mask_embedding import MASK_EMBEDDING_FILE, read_mask_embedding
 from sglang_dflash.reference.generation import Generation, spec_generate
 
 Mask = torch.Tensor | BlockMask | None
@@ -79,8 +80,13 @@ class DFlashAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, kv_dim, bias=bias)
         self.o_proj = nn.Linear(q_dim, hidden, bias=bias)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        draft = config.draft
+        self.q_norm = _norm(config, self.head_dim)
+        self.k_norm = _norm(config, self.head_dim)
+        self.value_scale = draft.value_scale
+        self.attention_sink_bias: nn.Parameter | None = None  # [Hq]; the name is the checkpoints'
+        if draft.attention_sinks:
+            self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
 
     def forward(
         self,
@@ -102,12 +108,16 @@ class DFlashAttention(nn.Module):
         q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)  # [B, Hq, Q, D]
         k = self.k_norm(self._heads(self.k_proj(rows))).transpose(1, 2)  # [B, Hkv, T+Q, D]
         v = self._heads(self.v_proj(rows)).transpose(1, 2)
+        if self.value_scale is not None:
+            v = v * self.value_scale
         cos, sin = rope
         q, _ = apply_rotary_pos_emb(q, q, cos[:, -x.shape[1] :], sin[:, -x.shape[1] :])
         k, _ = apply_rotary_pos_emb(k, k, cos, sin)
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the norms return float32
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
+        if self.attention_sink_bias is not None:
+            k, v, mask = with_sinks(k, v, mask, self.attention_sink_bias, q.shape[2])
         if isinstance(mask, BlockMask):
             attend = _compiled_flex_attention if q.is_cuda else flex_attention
             out = attend(q, k, v, block_mask=mask, enable_gqa=True)
@@ -119,6 +129,43 @@ class DFlashAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
+def with_sinks(
+    k: torch.Tensor, v: torch.Tensor, mask: Mask, sinks: torch.Tensor, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Adds a key that every row sees, whose logit is its head's sink and whose value is zero.
+
+    Args:
+        k, v: [B, Hkv, S, D].
+        mask: [B or 1, 1, Q, S] bool, or None.
+        sinks: [Hq].
+        rows: Q.
+
+    Returns:
+        k and v, [B, Hkv, S + 1, D], and what to add to the logits, [B or 1, Hq, Q, S + 1].
+    """
+    if isinstance(mask, BlockMask):
+        raise ValueError("A draft with attention sinks takes dense masks only, no BlockMask.")
+    if mask is None:
+        mask = torch.ones(1, 1, rows, k.shape[2], dtype=torch.bool, device=k.device)
+    bias = torch.zeros(mask.shape, dtype=k.dtype, device=k.device).masked_fill(~mask, float("-inf"))
+    sink = sinks.to(k.dtype)[None, :, None, None].expand(len(mask), -1, rows, 1)
+    bias = torch.cat((bias.expand(-1, len(sinks), -1, -1), sink), dim=-1)
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), bias
+
+
+class GemmaNorm(Qwen3RMSNorm):
+    """An RMS norm that multiplies by 1 + weight, in float32."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        wide = hidden_states.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (wide * (1 + self.weight.float())).to(hidden_states.dtype)
+
+
+def _norm(config: DFlashConfig, size: int) -> Qwen3RMSNorm:
+    return (GemmaNorm if config.draft.gemma_norms else Qwen3RMSNorm)(size, eps=config.rms_norm_eps)
+
+
 class DFlashDecoderLayer(nn.Module):
     """Pre-norm attention and SwiGLU; the context features bypass the layer's input norm."""
 
@@ -126,8 +173,8 @@ class DFlashDecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = DFlashAttention(config, layer_idx)
         self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = _norm(config, config.hidden_size)
+        self.post_attention_layernorm = _norm(config, config.hidden_size)
 
     def forward(
         self,
@@ -156,9 +203,10 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         taps = len(self.draft_config.target_layer_ids)
         self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = _norm(config, config.hidden_size)
+        self.norm = _norm(config, config.hidden_size)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.mask_embedding: torch.Tensor | None = None  # [1 or K-1, H]; see `read_mask_embedding`
         self.post_init()
 
     @property
@@ -175,18 +223,16 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Self:
-        """As in transformers, but strict.
+        """As in transformers, but strict. Reads the mask embedding, too.
 
         Raises:
-            ValueError: the checkpoint is not a plain DFlash draft, lacks a weight, or has an unknown weight or one
-                of another shape.
+            ValueError: the checkpoint is not a plain DFlash draft, is quantised, lacks a weight, or has an unknown
+                weight or one of another shape.
         """
         revision = kwargs.get("revision")
-        side_car = cached_file(
-            name, "mask_embedding.pt", revision=revision, _raise_exceptions_for_missing_entries=False
-        )
-        if side_car is not None:
-            raise ValueError(f"The draft {name} has a trained mask embedding ({side_car}), which we do not read.")
+        quantization = DFlashConfig.from_pretrained(name, revision=revision).draft.quantization
+        if quantization is not None:
+            raise ValueError(f"The draft {name} is quantised ({quantization}); here, only plain weights are read.")
         wanted = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # else transformers raises, and its error names no weight
         model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
@@ -194,7 +240,20 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         if any(wrong.values()):
             listed = "; ".join(f"{key.replace('_', ' ')}: {names[:4]}" for key, names in wrong.items() if names)
             raise ValueError(f"The weights of {name} do not fit its config.json: {listed}.")
+        side_car = cached_file(
+            name, MASK_EMBEDDING_FILE, revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        if side_car is not None:
+            model.mask_embedding = read_mask_embedding(side_car, model.draft_config)
         return (model, info) if wanted else model
+
+    def embed_block(self, embeds: torch.Tensor) -> torch.Tensor:
+        """What the draft sees of its block: [B, K, H], the target's embedding, with the draft's own at the masks."""
+        if self.mask_embedding is None:
+            return embeds
+        masks = self.mask_embedding.to(embeds.device, embeds.dtype)
+        masks = masks[: embeds.shape[1] - 1].expand(embeds.shape[1] - 1, -1)
+        return torch.cat((embeds[:, :1], masks.expand(len(embeds), -1, -1)), dim=1)
 
     def forward(
         self,
@@ -207,7 +266,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         """One denoising pass over `[anchor, MASK x (K-1)]`; row k predicts the token at its own position.
 
         Args:
-            noise_embedding: [B, Q, H]; the target's embedding of the block.
+            noise_embedding: [B, Q, H]; the target's embedding of the block, through `embed_block`.
             target_hidden: [B, T, taps * H]; residual outputs of the tapped target layers, of tokens not yet in the
                 cache (`FeatureTaps`).
             position_ids: [B, T + Q] int64, context first.

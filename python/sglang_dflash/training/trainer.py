@@ -90,6 +90,10 @@ class Trainer:
             draft = DFlashDraftModel.from_pretrained(options.init, dtype=torch.float32)
         except OSError as error:
             raise ValueError(f"--init {options.init} cannot be loaded: {str(error).splitlines()[0]}") from None
+        if draft.mask_embedding is not None or draft.draft_config.attention_sinks:
+            raise ValueError(
+                f"--init {options.init} has a mask embedding of its own or attention sinks, which are not trained here."
+            )
         target = self.target.config
         draft.draft_config.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
         return draft

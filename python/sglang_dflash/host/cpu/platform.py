@@ -42,6 +42,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
         return ATTENTION_BACKEND
 
+    def get_quantization_config(self, quantization: str) -> Any:
+        from sglang_dflash.host.cpu.quantization import SERVED  # its imports ask for this platform
+
+        return SERVED.get(quantization)
+
     def support_mamba_cache_extra_buffer(self) -> bool:
         """Whether recurrent layers keep snapshots of their states for the prefix cache (`CpuGatedDeltaBackend`)."""
         return True

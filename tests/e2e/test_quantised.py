@@ -1,0 +1,35 @@
+"""A quantised target and a quantised draft: tokens equal those of speculation off, and drafts are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from arms import MAX_NEW_TOKENS, POOL, pick
+from changed_models import in_fp8
+from conftest import chat_ids
+from transformers import PreTrainedTokenizerBase
+
+from equality import ask_off, assert_equal_tokens, tau
+from preloaded import PreloadedServer
+from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, held_out_prompts
+
+pytestmark = pytest.mark.server
+
+
+def test_both_in_fp8(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Fails where the draft's or the target's weights are read without their scales, or with another block's, or where
+    an update of such weights ends the server."""
+    target, draft = in_fp8(TINY_TARGET, tmp_path / "target"), in_fp8(TINY_DRAFT, tmp_path / "draft")
+    plain = ["--device", "cpu", "--model-path", str(target), "--dtype", "float32", *POOL]
+    speculate = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
+    prompts = [chat_ids(tokenizer, [{"role": "user", "content": p.prompt}]) for p in pick(held_out_prompts(), 5)]
+    with PreloadedServer(plain, tmp_path / "off.log", TINY_ENVIRONMENT) as server:
+        expected = [ask_off(server.client(), ids, max_new_tokens=MAX_NEW_TOKENS) for ids in prompts]
+    with PreloadedServer([*plain, *speculate], tmp_path / "on.log", TINY_OVERLAPPING) as server:
+        answers = [server.client().generate(ids, max_new_tokens=MAX_NEW_TOKENS) for ids in prompts]
+        refused = server.client().post("/update_weights_from_disk", {"model_path": str(target)})
+        again = server.client().generate(prompts[0], max_new_tokens=MAX_NEW_TOKENS)
+    assert refused.status_code == 400 and "cannot be updated" in refused.text and again.ids == answers[0].ids
+    assert_equal_tokens(answers, expected, prompts)
+    assert tau(answers) > 2.0
