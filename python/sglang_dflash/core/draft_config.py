@@ -1,4 +1,4 @@
-"""Reads and validates the `config.json` of a draft checkpoint: all keys that a plain DFlash draft may have."""
+"""Reads and validates the `config.json` of a draft checkpoint: all keys that a DFlash or DFlash2 draft may have."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from sglang_dflash.core.draft_heads import (
+    DFLASH2_ARCHITECTURES,
+    Convolution,
+    Selector,
+    read_convolution,
+    read_selector,
+)
+
 PLAIN_ARCHITECTURE = "DFlashDraftModel"
-# Config keys, at either level, that ask for more than the plain head -> the name of what they ask for.
+ARCHITECTURES = (PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES)
+# Config keys, at either level, that ask for a head that we do not serve -> the name of what they ask for.
 SPECIAL_HEADS = {
     "projector_type": "a projector",
-    "conv_kernel_size": "DFlash2's convolution",
-    "selector_rank": "DFlash2's selector",
     "gru_hidden_dim": "Domino's projector",
     "markov_rank": "DSpark's Markov head",
     "enable_confidence_head": "DSpark's confidence head",
@@ -20,7 +27,9 @@ SPECIAL_HEADS = {
     "attention_value_scale": "scaled values",
     "use_gemma_norm": "Gemma's norms",
 }
+DSPARK_KEYS = ("markov_rank", "enable_confidence_head")
 USE_BUILTIN = "start with SGLANG_DFLASH_WORKER=builtin, which may serve it"
+USE_DSPARK = "start with --speculative-algorithm DSPARK, an algorithm of its own in SGLang"
 
 
 class LayerAttention(NamedTuple):
@@ -37,7 +46,7 @@ class LayerAttention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """A plain DFlash draft.
+    """A DFlash draft, or a DFlash2 draft, which has a selector and mostly convolutions.
 
     Fields:
         block_size: rows the draft was trained to fill, anchor included.
@@ -48,6 +57,8 @@ class DraftConfig:
         num_layers, num_heads, num_kv_heads, intermediate_size: of the draft.
         attention: one value per draft layer. If the config has `is_causal`, it holds for all layers. Otherwise sliding
             layers are causal in the block and full ones are not (z-lab/dflash, SpecForge, SGLang 0.5.23).
+        convolution: around attention and MLP of every layer; None: none.
+        selector: chooses each draft given the one before it; None: each draft is its row's argmax.
     """
 
     block_size: int
@@ -60,6 +71,8 @@ class DraftConfig:
     num_kv_heads: int
     intermediate_size: int
     attention: tuple[LayerAttention, ...]
+    convolution: Convolution | None = None
+    selector: Selector | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DraftConfig:
@@ -91,6 +104,8 @@ class DraftConfig:
             num_kv_heads=_positive({"num_key_value_heads": num_heads, **config}, "num_key_value_heads"),
             intermediate_size=_positive(config, "intermediate_size"),
             attention=_layer_attention(merged, num_layers),
+            convolution=read_convolution(config, dflash),
+            selector=read_selector(config, dflash),
         )
 
     def check_target(self, num_layers: int, hidden_size: int, vocab_size: int) -> None:
@@ -111,6 +126,11 @@ class DraftConfig:
             raise ValueError(
                 f"dflash_config.mask_token_id is {self.mask_token_id}; it must be one of the target's {vocab_size} "
                 "token ids."
+            )
+        if self.selector is not None and self.selector.vocab_size < vocab_size:
+            raise ValueError(
+                f"The draft's vocab_size is {self.selector.vocab_size} and the target's {vocab_size}: the draft's "
+                "selector needs a row for each of the target's token ids."
             )
 
     def check_ranks(self, tp_size: int) -> None:
@@ -140,15 +160,17 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
 
 def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
     architectures = config.get("architectures") or []
-    if architectures != [PLAIN_ARCHITECTURE]:
+    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        way_out = USE_DSPARK if "dspark" in str(architectures).lower() else USE_BUILTIN
         raise ValueError(
-            f"The draft's architectures are {architectures}; this worker serves ['{PLAIN_ARCHITECTURE}']: "
-            f"{USE_BUILTIN}."
+            f"The draft's architectures are {architectures}; this worker serves one of {', '.join(ARCHITECTURES)}: "
+            f"{way_out}."
         )
     for key, head in SPECIAL_HEADS.items():
         value = dflash.get(key) or config.get(key)
         if value:
-            raise ValueError(f"The draft has {head} ({key}={value!r}), which we do not serve: {USE_BUILTIN}.")
+            way_out = USE_DSPARK if key in DSPARK_KEYS or value == "dspark" else USE_BUILTIN
+            raise ValueError(f"The draft has {head} ({key}={value!r}), which we do not serve: {way_out}.")
     lilicorr = sorted(key for key in dflash if key.startswith("lilicorr"))
     if lilicorr:
         raise ValueError(f"The draft has LiLiCorr's reranker ({lilicorr[0]}), which we do not serve: {USE_BUILTIN}.")
