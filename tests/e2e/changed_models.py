@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
+from sglang_dflash.training import TrainOptions
+from sglang_dflash.training.layout import save_draft, with_dflash2_head
 
 ADAPTERS = ("first", "second")
 WINDOW = 24
@@ -25,6 +28,22 @@ def sliding_draft(folder: Path) -> Path:
     config.update(layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=WINDOW)
     config.update(rope_scaling=YARN, rope_parameters={**YARN, "rope_theta": config["rope_theta"]})
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def dflash2_draft(folder: Path, in_block: float = 0.01, in_selector: float = 1.0) -> Path:
+    """The embedded draft with a DFlash2 head of random weights: three taps, groups of 8, a selector of rank 24 over 12
+    candidates. The noise is so small that most drafts stay right, and so large that the head decides many of them."""
+    plain = DFlashDraftModel.from_pretrained(TINY_DRAFT, dtype=torch.float32)
+    shape = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 24, "selector_top_k": 12}
+    options = TrainOptions(target=str(TINY_TARGET), data=(__file__,), output=str(folder), head="dflash2", **shape)
+    draft = with_dflash2_head(plain, plain.config.vocab_size, options)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, weight in draft.named_parameters():
+            noise = in_block if "conv." in name else in_selector if "successor" in name else 0.0
+            weight += noise * torch.randn(weight.shape, generator=generator)
+    save_draft(draft, folder)
     return folder
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from stand_ins import Group
 
-from sglang_dflash.host import draft_runner
-from sglang_dflash.host.draft_runner import DraftHead
+from sglang_dflash.host import draft_heads
+from sglang_dflash.host.draft_heads import DraftHead
 
 BLOCK_SIZE = 4
 
@@ -26,7 +26,7 @@ def head_of(weight: torch.Tensor, first: int, padding: int, group: Group) -> Dra
 def test_every_rank_drafts_the_same(batch: int, ranks: int, dtype: torch.dtype, monkeypatch) -> None:
     """Fails where a rank's span has a wrong offset, its padding wins, or a tie goes to a higher id."""
     group = Group(ranks)
-    monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=group))
+    monkeypatch.setattr(draft_heads, "get_parallel", lambda: SimpleNamespace(tp_group=group))
     generator = torch.Generator().manual_seed(batch + ranks)
     # The same three rows repeat, so every logit ties with others, within a rank's span and across spans.
     weight = torch.randint(-1, 2, (3, 8), generator=generator).repeat(ranks * 2, 1)[: ranks * 5 - 2].to(dtype)
@@ -38,7 +38,7 @@ def test_every_rank_drafts_the_same(batch: int, ranks: int, dtype: torch.dtype, 
 
     def run(rank: int) -> torch.Tensor:
         group.local.rank = rank
-        return heads[rank].draft_ids(hidden, BLOCK_SIZE)
+        return heads[rank].draft_ids(hidden, torch.zeros(batch, BLOCK_SIZE, dtype=torch.int64))
 
     with ThreadPoolExecutor(ranks) as pool:
         drafted = list(pool.map(run, range(ranks)))
@@ -50,18 +50,18 @@ def test_every_rank_drafts_the_same(batch: int, ranks: int, dtype: torch.dtype, 
 
 def test_new_weights_are_drafted_with(monkeypatch) -> None:
     """Fails where the head still uses a weight that the host has replaced."""
-    monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
+    monkeypatch.setattr(draft_heads, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
     lm_head = SimpleNamespace(weight=torch.eye(4), shard_indices=None)
     head = DraftHead(lm_head, 2)
     hidden = torch.tensor([[0.0, 0, 0, 0], [0, 1, 0, 0]])
-    assert head.draft_ids(hidden, 2).tolist() == [[1]]
+    assert head.draft_ids(hidden, torch.zeros(1, 2, dtype=torch.int64)).tolist() == [[1]]
     lm_head.weight = torch.eye(4).flip(0)
-    assert head.draft_ids(hidden, 2).tolist() == [[2]]
+    assert head.draft_ids(hidden, torch.zeros(1, 2, dtype=torch.int64)).tolist() == [[2]]
 
 
 def test_vocabularies_that_it_does_not_know_are_refused(monkeypatch) -> None:
     """Fails where added or quantised vocabulary is silently ignored."""
-    monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
+    monkeypatch.setattr(draft_heads, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
     shard = SimpleNamespace(num_added_elements=2, num_org_elements=4, org_vocab_start_index=0)
     with pytest.raises(ValueError, match="added vocabulary"):
         DraftHead(SimpleNamespace(weight=torch.eye(4), shard_indices=shard), 2)

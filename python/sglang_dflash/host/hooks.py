@@ -52,9 +52,17 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         for module in (block_results, capture, sampler, sessions, weights, features, requests):
             hooks |= module.HOOKS
     if cpu_platform_in_use():
-        from sglang_dflash.host.cpu import compiled, deterministic, gated_layers, recurrent, shims, threads
+        from sglang_dflash.host.cpu import (
+            compiled,
+            deterministic,
+            draft_layers,
+            gated_layers,
+            recurrent,
+            shims,
+            threads,
+        )
 
-        for module in (shims, deterministic, compiled, threads, gated_layers, recurrent):
+        for module in (shims, deterministic, compiled, threads, gated_layers, draft_layers, recurrent):
             hooks |= module.HOOKS
     return hooks
 

@@ -1,0 +1,112 @@
+"""Chooses the drafts from the draft's hidden states, with the target's head; on CUDA, within the draft's graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.models.dflash import _radix_topk
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.dflash_utils import is_dense_head_weight
+
+from sglang_dflash import ops
+from sglang_dflash.host.sharded_logits import best_of_ranks
+
+
+class DraftHead:
+    """Argmax of the target's head over rows 1..K-1 of every block.
+
+    Ties: the lowest id wins. Under tensor parallelism each rank holds a span of the vocabulary, and all end with the
+    same ids.
+    """
+
+    def __init__(self, lm_head: Any, block_size: int) -> None:
+        self._lm_head = lm_head
+        weight = getattr(lm_head, "weight", None)
+        shard = getattr(lm_head, "shard_indices", None)
+        if not is_dense_head_weight(weight) or (shard is not None and shard.num_added_elements):
+            raise ValueError("DFLASH needs a target whose lm_head is dense and has no added vocabulary.")
+        self._vocab_size = shard.num_org_elements if shard is not None else weight.shape[0]  # of this rank
+        self._first_id = shard.org_vocab_start_index if shard is not None else 0
+        tp_group = get_parallel().tp_group
+        self._group = tp_group if shard is not None and tp_group.world_size > 1 else None
+        assert self._vocab_size > 0, f"rank {tp_group.rank_in_group} of {tp_group.world_size} holds no token ids"
+        self._block_size = block_size
+        self.captured_ids = torch.empty(0, dtype=torch.int64, device=weight.device)
+
+    def draft_ids(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """hidden: [B * K, H]; block_ids: [B, K] int64, the anchors first. Returns [B, K-1] int64."""
+        # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
+        rows = hidden.view(*block_ids.shape, -1)[:, 1:].reshape(-1, hidden.shape[-1])
+        return self._choose(rows, self._logits(rows), block_ids[:, 0]).view(len(block_ids), -1)
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [N, H]. Returns [N, V], V this rank's span of the vocabulary, without the host's padding."""
+        weight = self._lm_head.weight[: self._vocab_size]
+        return F.linear(rows.to(weight.dtype), weight)
+
+    def _choose(self, rows: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
+        """rows: [B * (K-1), H]; logits: [B * (K-1), V]; anchor_ids: [B]. Returns B * (K-1) ids, int64."""
+        if self._group is None:
+            return ops.row_argmax(logits)
+        best, ids = logits.max(-1)
+        return best_of_ranks(self._group, best, ids + self._first_id)
+
+    @property
+    def compared_logits(self) -> tuple[int, torch.dtype]:
+        """Columns and dtype of the logits whose argmax is taken."""
+        return self._vocab_size, self._lm_head.weight.dtype
+
+    def reserve(self, max_batch: int) -> None:
+        """Allocates the buffer that graph replays write."""
+        shape = (max_batch, self._block_size - 1)
+        self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._lm_head.weight.device)
+
+    def __call__(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
+        """Called while the host captures the draft's graph."""
+        draft_ids = self.draft_ids(hidden, input_ids.view(-1, self._block_size))
+        self.captured_ids[: len(draft_ids)].copy_(draft_ids)
+
+
+class SelectorHead(DraftHead):
+    """DFlash2's selector, walked greedily: each draft is the best of its row's candidates behind the draft before it.
+
+    Ties: the lowest id wins, except at the cut of the candidates on CUDA, where the host's kernel decides. Each rank
+    holds the selector's tables as a whole; the ranks exchange their candidates, and all end with the same ids.
+    """
+
+    def __init__(self, lm_head: Any, block_size: int, model: Any) -> None:
+        """model: SGLang's `DFlash2DraftModel`. Its weights are read at every call, so updates take effect."""
+        super().__init__(lm_head, block_size)
+        self._selector = model.candidate_selector
+        self._multiplier = model.draft_config.output_multiplier
+        self._softcap = model.draft_config.final_logit_softcapping
+
+    def _choose(self, rows: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
+        values, ids = self._candidates(logits)
+        candidates = ops.Candidates(ops.candidate_logits(values, self._multiplier, self._softcap), ids)
+        selector = self._selector
+        keys = selector.hidden_projection(rows.to(selector.hidden_projection.weight.dtype))
+        tables = (selector.predecessor_codebook, selector.successor_codebook)
+        return ops.greedy_walk(candidates, keys, anchor_ids, *tables)
+
+    def _candidates(self, logits: torch.Tensor) -> ops.Candidates:
+        """logits: [N, V] of this rank. Returns the candidates of the whole vocabulary, [N, k]."""
+        count = self._selector.top_k
+        if logits.shape[1] < count:  # the last rank's span may be that short
+            logits = F.pad(logits, (0, count - logits.shape[1]), value=float("-inf"))
+        own = ops.by_id(*_radix_topk(logits, count)) if logits.is_cuda else ops.top_candidates(logits, count)
+        if self._group is None:
+            return own
+        pairs = torch.stack((own.values.double(), (own.ids + self._first_id).double()))  # float64 holds both exactly
+        values, ids = self._group.all_gather(pairs, dim=-1)  # [N, ranks * k] each, ids rising
+        best = ops.top_candidates(values, count)  # of columns
+        return ops.Candidates(best.values, ids.gather(1, best.ids).long())
+
+
+def head_of(model: Any, lm_head: Any, block_size: int) -> DraftHead:
+    """The head of a draft, SGLang's `DFlashDraftModel` or `DFlash2DraftModel`."""
+    if model.candidate_selector is None:
+        return DraftHead(lm_head, block_size)
+    return SelectorHead(lm_head, block_size, model)
