@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.models.dflash import CandidateSelector, DFlashGroupedConv
-from stand_ins import Group
+from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
+from stand_in_worker import BATCH, COLUMNS, decode_batch, worker_of
+from stand_in_worker import HIDDEN as STAND_IN_HIDDEN
+from stand_ins import Group, configured, one_rank
 
 from sglang_dflash import ops
 from sglang_dflash.core.draft_heads import Convolution, Selector
@@ -152,3 +155,27 @@ def test_captured_ids(alone: None) -> None:
     with torch.inference_mode():
         head(hidden, block_ids.flatten())
         assert torch.equal(head.captured_ids[:2], head.draft_ids(hidden, block_ids))
+
+
+def test_the_model_is_told_the_width() -> None:
+    """Fails where a step of fewer rows is convolved as if its blocks had as many as the step before."""
+    with configured(), one_rank():
+        table = torch.arange(BATCH * COLUMNS, dtype=torch.int32).view(BATCH, COLUMNS)
+        worker = worker_of(table, ops.TORCH_ROWS)
+        draft, told = worker._draft, []
+        draft.model = SimpleNamespace(block_size=8)
+
+        def set_block_size(rows: int) -> None:
+            told.append(rows)
+            draft.model.block_size = rows
+
+        draft.model.set_block_size = set_block_size
+        for rows in (3, 3, 8, 2):
+            draft._spec_infos[rows] = make_draft_block_spec_info(draft_token_num=rows, device="cpu")
+            hidden = torch.zeros(BATCH * rows, STAND_IN_HIDDEN)
+            out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
+            draft.runner.forward = lambda _, out=out: out
+            batch = decode_batch()
+            block = worker._lay_out_block(batch, rows)
+            assert draft.propose(block, batch, worker._plan_kv(block, batch)).shape == (BATCH, rows - 1)
+        assert told == [3, 8, 2]
