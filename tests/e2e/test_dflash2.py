@@ -46,7 +46,7 @@ def on_arm(name: str) -> pytest.MarkDecorator:
 
 
 @on_arm("whole")
-def test_the_reference_s_steps(client: Client, baseline: Baseline, draft: Path) -> None:
+def test_the_steps_of_the_reference(client: Client, baseline: Baseline, draft: Path) -> None:
     """Fails where convolutions, candidates, their scores or the walk differ from the reference in any step; also where
     the head changes so few drafts that the test would not see it."""
     prompts = baseline.prompts[::4]
@@ -59,7 +59,9 @@ def test_the_reference_s_steps(client: Client, baseline: Baseline, draft: Path) 
 
 
 @on_arm("whole")
-def test_weights_change(client: Client, baseline: Baseline, draft: Path, tmp_path: Path, shared_tensors: None) -> None:
+def test_dflash2_weights_change(
+    client: Client, baseline: Baseline, draft: Path, tmp_path: Path, shared_tensors: None
+) -> None:
     """Fails where the selector or a convolution keeps old weights, or a DFlash2 folder passes for a target's."""
     changed = with_other_weights(draft, tmp_path / "draft", ("conv", "codebook", "hidden_projection"))
     refusal = client.post("/update_weights_from_disk", {"model_path": str(changed)})
@@ -71,7 +73,7 @@ def test_weights_change(client: Client, baseline: Baseline, draft: Path, tmp_pat
 
 
 @on_arm("widths")
-def test_every_width(client: Client, baseline: Baseline) -> None:
+def test_every_width_of_dflash2(client: Client, baseline: Baseline) -> None:
     """Fails where a step of fewer rows than the trained block changes an answer, or has useless drafts."""
     widths = widths_of(client, baseline.prompts[0])
     assert all(widths[1 : BLOCK_SIZE + 1]), widths
@@ -80,7 +82,7 @@ def test_every_width(client: Client, baseline: Baseline) -> None:
 
 
 @on_arm("ranks")
-def test_ranks(client: Client, baseline: Baseline, draft: Path) -> None:
+def test_dflash2_on_ranks(client: Client, baseline: Baseline, draft: Path) -> None:
     """Fails where ranks disagree about candidates, or take those of their own share of the vocabulary alone."""
     assert_like(client, ReferencePair(draft=draft), baseline.prompts[::8])
     client.flush_cache()
