@@ -16,7 +16,7 @@ from sglang_dflash.core.draft_config import (
     LayerAttention,
     build_target_layer_ids,
 )
-from sglang_dflash.core.draft_heads import DFLASH2_ARCHITECTURES, Convolution, Selector
+from sglang_dflash.core.draft_heads import DFLASH2_ARCHITECTURES, Convolution, Domino, Selector
 
 # As published: z-lab/Qwen3-8B-DFlash-b16.
 PUBLISHED: dict[str, Any] = {
@@ -269,6 +269,48 @@ def test_the_selector_knows_every_token():
     draft.check_target(num_layers=36, hidden_size=4096, vocab_size=151000)
     with pytest.raises(ValueError, match="vocab_size is 151000 and the target's 151936"):
         draft.check_target(num_layers=36, hidden_size=4096, vocab_size=151936)
+
+
+DOMINO = {
+    "projector_type": "domino",
+    "gru_hidden_dim": 1024,
+    "emb_dim": 256,
+    "pure_draft_prefix_len": 1,
+    "shift_label": False,
+}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_domino_is_read(nested):
+    """Fails where a key is read at one level only, or the rest of the config is not read."""
+    config = DraftConfig.from_dict(_config(dflash=DOMINO) if nested else _config(**DOMINO))
+    assert config.domino == Domino(gru_size=1024, rank=256, vocab_size=151936, shift_label=False)
+    assert replace(config, domino=None) == DraftConfig.from_dict(PUBLISHED)
+    config.check_target(num_layers=36, hidden_size=4096, vocab_size=151936)
+    with pytest.raises(ValueError, match="vocab_size is 151936 and the target's 151940"):
+        config.check_target(num_layers=36, hidden_size=4096, vocab_size=151940)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gru_hidden_dim": None}, ["gru_hidden_dim=None", "positive"]),
+        ({"emb_dim": 0}, ["emb_dim=0", "positive"]),
+        ({"shift_label": "no"}, ["shift_label is 'no'", "true or false"]),
+        ({"pure_draft_prefix_len": 2}, ["pure_draft_prefix_len is 2", "must be 1"]),
+        ({"projector_type": None}, ["gru_hidden_dim is 1024", "'domino'"]),
+        ({"selector_rank": 4, "selector_top_k": 4}, ["selector_rank"]),
+    ],
+)
+def test_domino_keys_that_do_not_fit(change, words):
+    """Fails where such a value is accepted, and the host fails in a traceback or drops the projector."""
+    sentence = _refusal(_config(dflash={**DOMINO, **change}))
+    assert all(word in sentence for word in words), sentence
+
+
+def test_two_values_of_domino_s_rank():
+    """Fails where one of two values is taken silently."""
+    assert "emb_dim is 64" in _refusal(_config(dflash=DOMINO, emb_dim=64))
 
 
 def test_missing_mask_is_refused():

@@ -63,7 +63,7 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         "mask outside": (draft("o", lambda c: c["dflash_config"].update(mask_token_id=10**6)), ["1000000"]),
         "taps": (draft("t", lambda c: c["dflash_config"].update(target_layer_ids=[1, 99])), ["99", "0 to 4"]),
         "taps order": (draft("r", lambda c: c["dflash_config"].update(target_layer_ids=[3, 1, 4])), ["must rise"]),
-        "domino": (draft("d", lambda c: c["dflash_config"].update(projector_type="domino")), ["builtin"]),
+        "domino": (draft("d", lambda c: c["dflash_config"].update(projector_type="domino")), ["gru_hidden_dim=None"]),
         "dflash2": (draft("2", lambda c: c.update(architectures=["DFlash2DraftModel"])), ["selector_rank is 0"]),
         "selector": (draft("s", lambda c: c["dflash_config"].update(selector_rank=256)), ["selector_top_k is 0"]),
         "dspark": (draft("p", lambda c: c["dflash_config"].update(markov_rank=64)), ["--speculative-algorithm DSPARK"]),

@@ -72,7 +72,7 @@ RELIED_ON = [
     "sglang.srt.models.dflash.DFlashDraftModel.forward",
     "sglang.srt.models.dflash.DFlashDraftModel.project_target_hidden",
     "sglang.srt.models.dflash.DFlashDraftModel.set_block_size",
-    # DFlash2: the convolution and the selector that our ops and the reference compute themselves.
+    # DFlash2 and Domino: convolution, selector and rollout, which our ops and the reference compute themselves.
     "sglang.srt.models.dflash._grouped_conv",
     "sglang.srt.models.dflash._score_edges",
     "sglang.srt.models.dflash.DFlashDecoderLayer.forward",

@@ -22,6 +22,7 @@ from sglang_dflash.reference import CandidateSelector as ReferenceSelector
 from sglang_dflash.reference.dflash2 import GroupedConvolution
 
 HIDDEN, VOCAB, RANK, TOP_K, BLOCK = 12, 30, 5, 4, 4
+EMBED = torch.nn.Identity()  # not used by these heads
 
 
 def _randomize(module: torch.nn.Module, seed: int = 0) -> None:
@@ -36,7 +37,7 @@ def _host_model(softcap: float | None = None, multiplier: float = 1.0, top_k: in
     selector = CandidateSelector(hidden_size=HIDDEN, vocab_size=VOCAB, state_rank=RANK, top_k=top_k)
     _randomize(selector)
     config = SimpleNamespace(output_multiplier=multiplier, final_logit_softcapping=softcap)
-    return SimpleNamespace(candidate_selector=selector, draft_config=config)
+    return SimpleNamespace(candidate_selector=selector, draft_config=config, prefix_gru=None)
 
 
 def _block(batch: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +99,7 @@ def test_the_host_s_greedy_walk(softcap: float | None, multiplier: float, alone:
     assert not torch.equal(expected, logits.argmax(-1)), "the selector changes nothing"
     reference = ReferenceSelector(HIDDEN, Selector(RANK, TOP_K, VOCAB, multiplier, softcap))
     reference.load_state_dict(selector.state_dict())
-    head = head_of(model, SimpleNamespace(weight=weight, shard_indices=None), BLOCK)
+    head = head_of(model, SimpleNamespace(weight=weight, shard_indices=None), BLOCK, EMBED)
     assert isinstance(head, SelectorHead)
     with torch.inference_mode():
         assert torch.equal(head.draft_ids(hidden, block_ids), expected)
@@ -107,9 +108,8 @@ def test_the_host_s_greedy_walk(softcap: float | None, multiplier: float, alone:
 
 def test_a_plain_draft_has_the_plain_head(alone: None) -> None:
     """Fails where a draft without a selector gets one."""
-    head = head_of(
-        SimpleNamespace(candidate_selector=None), SimpleNamespace(weight=torch.eye(4), shard_indices=None), 2
-    )
+    model = SimpleNamespace(candidate_selector=None, prefix_gru=None)
+    head = head_of(model, SimpleNamespace(weight=torch.eye(4), shard_indices=None), 2, EMBED)
     assert type(head) is DraftHead
 
 
@@ -149,7 +149,7 @@ def test_every_rank_drafts_the_same(ranks: int, top_k: int, monkeypatch) -> None
 
 def test_captured_ids(alone: None) -> None:
     """Fails where a graph's replay would not leave the drafts in their buffer, or takes masks for anchors."""
-    head = head_of(_host_model(), SimpleNamespace(weight=torch.randn(VOCAB, HIDDEN), shard_indices=None), BLOCK)
+    head = head_of(_host_model(), SimpleNamespace(weight=torch.randn(VOCAB, HIDDEN), shard_indices=None), BLOCK, EMBED)
     hidden, block_ids = _block(batch=2)
     head.reserve(3)
     with torch.inference_mode():

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 from sglang_dflash.core.draft_heads import (
     DFLASH2_ARCHITECTURES,
     Convolution,
+    Domino,
     Selector,
     read_convolution,
+    read_domino,
     read_selector,
 )
 
@@ -19,8 +21,7 @@ PLAIN_ARCHITECTURE = "DFlashDraftModel"
 ARCHITECTURES = (PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES)
 # Config keys, at either level, that ask for a head that we do not serve -> the name of what they ask for.
 SPECIAL_HEADS = {
-    "projector_type": "a projector",
-    "gru_hidden_dim": "Domino's projector",
+    "projector_type": "a projector",  # other than Domino's
     "markov_rank": "DSpark's Markov head",
     "enable_confidence_head": "DSpark's confidence head",
     "attention_sink_bias": "attention sinks",
@@ -46,7 +47,7 @@ class LayerAttention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """A DFlash draft, or a DFlash2 draft, which has a selector and mostly convolutions.
+    """A DFlash draft; a DFlash2 draft, which has a selector and mostly convolutions; or a Domino draft.
 
     Fields:
         block_size: rows the draft was trained to fill, anchor included.
@@ -59,6 +60,7 @@ class DraftConfig:
             layers are causal in the block and full ones are not (z-lab/dflash, SpecForge, SGLang 0.5.23).
         convolution: around attention and MLP of every layer; None: none.
         selector: chooses each draft given the one before it; None: each draft is its row's argmax.
+        domino: corrects each row's logits by the drafts before it; None: as they are.
     """
 
     block_size: int
@@ -73,6 +75,7 @@ class DraftConfig:
     attention: tuple[LayerAttention, ...]
     convolution: Convolution | None = None
     selector: Selector | None = None
+    domino: Domino | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DraftConfig:
@@ -106,6 +109,7 @@ class DraftConfig:
             attention=_layer_attention(merged, num_layers),
             convolution=read_convolution(config, dflash),
             selector=read_selector(config, dflash),
+            domino=read_domino(config, dflash),
         )
 
     def check_target(self, num_layers: int, hidden_size: int, vocab_size: int) -> None:
@@ -131,6 +135,11 @@ class DraftConfig:
             raise ValueError(
                 f"The draft's vocab_size is {self.selector.vocab_size} and the target's {vocab_size}: the draft's "
                 "selector needs a row for each of the target's token ids."
+            )
+        if self.domino is not None and self.domino.vocab_size != vocab_size:
+            raise ValueError(
+                f"The draft's vocab_size is {self.domino.vocab_size} and the target's {vocab_size}: for Domino they "
+                "must be equal."
             )
 
     def check_ranks(self, tp_size: int) -> None:
@@ -168,7 +177,7 @@ def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) 
         )
     for key, head in SPECIAL_HEADS.items():
         value = dflash.get(key) or config.get(key)
-        if value:
+        if value and (key, value) != ("projector_type", "domino"):
             way_out = USE_DSPARK if key in DSPARK_KEYS or value == "dspark" else USE_BUILTIN
             raise ValueError(f"The draft has {head} ({key}={value!r}), which we do not serve: {way_out}.")
     lilicorr = sorted(key for key in dflash if key.startswith("lilicorr"))

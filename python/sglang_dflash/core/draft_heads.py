@@ -1,4 +1,4 @@
-"""Reads from a draft's config what a DFlash2 draft has beyond the plain one: its convolutions and its selector."""
+"""Reads from a draft's config what it has beyond a plain draft: DFlash2's convolutions and selector, Domino's GRU."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ class Selector(NamedTuple):
     vocab_size: int
     multiplier: float
     softcap: float | None
+
+
+class Domino(NamedTuple):
+    """The projector, which corrects each row's logits by the drafts before it.
+
+    Fields:
+        gru_size: units of the GRU over the drafts.
+        rank: of the correction.
+        vocab_size: columns of the correction.
+        shift_label: whether row k drafts the token after its own position. Otherwise it drafts its own, as elsewhere.
+    """
+
+    gru_size: int
+    rank: int
+    vocab_size: int
+    shift_label: bool
 
 
 def read_convolution(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Convolution | None:
@@ -84,6 +100,38 @@ def read_selector(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Selec
         raise ValueError(f"dflash_config.output_multiplier is {multiplier}; it must be above 0.")
     softcap = _number(dflash, "final_logit_softcapping", 0.0)
     return Selector(rank, top_k, vocab_size, multiplier, softcap if softcap > 0 else None)
+
+
+def read_domino(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Domino | None:
+    """The draft's projector; None if it has none. Arguments and errors as of `read_convolution`."""
+    merged = {**config, **{key: value for key, value in dflash.items() if value is not None}}
+    if merged.get("projector_type") != "domino":
+        if merged.get("gru_hidden_dim"):
+            raise ValueError(
+                f"dflash_config.gru_hidden_dim is {merged['gru_hidden_dim']} and projector_type "
+                f"{merged.get('projector_type')!r}; with Domino's projector it must be 'domino'."
+            )
+        return None
+    if merged.get("selector_rank"):
+        raise ValueError(
+            f"dflash_config.projector_type is 'domino' and selector_rank {merged['selector_rank']}: a draft has one of "
+            "them at most."
+        )
+    for key in ("gru_hidden_dim", "emb_dim", "vocab_size"):
+        value = merged.get(key)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"The draft's config has {key}={value!r}; for Domino it must be a positive integer.")
+    if config.get("emb_dim") not in (None, merged["emb_dim"]):
+        raise ValueError(
+            f"The draft's emb_dim is {config['emb_dim']} and dflash_config.emb_dim {merged['emb_dim']}: they must be "
+            "equal."
+        )
+    shift_label, prefix = merged.get("shift_label"), merged.get("pure_draft_prefix_len")
+    if type(shift_label) is not bool:
+        raise ValueError(f"dflash_config.shift_label is {shift_label!r}; it must be true or false.")
+    if prefix != 1:
+        raise ValueError(f"dflash_config.pure_draft_prefix_len is {prefix!r}; it must be 1.")
+    return Domino(merged["gru_hidden_dim"], merged["emb_dim"], merged["vocab_size"], shift_label)
 
 
 def _pair(config: Mapping[str, Any], dflash: Mapping[str, Any], first: str, second: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 
 from sglang_dflash import ops
 from sglang_dflash.host.sharded_logits import best_of_ranks
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
 class DraftHead:
@@ -48,6 +51,10 @@ class DraftHead:
 
     def _choose(self, rows: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
         """rows: [B * (K-1), H]; logits: [B * (K-1), V]; anchor_ids: [B]. Returns B * (K-1) ids, int64."""
+        return self._argmax(logits)
+
+    def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits: [N, V] of this rank. Returns [N] int64, of the whole vocabulary."""
         if self._group is None:
             return ops.row_argmax(logits)
         best, ids = logits.max(-1)
@@ -105,8 +112,40 @@ class SelectorHead(DraftHead):
         return ops.Candidates(best.values, ids.gather(1, best.ids).long())
 
 
-def head_of(model: Any, lm_head: Any, block_size: int) -> DraftHead:
-    """The head of a draft, SGLang's `DFlashDraftModel` or `DFlash2DraftModel`."""
-    if model.candidate_selector is None:
-        return DraftHead(lm_head, block_size)
-    return SelectorHead(lm_head, block_size, model)
+class DominoHead(DraftHead):
+    """Domino's rollout: each draft's logits are corrected by the drafts before it, over the whole vocabulary.
+
+    Each rank corrects its own span; per draft, the ranks exchange only the best id. So there is no pool of candidates,
+    with which SGLang's own worker shortens the rollout (`--speculative-domino-candidate-pool-size`).
+    """
+
+    def __init__(self, lm_head: Any, block_size: int, model: Any, embed: Embed) -> None:
+        """
+        Args:
+            model: SGLang's `DFlashDraftModel` of a Domino checkpoint. Its weights are read at every call.
+            embed: the target's embedding.
+        """
+        super().__init__(lm_head, block_size)
+        self._gru, self._projector, self._embed = model.prefix_gru, model.embed_proj, embed
+        self._first_row = 0 if model.shift_label else 1
+
+    def draft_ids(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        requests, block_size = block_ids.shape
+        rows = hidden.view(requests, block_size, -1)[:, self._first_row :][:, : block_size - 1]
+        gru, up = self._gru, self._projector[2].weight[self._first_id : self._first_id + self._vocab_size]
+        weights = ops.DominoWeights(gru.weight_ih_l0, gru.weight_hh_l0, self._projector[0].weight, up)
+        logits = self._logits(rows.reshape(-1, rows.shape[-1])).view(requests, block_size - 1, -1)
+
+        def embed(ids: torch.Tensor) -> torch.Tensor:
+            return self._embed(ids).to(up.dtype)
+
+        return ops.domino_rollout(weights, rows.to(up.dtype), logits, block_ids[:, 0], embed, self._argmax)
+
+
+def head_of(model: Any, lm_head: Any, block_size: int, embed: Embed) -> DraftHead:
+    """The head of a draft, SGLang's `DFlashDraftModel` or `DFlash2DraftModel`. embed: the target's, ids to [..., H]."""
+    if model.prefix_gru is not None:
+        return DominoHead(lm_head, block_size, model, embed)
+    if model.candidate_selector is not None:
+        return SelectorHead(lm_head, block_size, model)
+    return DraftHead(lm_head, block_size)

@@ -81,7 +81,7 @@ class DraftRunner:
         self._embed = _lookup(unwrap_lora_layer(target_model.get_input_embeddings()))  # LoRA is for the target only
         scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
         self._embed_scale = float(scale()) if scale else 1.0
-        self._head = head_of(self.model, unwrap_lora_layer(target_model.lm_head), block_size)
+        self._head = head_of(self.model, unwrap_lora_layer(target_model.lm_head), block_size, self._embed)
         self._context_kv = ContextKVWriter(self.model)
         self._window: DraftWindow | None = None
         self._spec_infos = {

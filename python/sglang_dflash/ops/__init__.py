@@ -1,4 +1,4 @@
-"""The public ops. `reference.py` specifies them; `block_conv.py` and `selector.py` those of DFlash2, in torch alone.
+"""The public ops. `reference.py` specifies them; `block_conv.py`, `selector.py`, `domino.py` those of draft heads.
 
 An op may have torch, native and Triton bodies. `row_argmax` and `accept_chain` choose theirs here at every call, by the
 tensors' device and dtype. The others are chosen in `bodies.py`, once, when a caller is constructed. The first choice of
@@ -27,6 +27,7 @@ from sglang_dflash.ops.bodies import (
     native_attention,
     native_write_and_attend,
 )
+from sglang_dflash.ops.domino import DominoWeights, domino_rollout
 from sglang_dflash.ops.kv_buffers import KVBuffers, fits
 from sglang_dflash.ops.murmur import murmur_hash32
 from sglang_dflash.ops.native import install_linear, serves
@@ -58,6 +59,7 @@ __all__ = [
     "TORCH_ROWS",
     "Attention",
     "Candidates",
+    "DominoWeights",
     "Emitted",
     "EmittedTokens",
     "GreedyAcceptance",
@@ -77,6 +79,7 @@ __all__ = [
     "choose_recurrent",
     "choose_rows",
     "context_kv",
+    "domino_rollout",
     "emitted_tokens",
     "extend_positions",
     "fits",

@@ -141,7 +141,7 @@ class _Loop:
             position_ids=position_ids,
             past_key_values=state.draft_cache.at(position_ids, int(positions.max()) + 1),
         )
-        return self.draft.choose(hidden, block[:, 0], self.head)
+        return self.draft.choose(hidden, block[:, 0], self.head, self.target.get_input_embeddings())
 
     def new_cache(self, requests: int, positions: int) -> PositionCache:
         """The target's cache."""

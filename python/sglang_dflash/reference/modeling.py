@@ -19,8 +19,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import cached_file
 
+from sglang_dflash import ops
 from sglang_dflash.core.draft_config import PLAIN_ARCHITECTURE, DraftConfig, LayerAttention
 from sglang_dflash.reference.dflash2 import CandidateSelector, GroupedConvolution
+from sglang_dflash.reference.domino import domino_projector, domino_weights
 from sglang_dflash.reference.generation import Generation, spec_generate
 
 Mask = torch.Tensor | BlockMask | None
@@ -161,7 +163,7 @@ def _convolved(
 
 
 class DFlashDraftModel(Qwen3PreTrainedModel):
-    """A DFlash or DFlash2 draft. It has neither embedding nor head: both are the target's.
+    """A DFlash, DFlash2 or Domino draft. It has neither embedding nor head: both are the target's.
 
     `from_pretrained` reads the published layout (z-lab's checkpoints, those of `sglang-dflash train`).
     """
@@ -180,6 +182,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         selector = self.draft_config.selector
         self.candidate_selector = CandidateSelector(config.hidden_size, selector) if selector else None
+        domino = self.draft_config.domino
+        self.prefix_gru = nn.GRU(config.hidden_size, domino.gru_size, bias=False, batch_first=True) if domino else None
+        self.embed_proj = domino_projector(config.hidden_size, domino) if domino else None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -271,18 +276,31 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         return self.norm(x)
 
     def choose(
-        self, hidden: torch.Tensor, anchor_ids: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        hidden: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        embed: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """The drafts for rows 1..K-1 of each block: the argmax of each row, or the selector's greedy walk.
+        """The drafts for rows 1..K-1 of each block: the argmax of each row, the selector's walk, or Domino's rollout.
 
         Args:
             hidden: [B, K, H], as from `forward`.
             anchor_ids: [B] int64.
             head: the target's, [..., H] -> [..., V].
+            embed: the target's embedding, ids -> [..., H].
 
         Returns:
             [B, K-1] int64.
         """
+        if self.prefix_gru is not None and self.embed_proj is not None:
+            rows = hidden[:, :-1] if self.draft_config.domino.shift_label else hidden[:, 1:]
+            weights = domino_weights(self.prefix_gru, self.embed_proj)
+
+            def embedded(ids: torch.Tensor) -> torch.Tensor:
+                return embed(ids).to(rows.dtype)
+
+            return ops.domino_rollout(weights, rows, head(rows), anchor_ids, embedded, lambda row: row.argmax(-1))
         logits = head(hidden[:, 1:])
         if self.candidate_selector is None:
             return logits.argmax(-1)

@@ -63,7 +63,7 @@ def accept_lens(
         hidden = draft(target.embed(blocks.ids), features, positions, masks, block_size=draft.block_size)
         hidden = hidden.view(len(some), draft.block_size, -1)
         labels = blocks.labels.view(len(some), -1)[:, 1:]
-        right = (draft.choose(hidden, ids[0, some], target.head) == labels) & (labels != IGNORED)
+        right = (draft.choose(hidden, ids[0, some], target.head, target.embed) == labels) & (labels != IGNORED)
         found += right.long().cumprod(1).sum(1).tolist()
     return found
 

@@ -90,6 +90,8 @@ class Trainer:
             draft = DFlashDraftModel.from_pretrained(options.init, dtype=torch.float32)
         except OSError as error:
             raise ValueError(f"--init {options.init} cannot be loaded: {str(error).splitlines()[0]}") from None
+        if draft.draft_config.domino is not None:
+            raise ValueError(f"--init {options.init} is a Domino draft; allowed: a DFlash or a DFlash2 draft.")
         target = self.target.config
         if options.head == "dflash2" and draft.draft_config.selector is None:
             draft = with_dflash2_head(draft, target.vocab_size, options)
