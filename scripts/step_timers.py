@@ -61,7 +61,7 @@ STAGES = {
     ],
     "worker: block": ["sglang_dflash.host.worker:DFlashWorker.forward_batch_generation"],
     "worker: draft": ["sglang_dflash.host.draft_runner:DraftRunner.propose"],
-    "worker: draft head": ["sglang_dflash.host.draft_runner:DraftHead.draft_ids"],
+    "worker: draft head": ["sglang_dflash.host.draft_heads:DraftHead.draft_ids"],
     "worker: verify": ["sglang_dflash.host.worker:DFlashWorker._verify"],
     "worker: commit": ["sglang_dflash.host.draft_runner:DraftRunner.write_context"],
     "results": ["sglang.srt.managers.scheduler:Scheduler.process_batch_result"],

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_dflash.reference import DFlashConfig, DFlashDraftModel
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
+from sglang_dflash.training import TrainOptions
+from sglang_dflash.training.layout import save_draft, with_dflash2_head
 
 ADAPTERS = ("first", "second")
 WINDOW = 24
@@ -74,6 +77,38 @@ def in_fp8(source: Path, folder: Path) -> Path:
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [64, 64]}
     config["quantization_config"]["activation_scheme"] = "dynamic"
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def dflash2_draft(folder: Path, in_block: float = 0.01, in_selector: float = 1.0) -> Path:
+    """The embedded draft with a DFlash2 head of random weights: three taps, groups of 8, a selector of rank 24 over 12
+    candidates. The noise is so small that most drafts stay right, and so large that the head decides many of them."""
+    plain = DFlashDraftModel.from_pretrained(TINY_DRAFT, dtype=torch.float32)
+    shape = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 24, "selector_top_k": 12}
+    options = TrainOptions(target=str(TINY_TARGET), data=(__file__,), output=str(folder), head="dflash2", **shape)
+    draft = with_dflash2_head(plain, plain.config.vocab_size, options)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, weight in draft.named_parameters():
+            noise = in_block if "conv." in name else in_selector if "successor" in name else 0.0
+            weight += noise * torch.randn(weight.shape, generator=generator)
+    save_draft(draft, folder)
+    return folder
+
+
+def domino_draft(folder: Path, noise: float = 0.2) -> Path:
+    """The embedded draft with a Domino projector of random weights: a GRU of 48 units, rank 16."""
+    plain = DFlashDraftModel.from_pretrained(TINY_DRAFT, dtype=torch.float32)
+    config = DFlashConfig.from_dict(plain.config.to_dict())
+    shape = {"gru_hidden_dim": 48, "emb_dim": 16, "pure_draft_prefix_len": 1, "shift_label": False}
+    config.dflash_config = plain.config.dflash_config | {"projector_type": "domino"} | shape
+    torch.manual_seed(5)
+    draft = DFlashDraftModel(config)
+    draft.load_state_dict(plain.state_dict(), strict=False)
+    with torch.no_grad():
+        for weight in [*draft.prefix_gru.parameters(), *draft.embed_proj.parameters()]:
+            weight.normal_(std=noise)
+    save_draft(draft, folder)
     return folder
 
 

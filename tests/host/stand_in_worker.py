@@ -23,8 +23,9 @@ from stand_ins import Batch, make_req, make_row_sampler
 from sglang_dflash import ops
 from sglang_dflash.core.width import FullWidth
 from sglang_dflash.host.context_kv import ContextKVWriter
+from sglang_dflash.host.draft_heads import DraftHead
 from sglang_dflash.host.draft_input import DraftInput
-from sglang_dflash.host.draft_runner import DraftHead, DraftRunner
+from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.draft_window import DraftWindow
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 from sglang_dflash.host.worker import DFlashWorker
@@ -154,6 +155,7 @@ def _draft(table: torch.Tensor, rows: ops.RowOps, generator: torch.Generator, wi
     hidden = _randn(generator, device, BATCH * BLOCK, HIDDEN)
     out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
     runner = DraftRunner.__new__(DraftRunner)
+    runner.model = SimpleNamespace(block_size=BLOCK)
     runner.runner = SimpleNamespace(
         device=device.type,
         forward=lambda batch: out,

@@ -72,6 +72,14 @@ RELIED_ON = [
     "sglang.srt.models.dflash.DFlashDraftModel.forward",
     "sglang.srt.models.dflash.DFlashDraftModel.project_target_hidden",
     "sglang.srt.models.dflash.DFlashDraftModel.set_block_size",
+    # DFlash2 and Domino: convolution, selector and rollout, which our ops and the reference compute themselves.
+    "sglang.srt.models.dflash._grouped_conv",
+    "sglang.srt.models.dflash._score_edges",
+    "sglang.srt.models.dflash.DFlashDecoderLayer.forward",
+    "sglang.srt.models.dflash.DFlash2DraftModel.__init__",
+    "sglang.srt.models.dflash.DFlash2DraftModel._transform_unary_logits",
+    "sglang.srt.speculative.dflash_utils.parse_dflash_draft_config",
+    "sglang.srt.speculative.dflash_worker_v2._SelectorDraftSampler.__call__",
     # A CPU's captured forward: the traced forwards, the attention at which they are cut, the copy that is skipped.
     "sglang.srt.models.qwen3.Qwen3Model.forward",
     "sglang.srt.models.llama.LlamaModel.forward",

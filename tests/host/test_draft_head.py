@@ -9,8 +9,8 @@ import pytest
 import torch
 from stand_ins import Group
 
-from sglang_dflash.host import draft_runner
-from sglang_dflash.host.draft_runner import DraftHead
+from sglang_dflash.host import draft_heads
+from sglang_dflash.host.draft_heads import DraftHead
 
 BLOCK_SIZE = 4
 
@@ -26,7 +26,7 @@ def head_of(weight: torch.Tensor, first: int, padding: int, group: Group) -> Dra
 def test_every_rank_drafts_the_same(batch: int, ranks: int, dtype: torch.dtype, monkeypatch) -> None:
     """Fails where a rank's span has a wrong offset, its padding wins, or a tie goes to a higher id."""
     group = Group(ranks)
-    monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=group))
+    monkeypatch.setattr(draft_heads, "get_parallel", lambda: SimpleNamespace(tp_group=group))
     generator = torch.Generator().manual_seed(batch + ranks)
     # The same three rows repeat, so every logit ties with others, within a rank's span and across spans.
     weight = torch.randint(-1, 2, (3, 8), generator=generator).repeat(ranks * 2, 1)[: ranks * 5 - 2].to(dtype)
@@ -38,7 +38,7 @@ def test_every_rank_drafts_the_same(batch: int, ranks: int, dtype: torch.dtype, 
 
     def run(rank: int) -> torch.Tensor:
         group.local.rank = rank
-        return heads[rank].draft_ids(hidden, BLOCK_SIZE)
+        return heads[rank].draft_ids(hidden, torch.zeros(batch, BLOCK_SIZE, dtype=torch.int64))
 
     with ThreadPoolExecutor(ranks) as pool:
         drafted = list(pool.map(run, range(ranks)))
@@ -50,13 +50,13 @@ def test_every_rank_drafts_the_same(batch: int, ranks: int, dtype: torch.dtype, 
 
 def test_new_weights_are_drafted_with(monkeypatch) -> None:
     """Fails where the head still uses a weight that the host has replaced."""
-    monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
+    monkeypatch.setattr(draft_heads, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
     lm_head = SimpleNamespace(weight=torch.eye(4), shard_indices=None)
     head = DraftHead(lm_head, 2)
     hidden = torch.tensor([[0.0, 0, 0, 0], [0, 1, 0, 0]])
-    assert head.draft_ids(hidden, 2).tolist() == [[1]]
+    assert head.draft_ids(hidden, torch.zeros(1, 2, dtype=torch.int64)).tolist() == [[1]]
     lm_head.weight = torch.eye(4).flip(0)
-    assert head.draft_ids(hidden, 2).tolist() == [[2]]
+    assert head.draft_ids(hidden, torch.zeros(1, 2, dtype=torch.int64)).tolist() == [[2]]
 
 
 class PackedHead(torch.nn.Module):
@@ -75,7 +75,7 @@ class PackedHead(torch.nn.Module):
 @pytest.mark.parametrize("with_weight", [False, True], ids=["GGUF", "FP8"])
 def test_a_quantised_head_drafts_through_its_method(with_weight: bool, monkeypatch) -> None:
     """Fails where packed values are multiplied as they stand, or padding wins."""
-    monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
+    monkeypatch.setattr(draft_heads, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-3, 4, (9, 8), generator=generator).float()
     lm_head = PackedHead(weight, padding=3)
@@ -84,20 +84,21 @@ def test_a_quantised_head_drafts_through_its_method(with_weight: bool, monkeypat
     head = DraftHead(lm_head, BLOCK_SIZE)
     head.reserve(2)
     hidden = torch.randn(2 * BLOCK_SIZE, 8, generator=generator).abs()
+    block_ids = torch.zeros(2, BLOCK_SIZE, dtype=torch.int64)
     expected = (hidden @ weight.T).view(2, BLOCK_SIZE, -1)[:, 1:].argmax(-1)
-    assert torch.equal(head.draft_ids(hidden, BLOCK_SIZE), expected)
-    head(hidden, torch.empty(0))
+    assert torch.equal(head.draft_ids(hidden, block_ids), expected)
+    head(hidden, block_ids.flatten())
     assert torch.equal(head.captured_ids, expected) and head.compared_logits[0] == len(weight)
 
 
 def test_heads_that_it_does_not_know_are_refused(monkeypatch) -> None:
     """Fails where added vocabulary is ignored, or a quantised head is read as a dense one or split over ranks."""
-    monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
+    monkeypatch.setattr(draft_heads, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
     shard = SimpleNamespace(num_added_elements=2, num_org_elements=4, org_vocab_start_index=0)
     with pytest.raises(ValueError, match="added vocabulary"):
         DraftHead(SimpleNamespace(weight=torch.eye(4), shard_indices=shard), 2)
     with pytest.raises(ValueError, match="dense"):
         DraftHead(SimpleNamespace(weight=torch.zeros(4, 4, dtype=torch.int8), shard_indices=None), 2)
-    monkeypatch.setattr(draft_runner, "get_parallel", lambda: SimpleNamespace(tp_group=Group(2)))
+    monkeypatch.setattr(draft_heads, "get_parallel", lambda: SimpleNamespace(tp_group=Group(2)))
     with pytest.raises(ValueError, match=r"--tp-size is 2 .* --tp-size 1 only"):
         DraftHead(PackedHead(torch.eye(4), 0), 2)

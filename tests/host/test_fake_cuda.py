@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers import sampler as host_sampler
+from sglang.srt.models import dflash as host_dflash
 from stand_in_worker import BATCH, BLOCK, COLUMNS, HIDDEN, TAPS, VOCAB, decode_batch, prefill_batch, worker_of
 from stand_ins import configured, make_row_sampler, make_sampler, one_rank
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
 from sglang_dflash.host import context_kv, draft_input, emitted_text, penalties, sampling, sampling_memory, worker
+from sglang_dflash.host.draft_heads import SelectorHead
 from sglang_dflash.host.sampler import seeded_min_p
 from sglang_dflash.host.sampling_memory import rehearse
 from sglang_dflash.ops import penalties as torch_penalties
@@ -185,6 +187,22 @@ def test_a_greedy_step(watch):
     assert not watch.waits
     ours = {name: count for name, count in watch.launches.items() if name.startswith("triton.")}
     assert ours == {"triton.block_layout": 1, "triton.row_argmax": 1, "triton.accept_greedy": 1}
+
+
+def test_a_greedy_step_with_a_selector(watch, monkeypatch):
+    """Fails where DFlash2's head waits for the device or mixes devices; the host's top-k kernel is torch's here."""
+    monkeypatch.setattr(host_dflash, "_flashinfer_top_k", None)
+    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32))
+    shape = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "state_rank": 4, "top_k": 6}
+    config = SimpleNamespace(output_multiplier=2.0, final_logit_softcapping=30.0)
+    with torch.device("cuda"):
+        selector = host_dflash.CandidateSelector(**shape)
+    model = SimpleNamespace(candidate_selector=selector, draft_config=config)
+    one._draft._head = SelectorHead(one._draft._head._lm_head, BLOCK, model)
+    result = run(watch, one, decode_batch("cuda"))
+    assert result.next_token_ids.device.type == "cuda" and result.next_token_ids.shape == (BATCH * BLOCK,)
+    assert not watch.waits
+    assert watch.launches["aten.topk"] == 1 and not watch.launches["triton.row_argmax"]
 
 
 ASKED: dict[str, dict[str, Any]] = {

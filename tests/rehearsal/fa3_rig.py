@@ -90,6 +90,7 @@ class Rig:
     def _make_draft_runner(self) -> DraftRunner:
         runner = DraftRunner.__new__(DraftRunner)
         runner.runner, runner.runner.forward = self.draft.runner, self._propose
+        runner.model = SimpleNamespace(block_size=BLOCK)
         runner.init_attention_backends = _nothing  # made in `AttentionModel`
         runner._embed, runner._embed_scale = lambda ids: torch.zeros(*ids.shape, 1), 1.0
         ids = torch.zeros(max(GRAPH_SIZES), BLOCK - 1, dtype=torch.int64)

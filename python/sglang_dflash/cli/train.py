@@ -25,6 +25,17 @@ def train(
     target: Annotated[str, _option(_DATA, "Target: folder or hub name of a Hugging Face causal language model.")],
     data: Annotated[list[Path], _option(_DATA, "JSONL file of conversations; may be given several times.")],
     output: Annotated[Path, _option(_RUN, "Folder for the draft, its model card, curves, metrics and checkpoints.")],
+    head: Annotated[
+        str, _option(_SHAPE, "dflash (plain), or dflash2, which adds convolutions and a selector.")
+    ] = "dflash",
+    conv_kernel_size: Annotated[
+        int, _option(_SHAPE, "With --head dflash2: rows that a convolution reads; 0: no convolutions.")
+    ] = 2,
+    conv_group_size: Annotated[
+        int, _option(_SHAPE, "With --head dflash2: channels of a convolution's group; it must divide the hidden size.")
+    ] = 16,
+    selector_rank: Annotated[int, _option(_SHAPE, "With --head dflash2: rank of the selector's tables.")] = 256,
+    selector_top_k: Annotated[int, _option(_SHAPE, "With --head dflash2: candidates of each row.")] = 16,
     layers: Annotated[int, _option(_SHAPE, "Number of draft layers.")] = 5,
     block_size: Annotated[int, _option(_SHAPE, "Rows per block, anchor included.")] = 16,
     taps: Annotated[
@@ -58,6 +69,9 @@ def train(
         float | None, _option(_LEARNING, "Gamma of --loss decay. Default: the paper's for the block size.")
     ] = None,
     dpace_alpha: Annotated[float, _option(_LEARNING, "Smoothing of --loss dpace, from 0 to 1.")] = 0.5,
+    selector_weight: Annotated[
+        float, _option(_LEARNING, "With --head dflash2: weight of the selector's loss beside the plain one.")
+    ] = 1.0,
     anchors: Annotated[int, _option(_LEARNING, "Maximum blocks per conversation and step.")] = 512,
     batch_size: Annotated[int, _option(_LEARNING, "Conversations per micro-batch and process.")] = 1,
     accumulate: Annotated[int, _option(_LEARNING, "Micro-batches per step.")] = 1,

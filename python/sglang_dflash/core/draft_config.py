@@ -1,4 +1,4 @@
-"""Reads and validates the `config.json` of a draft checkpoint: all keys that a plain DFlash draft may have."""
+"""Reads and validates the `config.json` of a draft checkpoint: all keys that a DFlash or DFlash2 draft may have."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from sglang_dflash.core.draft_heads import (
+    DFLASH2_ARCHITECTURES,
+    Convolution,
+    Domino,
+    Selector,
+    read_convolution,
+    read_domino,
+    read_selector,
+)
+
 PLAIN_ARCHITECTURE = "DFlashDraftModel"
-# Config keys, at either level, that ask for more than the plain head -> the name of what they ask for.
+ARCHITECTURES = (PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES)
+# Config keys, at either level, that ask for a head that we do not serve -> the name of what they ask for.
 SPECIAL_HEADS = {
-    "projector_type": "a projector",
-    "conv_kernel_size": "DFlash2's convolution",
-    "selector_rank": "DFlash2's selector",
-    "gru_hidden_dim": "Domino's projector",
+    "projector_type": "a projector",  # other than Domino's
     "markov_rank": "DSpark's Markov head",
     "enable_confidence_head": "DSpark's confidence head",
 }
 NESTED, TOP_LEVEL = ("attention_sink_bias", "attention_value_scale"), ("use_gemma_norm",)  # where the host reads them
+DSPARK_KEYS = ("markov_rank", "enable_confidence_head")
 USE_BUILTIN = "start with SGLANG_DFLASH_WORKER=builtin, which may serve it"
+USE_DSPARK = "start with --speculative-algorithm DSPARK, an algorithm of its own in SGLang"
 
 
 class LayerAttention(NamedTuple):
@@ -35,7 +45,7 @@ class LayerAttention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """A plain DFlash draft.
+    """A DFlash draft; a DFlash2 draft, which has a selector and mostly convolutions; or a Domino draft.
 
     Fields:
         block_size: rows the draft was trained to fill, anchor included.
@@ -51,6 +61,9 @@ class DraftConfig:
         attention_sinks: whether each attention head has a learned sink: a logit that takes part in the softmax and
             has no value.
         quantization: `quant_method` of the weights; None if they are plain.
+        convolution: around attention and MLP of every layer; None: none.
+        selector: chooses each draft given the one before it; None: each draft is its row's argmax.
+        domino: corrects each row's logits by the drafts before it; None: as they are.
     """
 
     block_size: int
@@ -67,6 +80,9 @@ class DraftConfig:
     value_scale: float | None = None
     attention_sinks: bool = False
     quantization: str | None = None
+    convolution: Convolution | None = None
+    selector: Selector | None = None
+    domino: Domino | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DraftConfig:
@@ -102,6 +118,9 @@ class DraftConfig:
             value_scale=_value_scale(dflash),
             attention_sinks=_flag(dflash, "attention_sink_bias"),
             quantization=_quantization(config),
+            convolution=read_convolution(config, dflash),
+            selector=read_selector(config, dflash),
+            domino=read_domino(config, dflash),
         )
 
     def check_target(self, num_layers: int, hidden_size: int, vocab_size: int) -> None:
@@ -121,6 +140,16 @@ class DraftConfig:
             raise ValueError(
                 f"dflash_config.mask_token_id is {self.mask_token_id}; it must be one of the target's {vocab_size} "
                 "token ids."
+            )
+        if self.selector is not None and self.selector.vocab_size < vocab_size:
+            raise ValueError(
+                f"The draft's vocab_size is {self.selector.vocab_size} and the target's {vocab_size}: the draft's "
+                "selector needs a row for each of the target's token ids."
+            )
+        if self.domino is not None and self.domino.vocab_size != vocab_size:
+            raise ValueError(
+                f"The draft's vocab_size is {self.domino.vocab_size} and the target's {vocab_size}: for Domino they "
+                "must be equal."
             )
 
     def check_ranks(self, tp_size: int) -> None:
@@ -150,15 +179,17 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
 
 def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
     architectures = config.get("architectures") or []
-    if architectures != [PLAIN_ARCHITECTURE]:
+    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        way_out = USE_DSPARK if "dspark" in str(architectures).lower() else USE_BUILTIN
         raise ValueError(
-            f"The draft's architectures are {architectures}; this worker serves ['{PLAIN_ARCHITECTURE}']: "
-            f"{USE_BUILTIN}."
+            f"The draft's architectures are {architectures}; this worker serves one of {', '.join(ARCHITECTURES)}: "
+            f"{way_out}."
         )
     for key, head in SPECIAL_HEADS.items():
         value = dflash.get(key) or config.get(key)
-        if value:
-            raise ValueError(f"The draft has {head} ({key}={value!r}), which we do not serve: {USE_BUILTIN}.")
+        if value and (key, value) != ("projector_type", "domino"):
+            way_out = USE_DSPARK if key in DSPARK_KEYS or value == "dspark" else USE_BUILTIN
+            raise ValueError(f"The draft has {head} ({key}={value!r}), which we do not serve: {way_out}.")
     for keys, level, place in ((NESTED, config, "dflash_config"), (TOP_LEVEL, dflash, "the top level")):
         for key in keys:
             if level.get(key):

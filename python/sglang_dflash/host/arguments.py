@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 
 from sglang_dflash import __version__, ops
-from sglang_dflash.core.draft_config import USE_BUILTIN, DraftConfig
+from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.core.mask_embedding import MASK_EMBEDDING_FILE, read_mask_embedding
 from sglang_dflash.host import recurrent_state, simulated, widths
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use

@@ -1,4 +1,4 @@
-"""Runs the draft model: one forward over the block, and the target's head over its rows."""
+"""Runs the draft model: one forward over the block, then its head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
-from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.draft_worker_common import (
     build_draft_tp_worker,
     make_draft_block_spec_info,
@@ -30,81 +29,16 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_pp_context
 
-from sglang_dflash import ops
 from sglang_dflash.core.block import Block
 from sglang_dflash.host.context_kv import ContextKVWriter
+from sglang_dflash.host.draft_heads import head_of
 from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_window import DraftWindow
 from sglang_dflash.host.plan_stream import PlanStream, own_input_buffers
-from sglang_dflash.host.sharded_logits import best_of_ranks
 from sglang_dflash.host.weights import DraftWeights
 
 logger = logging.getLogger(__name__)
 MIN_GRAPH_MEMORY_GB = 1.0
-
-
-class DraftHead:
-    """Argmax of the target's head over rows 1..K-1 of every block; captured in the draft's graph on CUDA.
-
-    Ties: the lowest id wins. Under tensor parallelism each rank holds a span of the vocabulary, and all end with the
-    same ids.
-    """
-
-    def __init__(self, lm_head: Any, block_size: int) -> None:
-        self._lm_head = lm_head
-        weight = getattr(lm_head, "weight", None)
-        shard = getattr(lm_head, "shard_indices", None)
-        tp_group = get_parallel().tp_group
-        self._dense = is_dense_head_weight(weight)
-        if shard is not None and shard.num_added_elements:
-            raise ValueError("DFLASH needs a target whose lm_head has no added vocabulary.")
-        if not self._dense and (shard is None or not hasattr(lm_head, "quant_method")):
-            raise ValueError("DFLASH needs a target whose lm_head is dense, or quantised by one of SGLang's methods.")
-        if not self._dense and tp_group.world_size > 1:
-            raise ValueError(
-                f"--tp-size is {tp_group.world_size} and the target's lm_head is quantised "
-                f"({type(lm_head.quant_method).__name__}): with DFLASH, such a head is served with --tp-size 1 only."
-            )
-        self._vocab_size = shard.num_org_elements if shard is not None else weight.shape[0]  # of this rank
-        self._first_id = shard.org_vocab_start_index if shard is not None else 0
-        self._group = tp_group if shard is not None and tp_group.world_size > 1 else None
-        assert self._vocab_size > 0, f"rank {tp_group.rank_in_group} of {tp_group.world_size} holds no token ids"
-        self._block_size = block_size
-        self._device = weight.device if self._dense else next(lm_head.parameters()).device
-        self.captured_ids = torch.empty(0, dtype=torch.int64, device=self._device)
-
-    def draft_ids(self, hidden: torch.Tensor, block_size: int) -> torch.Tensor:
-        """hidden: [B * K, H], K = `block_size`. Returns [B, K-1] int64."""
-        rows = hidden.view(-1, block_size, hidden.shape[-1])[:, 1:]
-        # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
-        logits = self._logits(rows.reshape(-1, rows.shape[-1]))
-        if self._group is None:
-            return ops.row_argmax(logits).view(rows.shape[:2])
-        best, ids = logits.view(*rows.shape[:2], -1).max(-1)
-        return best_of_ranks(self._group, best, ids + self._first_id)
-
-    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows: [N, H]. Returns [N, V] without the host's padding."""
-        if not self._dense:  # packed rows cannot be sliced
-            logits: torch.Tensor = self._lm_head.quant_method.apply(self._lm_head, rows, None)
-            return logits[:, : self._vocab_size]
-        weight = self._lm_head.weight[: self._vocab_size]
-        return F.linear(rows.to(weight.dtype), weight)
-
-    @property
-    def compared_logits(self) -> tuple[int, torch.dtype]:
-        """Columns and dtype of the logits whose argmax is taken."""
-        return self._vocab_size, self._lm_head.weight.dtype if self._dense else torch.bfloat16
-
-    def reserve(self, max_batch: int) -> None:
-        """Allocates the buffer that graph replays write."""
-        shape = (max_batch, self._block_size - 1)
-        self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
-
-    def __call__(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
-        """Called while the host captures the draft's graph."""
-        draft_ids = self.draft_ids(hidden, self._block_size)
-        self.captured_ids[: len(draft_ids)].copy_(draft_ids)
 
 
 def _lookup(embedding: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -148,7 +82,7 @@ class DraftRunner:
         scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
         self._embed_scale = float(scale()) if scale else 1.0
         self._mask_rows: torch.Tensor | None = None
-        self._head = DraftHead(unwrap_lora_layer(target_model.lm_head), block_size)
+        self._head = head_of(self.model, unwrap_lora_layer(target_model.lm_head), block_size, self._embed)
         self._context_kv = ContextKVWriter(self.model)
         self._window: DraftWindow | None = None
         self._spec_infos = {
@@ -233,13 +167,15 @@ class DraftRunner:
         Returns:
             [B, K-1] int64: the drafts for positions 1..K-1.
         """
+        if self.model.block_size != block.block_size:  # DFlash2's convolutions end at a block's first row
+            self.model.set_block_size(block.block_size)
         forward_batch = self._forward_batch(block, batch)
         kv_plan.bind(forward_batch, self.runner.kv_index_translator)
         with torch.inference_mode():
             out = self.runner.forward(forward_batch)
         if out.can_run_graph:
             return self._head.captured_ids[: len(block.ids)]
-        return self._head.draft_ids(out.logits_output.hidden_states, block.block_size)
+        return self._head.draft_ids(out.logits_output.hidden_states, block.ids)
 
     def _forward_batch(self, block: Block, batch: Any) -> ForwardBatch:
         embeds = self._embed(block.ids)

@@ -80,6 +80,7 @@ FEATURES = (
     _served("weight updates", (), "test_target_weights_change", "test_draft_weights_change"),
     _served("a window for the draft", ("speculative_draft_window_size",), "test_mixed_chunks"),
     _served("sliding-window drafts", (), "test_sliding_draft"),
+    _served("DFlash2 and Domino drafts", (), "test_the_steps_of_the_reference", "test_heads_on_ranks"),
     _served("page sizes", ("page_size",), "test_tokens_equal_speculation_off"),
     _served("scheduling without overlap", ("disable_overlap_schedule",), "test_tokens_equal_speculation_off"),
     _served("a shorter context", ("context_length",), "test_context_limit_and_retraction"),

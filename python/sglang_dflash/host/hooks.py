@@ -56,6 +56,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         from sglang_dflash.host.cpu import (
             compiled,
             deterministic,
+            draft_layers,
             gated_layers,
             model_kernels,
             recurrent,
@@ -63,7 +64,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
             threads,
         )
 
-        for module in (shims, deterministic, compiled, threads, gated_layers, model_kernels, recurrent):
+        for module in (shims, deterministic, compiled, threads, gated_layers, model_kernels, draft_layers, recurrent):
             hooks |= module.HOOKS
     return hooks
 

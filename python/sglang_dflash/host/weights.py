@@ -11,7 +11,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_spec
 from transformers import PretrainedConfig
 
-from sglang_dflash.core.draft_config import PLAIN_ARCHITECTURE
+from sglang_dflash.core.draft_config import ARCHITECTURES
 
 SELECT_RUNNERS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._select_runners"
 UPDATE_FROM_DISK = (
@@ -98,7 +98,7 @@ def _holds_draft(path: str) -> bool:
         config, _ = PretrainedConfig.get_config_dict(path)
     except (OSError, ValueError):
         return False  # the host reports what is wrong with it
-    return config.get("architectures") == [PLAIN_ARCHITECTURE]
+    return config.get("architectures") in [[architecture] for architecture in ARCHITECTURES]
 
 
 HOOKS: dict[str, tuple[Any, HookType]] = {

@@ -1,4 +1,4 @@
-"""The public ops. `reference.py` specifies each of them.
+"""The public ops. `reference.py` specifies them; `block_conv.py`, `selector.py`, `domino.py` those of draft heads.
 
 An op may have torch, native and Triton bodies. `row_argmax` and `accept_chain` choose theirs here at every call, by the
 tensors' device and dtype. The others are chosen in `bodies.py`, once, when a caller is constructed. The first choice of
@@ -12,6 +12,7 @@ import torch
 from sglang_dflash.ops import reference
 from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
+from sglang_dflash.ops.block_conv import grouped_conv
 from sglang_dflash.ops.bodies import (
     INVARIANT_ATTENTION,
     TORCH_ATTENTION,
@@ -26,6 +27,7 @@ from sglang_dflash.ops.bodies import (
     native_attention,
     native_write_and_attend,
 )
+from sglang_dflash.ops.domino import DominoWeights, domino_rollout
 from sglang_dflash.ops.kv_buffers import KVBuffers, fits
 from sglang_dflash.ops.murmur import murmur_hash32
 from sglang_dflash.ops.native import install_linear, serves
@@ -40,6 +42,14 @@ from sglang_dflash.ops.reference import (
     project_context,
     recent_slots,
 )
+from sglang_dflash.ops.selector import (
+    Candidates,
+    by_id,
+    candidate_logits,
+    greedy_walk,
+    pair_scores,
+    top_candidates,
+)
 from sglang_dflash.ops.tiled_attention import invariant_attention
 
 __all__ = [
@@ -48,6 +58,8 @@ __all__ = [
     "TORCH_RECURRENT",
     "TORCH_ROWS",
     "Attention",
+    "Candidates",
+    "DominoWeights",
     "Emitted",
     "EmittedTokens",
     "GreedyAcceptance",
@@ -61,14 +73,19 @@ __all__ = [
     "StateRows",
     "accept_chain",
     "bodies",
+    "by_id",
+    "candidate_logits",
     "choose_attention",
     "choose_recurrent",
     "choose_rows",
     "context_kv",
+    "domino_rollout",
     "emitted_tokens",
     "extend_positions",
     "fits",
     "gather_slots",
+    "greedy_walk",
+    "grouped_conv",
     "install_batch_invariant_kernels",
     "install_linear",
     "invariant_attention",
@@ -76,6 +93,7 @@ __all__ = [
     "native_attention",
     "native_write_and_attend",
     "paged_attention",
+    "pair_scores",
     "penalize",
     "penalties_of",
     "place_matters",
@@ -83,6 +101,7 @@ __all__ = [
     "recent_slots",
     "row_argmax",
     "serves",
+    "top_candidates",
     "warm_up",
 ]
 

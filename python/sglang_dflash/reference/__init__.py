@@ -1,11 +1,16 @@
-"""The plain DFlash draft in Hugging Face form, with `spec_generate`: usable alone, and compared with in tests."""
+"""The DFlash draft in Hugging Face form, with `spec_generate`: usable alone, and compared with in tests."""
 
-from sglang_dflash.core.draft_config import LayerAttention, build_target_layer_ids
+from sglang_dflash.core.draft_config import PLAIN_ARCHITECTURE, LayerAttention, build_target_layer_ids
+from sglang_dflash.core.draft_heads import DFLASH2_ARCHITECTURES
+from sglang_dflash.reference.dflash2 import CandidateSelector
 from sglang_dflash.reference.generation import Generation, spec_generate
 from sglang_dflash.reference.modeling import DFlashConfig, DFlashDraftModel, block_mask
 from sglang_dflash.reference.target import FeatureTaps, decoder_layers, end_token_ids, text_config
 
 __all__ = [
+    "DFLASH2_ARCHITECTURES",
+    "PLAIN_ARCHITECTURE",
+    "CandidateSelector",
     "DFlashConfig",
     "DFlashDraftModel",
     "FeatureTaps",

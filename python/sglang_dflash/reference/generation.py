@@ -144,7 +144,7 @@ class _Loop:
         return commit_lens
 
     def propose(self, state: _State, block: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Drafts for rows 1..K-1, [B, K-1] int64: the argmax, whatever the temperature (paper, section 4)."""
+        """Drafts for rows 1..K-1, [B, K-1] int64: greedy, whatever the temperature (paper, section 4)."""
         position_ids = torch.cat((state.feature_positions, positions), dim=1)
         hidden = self.draft(
             noise_embedding=self.draft.embed_block(self.target.get_input_embeddings()(block)),
@@ -152,7 +152,7 @@ class _Loop:
             position_ids=position_ids,
             past_key_values=state.draft_cache.at(position_ids, int(positions.max()) + 1),
         )
-        return self.head(hidden[:, 1:]).argmax(-1)
+        return self.draft.choose(hidden, block[:, 0], self.head, self.target.get_input_embeddings())
 
     def new_cache(self, requests: int, positions: int) -> PositionCache:
         """The target's cache."""

@@ -1,8 +1,8 @@
-"""The plain DFlash draft as a Hugging Face model, with the names and shapes of published checkpoints."""
+"""The DFlash draft, plain or DFlash2, as a Hugging Face model, with the names and shapes of published checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -19,8 +19,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import cached_file
 
+from sglang_dflash import ops
 from sglang_dflash.core.draft_config import PLAIN_ARCHITECTURE, DraftConfig, LayerAttention
 from sglang_dflash.core.mask_embedding import MASK_EMBEDDING_FILE, read_mask_embedding
+from sglang_dflash.reference.dflash2 import CandidateSelector, GroupedConvolution
+from sglang_dflash.reference.domino import domino_projector, domino_weights
 from sglang_dflash.reference.generation import Generation, spec_generate
 
 Mask = torch.Tensor | BlockMask | None
@@ -28,7 +31,7 @@ _compiled_flex_attention = torch.compile(flex_attention)
 
 
 class DFlashConfig(Qwen3Config):
-    """`config.json` of a plain DFlash draft; `draft` is the validated view of it."""
+    """`config.json` of a DFlash draft; `draft` is the validated view of it."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         if "architectures" not in kwargs and not getattr(self, "architectures", None):
@@ -37,7 +40,7 @@ class DFlashConfig(Qwen3Config):
 
     @property
     def draft(self) -> DraftConfig:
-        """The validated view. Raises ValueError, in one sentence, if this is not a plain DFlash draft."""
+        """The validated view. Raises ValueError, in one sentence, if this is not a draft that we serve."""
         return DraftConfig.from_dict(self.to_dict())
 
 
@@ -167,10 +170,13 @@ def _norm(config: DFlashConfig, size: int) -> Qwen3RMSNorm:
 
 
 class DFlashDecoderLayer(nn.Module):
-    """Pre-norm attention and SwiGLU; the context features bypass the layer's input norm."""
+    """Pre-norm attention and SwiGLU; the context features bypass the layer's input norm, and its convolutions."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
+        convolution = config.draft.convolution
+        self.attention_conv = GroupedConvolution(config.hidden_size, convolution) if convolution else None
+        self.mlp_conv = GroupedConvolution(config.hidden_size, convolution) if convolution else None
         self.self_attn = DFlashAttention(config, layer_idx)
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = _norm(config, config.hidden_size)
@@ -182,14 +188,29 @@ class DFlashDecoderLayer(nn.Module):
         context: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         mask: Mask,
+        block_size: int,
         past_key_values: Any = None,
     ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, rope, mask, past_key_values)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        """block_size: rows of each block in x; the rest as in `DFlashAttention.forward`."""
+
+        def attend(rows: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(rows, context, rope, mask, past_key_values)
+
+        x = x + _convolved(self.attention_conv, attend, self.input_layernorm(x), block_size)
+        return x + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(x), block_size)
+
+
+def _convolved(
+    convolution: GroupedConvolution | None, sublayer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, size: int
+) -> torch.Tensor:
+    if convolution is None:
+        return sublayer(x)
+    x, delta = convolution.prepare(x, size)
+    return convolution.finish(sublayer(x), delta, size)
 
 
 class DFlashDraftModel(Qwen3PreTrainedModel):
-    """A plain DFlash draft. It has neither embedding nor head: both are the target's.
+    """A DFlash, DFlash2 or Domino draft. It has neither embedding nor head: both are the target's.
 
     `from_pretrained` reads the published layout (z-lab's checkpoints, those of `sglang-dflash train`).
     """
@@ -207,7 +228,17 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         self.norm = _norm(config, config.hidden_size)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.mask_embedding: torch.Tensor | None = None  # [1 or K-1, H]; see `read_mask_embedding`
+        selector = self.draft_config.selector
+        self.candidate_selector = CandidateSelector(config.hidden_size, selector) if selector else None
+        domino = self.draft_config.domino
+        self.prefix_gru = nn.GRU(config.hidden_size, domino.gru_size, bias=False, batch_first=True) if domino else None
+        self.embed_proj = domino_projector(config.hidden_size, domino) if domino else None
         self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, GroupedConvolution | CandidateSelector):  # after its parts
+            module.initialize()
 
     @property
     def block_size(self) -> int:
@@ -226,7 +257,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         """As in transformers, but strict. Reads the mask embedding, too.
 
         Raises:
-            ValueError: the checkpoint is not a plain DFlash draft, is quantised, lacks a weight, or has an unknown
+            ValueError: the checkpoint is not a draft that we serve, is quantised, lacks a weight, or has an unknown
                 weight or one of another shape.
         """
         revision = kwargs.get("revision")
@@ -255,6 +286,13 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         masks = masks[: embeds.shape[1] - 1].expand(embeds.shape[1] - 1, -1)
         return torch.cat((embeds[:, :1], masks.expand(len(embeds), -1, -1)), dim=1)
 
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, but the saved config keeps its architecture: one class here serves several."""
+        architectures = self.config.architectures
+        super().save_pretrained(save_directory, *args, **kwargs)
+        self.config.architectures = architectures
+        self.config.save_pretrained(save_directory)
+
     def forward(
         self,
         noise_embedding: torch.Tensor,
@@ -262,6 +300,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         position_ids: torch.Tensor,
         attention_mask: Mapping[LayerAttention, Mask] | None = None,
         past_key_values: Any = None,
+        block_size: int | None = None,
     ) -> torch.Tensor:
         """One denoising pass over `[anchor, MASK x (K-1)]`; row k predicts the token at its own position.
 
@@ -273,6 +312,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             attention_mask: a mask for each kind of layer; None: Q is one block per request, and its keys are at
                 positions 0, 1, ... in the cache (or in this call).
             past_key_values: a cache with the `update` of transformers'.
+            block_size: rows of each block, if Q holds several per request; None: Q.
 
         Returns:
             [B, Q, H]; final-normed, ready for the target's head.
@@ -289,9 +329,41 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 kind: block_mask(rows, max(ends) + 1, kind, ragged=len(set(ends)) > 1) for kind in set(attention)
             }
         x = noise_embedding
+        size = block_size or x.shape[1]
         for layer, kind in zip(self.layers, attention, strict=True):
-            x = layer(x, context, rope, attention_mask[kind], past_key_values)
+            x = layer(x, context, rope, attention_mask[kind], size, past_key_values)
         return self.norm(x)
+
+    def choose(
+        self,
+        hidden: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        embed: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """The drafts for rows 1..K-1 of each block: the argmax of each row, the selector's walk, or Domino's rollout.
+
+        Args:
+            hidden: [B, K, H], as from `forward`.
+            anchor_ids: [B] int64.
+            head: the target's, [..., H] -> [..., V].
+            embed: the target's embedding, ids -> [..., H].
+
+        Returns:
+            [B, K-1] int64.
+        """
+        if self.prefix_gru is not None and self.embed_proj is not None:
+            rows = hidden[:, :-1] if self.draft_config.domino.shift_label else hidden[:, 1:]
+            weights = domino_weights(self.prefix_gru, self.embed_proj)
+
+            def embedded(ids: torch.Tensor) -> torch.Tensor:
+                return embed(ids).to(rows.dtype)
+
+            return ops.domino_rollout(weights, rows, head(rows), anchor_ids, embedded, lambda row: row.argmax(-1))
+        logits = head(hidden[:, 1:])
+        if self.candidate_selector is None:
+            return logits.argmax(-1)
+        return self.candidate_selector.drafts(hidden[:, 1:], logits, anchor_ids)
 
     def spec_generate(
         self,

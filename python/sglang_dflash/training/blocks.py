@@ -34,6 +34,12 @@ class Blocks:
     labels: torch.Tensor
     block_size: int
 
+    def previous_ids(self) -> torch.Tensor:
+        """[B, A, K] int64; the clean token before each labelled row, and any token id before the others."""
+        ids, labels = (value.unflatten(1, (-1, self.block_size)) for value in (self.ids, self.labels))
+        clean = torch.where(labels == IGNORED, ids, labels)  # row 0 has no label and holds the anchor
+        return clean.roll(1, dims=-1)
+
 
 def sample_anchors(learned: torch.Tensor, count: int, generator: torch.Generator | None) -> torch.Tensor:
     """Draws up to `count` distinct random anchors per conversation, in ascending order (paper, appendix A.1).

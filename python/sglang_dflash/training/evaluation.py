@@ -59,10 +59,11 @@ def accept_lens(
     for some in anchors.split(_BLOCKS_AT_ONCE):
         blocks = make_blocks(ids, learned, some[None], draft.block_size, draft.mask_token_id)
         masks = {kind: dense_mask(blocks, ids.shape[1], kind) for kind in set(draft.draft_config.attention)}
-        hidden = draft(target.embed(blocks.ids), features, torch.cat((context, blocks.positions), 1), masks)
-        hidden = hidden.view(len(some), draft.block_size, -1)[:, 1:]
+        positions = torch.cat((context, blocks.positions), 1)
+        hidden = draft(target.embed(blocks.ids), features, positions, masks, block_size=draft.block_size)
+        hidden = hidden.view(len(some), draft.block_size, -1)
         labels = blocks.labels.view(len(some), -1)[:, 1:]
-        right = (target.head(hidden).argmax(-1) == labels) & (labels != IGNORED)
+        right = (draft.choose(hidden, ids[0, some], target.head, target.embed) == labels) & (labels != IGNORED)
         found += right.long().cumprod(1).sum(1).tolist()
     return found
 

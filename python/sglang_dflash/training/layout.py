@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from sglang_dflash.reference import DFlashConfig, DFlashDraftModel, build_target_layer_ids
+from sglang_dflash.reference import (
+    DFLASH2_ARCHITECTURES,
+    PLAIN_ARCHITECTURE,
+    DFlashConfig,
+    DFlashDraftModel,
+    build_target_layer_ids,
+)
 from sglang_dflash.training.options import TrainOptions
 
 
@@ -44,7 +50,7 @@ def new_config(target: Any, options: TrainOptions, mask_token_id: int) -> DFlash
     rope = rope.get("full_attention", rope)  # some targets have one rope per kind of layer
     heads = target.num_attention_heads
     config = DFlashConfig(
-        architectures=["DFlashDraftModel"],
+        architectures=[PLAIN_ARCHITECTURE],
         attention_bias=False,
         block_size=options.block_size,
         dflash_config={"mask_token_id": mask_token_id, "target_layer_ids": list(taps)},
@@ -71,8 +77,34 @@ def new_config(target: Any, options: TrainOptions, mask_token_id: int) -> DFlash
     )
     if options.is_causal is not None:
         config.is_causal = options.is_causal
+    if options.head == "dflash2":
+        config = dflash2_config(config, target.vocab_size, options)
     config.draft.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
     return config
+
+
+def dflash2_config(config: DFlashConfig, vocab_size: int, options: TrainOptions) -> DFlashConfig:
+    """A plain draft's config with the convolutions and the selector of the options.
+
+    Raises:
+        ValueError: the options do not fit the draft or the vocabulary.
+    """
+    added = {"selector_rank": options.selector_rank, "selector_top_k": options.selector_top_k}
+    if options.conv_kernel_size:
+        added |= {"conv_kernel_size": options.conv_kernel_size, "conv_group_size": options.conv_group_size}
+    made = DFlashConfig.from_dict(config.to_dict())
+    made.architectures, made.vocab_size = [DFLASH2_ARCHITECTURES[0]], vocab_size
+    made.dflash_config = config.dflash_config | added
+    _ = made.draft  # raises
+    return made
+
+
+def with_dflash2_head(draft: DFlashDraftModel, vocab_size: int, options: TrainOptions) -> DFlashDraftModel:
+    """A DFlash2 draft with the weights of a plain one, which drafts the same until it is trained."""
+    made = DFlashDraftModel(dflash2_config(draft.config, vocab_size, options))
+    unknown = made.load_state_dict(draft.state_dict(), strict=False).unexpected_keys
+    assert not unknown, unknown
+    return made
 
 
 def save_draft(draft: DFlashDraftModel, folder: Path) -> None:
@@ -83,7 +115,7 @@ def save_draft(draft: DFlashDraftModel, folder: Path) -> None:
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # save_file makes it readable by its owner only
-    config = draft.config.to_dict() | {"dtype": "bfloat16", "architectures": ["DFlashDraftModel"]}
+    config = draft.config.to_dict() | {"dtype": "bfloat16"}
     # Readers that do not know rope_parameters look for these two keys.
     config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "rope_scaling": None}
     for key in ("_name_or_path", "transformers_version", "auto_map"):

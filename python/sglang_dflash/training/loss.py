@@ -1,4 +1,4 @@
-"""The training loss: cross-entropy of every masked row, weighted by its position in the block."""
+"""The training loss: cross-entropy of every masked row, weighted by its position in the block; and the selector's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from sglang_dflash.reference import CandidateSelector
 from sglang_dflash.training.blocks import IGNORED
 
 # Number of rows whose logits are in memory at a time: 2048 rows of a 150k vocabulary are 1.2 GB in float32.
@@ -55,13 +56,51 @@ def row_losses(
     """
 
     def some(rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(head(rows).float(), wanted, reduction="none")
+        return F.cross_entropy(head(rows).float(), wanted, reduction="none")[None]
 
+    return _labelled_rows(some, labels, hidden)[0]
+
+
+def selected_losses(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    previous_ids: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    selector: CandidateSelector,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`row_losses`, and the selector's: -log of the label's share among the row's candidates, behind the true token.
+
+    A row whose label is no candidate has no loss of the selector: no walk can reach the label.
+
+    Args:
+        previous_ids: [...] int64; the true token before each labelled row.
+
+    Returns:
+        Both [...] float32.
+    """
+
+    def some(rows: torch.Tensor, wanted: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        logits = head(rows)
+        losses = F.cross_entropy(logits.float(), wanted, reduction="none")
+        scores, ids = selector.scored(rows, logits, previous)
+        right = ids == wanted[:, None]
+        chosen = -(scores.float().log_softmax(-1) * right).sum(-1)
+        return torch.stack((losses, chosen))
+
+    plain, chosen = _labelled_rows(some, labels, hidden, previous_ids)
+    return plain, chosen
+
+
+def _labelled_rows(
+    losses: Callable[..., torch.Tensor], labels: torch.Tensor, hidden: torch.Tensor, *more: torch.Tensor
+) -> list[torch.Tensor]:
+    """Each kind of loss of every labelled row, zero elsewhere. `losses` maps some rows' hidden states, labels and so on
+    to [kinds, N]."""
     labelled = labels != IGNORED
-    parts = zip(hidden[labelled].split(_ROWS_AT_ONCE), labels[labelled].split(_ROWS_AT_ONCE), strict=True)
-    losses = [checkpoint(some, rows, wanted, use_reentrant=False) for rows, wanted in parts]
+    values = [value[labelled].split(_ROWS_AT_ONCE) for value in (hidden, labels, *more)]
+    parts = [checkpoint(losses, *part, use_reentrant=False) for part in zip(*values, strict=True)]
     out = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
-    return out.masked_scatter(labelled, torch.cat(losses)) if losses else out
+    return [out.masked_scatter(labelled, found) for found in torch.cat(parts, dim=1)]
 
 
 def weighted_mean(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

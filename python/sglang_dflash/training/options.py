@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+HEADS = ("dflash", "dflash2")
 LOSSES = ("decay", "dpace")
 ATTENTIONS = ("auto", "flex", "dense")
 PRECISIONS = ("auto", "bf16", "float32")
@@ -25,6 +26,10 @@ class TrainOptions:
         target: folder or hub name of any Hugging Face causal language model.
         data: JSONL files of conversations.
         output: folder for checkpoint, card and curves.
+        head: "dflash2" adds convolutions and a selector to the plain draft.
+        conv_kernel_size, conv_group_size: of DFlash2's convolutions; 0 taps: none.
+        selector_rank, selector_top_k: of DFlash2's selector.
+        selector_weight: of the selector's loss, beside the plain one.
         layers: number of draft layers.
         block_size: K, anchor included.
         taps: 0-based target layers to read; None: `num_taps` of them (default: `layers`), by the published formula.
@@ -32,7 +37,8 @@ class TrainOptions:
         sliding_layers: how many layers slide, from the first; None: all but the last.
         is_causal: whether rows see no later rows of their block, in all layers; None: only in sliding layers.
         mask_token_id: None: the tokenizer's mask token, else the first id that the tokenizer does not use.
-        init: a draft to start from instead of random weights; its shape overrides layers, block size, taps and windows.
+        init: a draft to start from instead of random weights; its shape overrides layers, block size, taps and windows,
+            and a DFlash2 draft stays one. A plain one becomes one if `head` says so.
         loss: "decay" weights position k by exp(-(k-1)/gamma); "dpace" by the draft's own confidence.
         gamma: None: the paper's for this block size.
         anchors: maximum number of blocks per conversation and step.
@@ -49,6 +55,12 @@ class TrainOptions:
     target: str
     data: tuple[str, ...]
     output: str
+    head: str = "dflash"
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+    selector_weight: float = 1.0
     layers: int = 5
     block_size: int = 16
     taps: tuple[int, ...] | None = None
@@ -88,8 +100,11 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Raises ValueError with one sentence that names the flag."""
         positive = ("layers", "batch_size", "accumulate", "anchors", "epochs", "eval_every", "save_every", "log_every")
-        for name in (*positive, "held_out_limit", "keep_checkpoints"):
+        dflash2 = ("conv_group_size", "selector_rank", "selector_top_k")
+        for name in (*positive, *dflash2, "held_out_limit", "keep_checkpoints"):
             _need(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _need(self.conv_kernel_size >= 0, "conv_kernel_size", self.conv_kernel_size, "0 (no convolution) or more")
+        _need(self.selector_weight > 0, "selector_weight", self.selector_weight, "above 0")
         _need(self.block_size >= 2, "block_size", self.block_size, "at least 2")
         _need(self.max_length >= 4, "max_length", self.max_length, "at least 4")
         _need(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
@@ -108,7 +123,12 @@ class TrainOptions:
         within = self.sliding_layers is None or self.sliding_layers <= self.layers
         _need(within, "sliding_layers", self.sliding_layers, f"at most the draft's {self.layers} layers")
         _need(bool(self.data), "data", "empty", "at least one JSONL file")
-        for name, allowed in (("loss", LOSSES), ("attention", ATTENTIONS), ("precision", PRECISIONS)):
+        for name, allowed in (
+            ("head", HEADS),
+            ("loss", LOSSES),
+            ("attention", ATTENTIONS),
+            ("precision", PRECISIONS),
+        ):
             _need(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
         rising = self.taps is None or all(first < second for first, second in pairwise(self.taps))
         _need(rising, "taps", self.taps, "layer numbers that rise, because SGLang gives the features in that order")

@@ -53,6 +53,10 @@ def write_card(
     gamma = options.gamma or default_gamma(config.block_size)
     weighting = "D-PACE" if options.loss == "dpace" else f"exp(-(k-1)/{gamma:g})"
     ends = f"{options.epochs} epochs" + (f", at most {options.max_steps} steps" if options.max_steps else "")
+    kind, selector, convolution = "plain DFlash draft", config.selector, config.convolution
+    if selector is not None:
+        kind = f"DFlash2 draft with a selector of rank {selector.rank} over {selector.top_k} candidates"
+        kind += f" and convolutions over {convolution.taps} rows" if convolution is not None else ""
     windows = ""
     if any(kind.window for kind in config.attention):
         windows = f", windows {[kind.window for kind in config.attention]}"
@@ -64,7 +68,7 @@ tags: [dflash, speculative-decoding]
 
 # A DFlash draft for {name}
 
-A plain DFlash draft (arXiv 2602.06036) of {config.num_layers} layers: block size {config.block_size}, target layers
+A {kind} (arXiv 2602.06036) of {config.num_layers} layers: block size {config.block_size}, target layers
 {list(config.target_layer_ids)}, mask token {config.mask_token_id}{windows}.
 It has no embedding and no head; it uses the target's.
 

@@ -24,8 +24,8 @@ from sglang_dflash.training.blocks import Blocks, dense_mask, flex_mask, make_bl
 from sglang_dflash.training.conversations import check_ids, collate, lengths, micro_batches, read
 from sglang_dflash.training.evaluation import Acceptance, held_out_acceptance
 from sglang_dflash.training.frozen import FrozenTarget, check_target, mask_token_id
-from sglang_dflash.training.layout import new_config, save_draft
-from sglang_dflash.training.loss import decay_weights, dpace_weights, row_losses, weighted_mean
+from sglang_dflash.training.layout import new_config, save_draft, with_dflash2_head
+from sglang_dflash.training.loss import decay_weights, dpace_weights, row_losses, selected_losses, weighted_mean
 from sglang_dflash.training.options import TrainOptions, default_gamma
 from sglang_dflash.training.progress import Reporter
 from sglang_dflash.training.report import digest, draw_curves, write_card
@@ -94,7 +94,11 @@ class Trainer:
             raise ValueError(
                 f"--init {options.init} has a mask embedding of its own or attention sinks, which are not trained here."
             )
+        if draft.draft_config.domino is not None:
+            raise ValueError(f"--init {options.init} is a Domino draft; allowed: a DFlash or a DFlash2 draft.")
         target = self.target.config
+        if options.head == "dflash2" and draft.draft_config.selector is None:
+            draft = with_dflash2_head(draft, target.vocab_size, options)
         draft.draft_config.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
         return draft
 
@@ -143,13 +147,21 @@ class Trainer:
         make_mask = flex_mask if self.flex else dense_mask
         masks = {kind: make_mask(blocks, ids.shape[1], kind) for kind in set(self.draft.draft_config.attention)}
         positions = torch.cat((context, blocks.positions), dim=1)
-        hidden = model(self.target.embed(blocks.ids), features, positions, masks)
-        shape = (len(ids), -1, blocks.block_size)
-        labels = blocks.labels.view(shape)
-        losses = row_losses(hidden.unflatten(1, shape[1:]), labels, self.target.head)
+        hidden = model(
+            self.target.embed(blocks.ids), features, positions, masks, block_size=blocks.block_size
+        ).unflatten(1, (-1, blocks.block_size))
+        labels = blocks.labels.view(hidden.shape[:-1])
+        selector = self.draft.candidate_selector
+        if selector is None:
+            losses = row_losses(hidden, labels, self.target.head)
+            chosen = torch.zeros_like(losses)
+        else:
+            losses, chosen = selected_losses(hidden, labels, blocks.previous_ids(), self.target.head, selector)
         if self.options.loss == "dpace":
-            return weighted_mean(losses, dpace_weights(labels, losses, self.options.dpace_alpha))
-        return weighted_mean(losses, decay_weights(labels, self.gamma))
+            weights = dpace_weights(labels, losses, self.options.dpace_alpha)
+        else:
+            weights = decay_weights(labels, self.gamma)
+        return weighted_mean(losses + self.options.selector_weight * chosen, weights)
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of the 0-based `step`: linear warm-up, then a cosine decay to zero."""
@@ -232,7 +244,8 @@ class Trainer:
         config, mixed = self.draft.draft_config, self.accelerator.mixed_precision
         lines = [
             f"Training a draft for {self.options.target}",
-            f"  draft: {config.num_layers} layers, block size {config.block_size}",
+            f"  draft: {'plain DFlash' if config.selector is None else 'DFlash2'}, {config.num_layers} layers, "
+            f"block size {config.block_size}",
             f"  target layers read: {', '.join(map(str, config.target_layer_ids))}",
             f"  data: {len(self.data):,} samples to train on, {len(self.held_out)} held out",
             f"  steps: {self.steps:,}" + (f", resumed after step {self.done:,}" if self.done else ""),

@@ -14,6 +14,7 @@ from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models.dflash import DFlashGroupedConv
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
 
@@ -58,6 +59,8 @@ def why_not(runner: Any) -> str | None:
         return "LoRA adapters change it from batch to batch"
     if any(isinstance(module, FusedMoE) for module in runner.model.modules()):
         return "a mixture of experts reads on the host which experts were chosen"
+    if any(isinstance(module, DFlashGroupedConv) for module in runner.model.modules()):
+        return "its convolutions end where a block begins, and a trace would fix the width of the blocks"
     return None
 
 

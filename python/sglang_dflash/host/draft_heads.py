@@ -1,0 +1,163 @@
+"""Chooses the drafts from the draft's hidden states, with the target's head; on CUDA, within the draft's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.models.dflash import _radix_topk
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.dflash_utils import is_dense_head_weight
+
+from sglang_dflash import ops
+from sglang_dflash.host.sharded_logits import best_of_ranks
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+
+
+class DraftHead:
+    """Argmax of the target's head over rows 1..K-1 of every block.
+
+    Ties: the lowest id wins. Under tensor parallelism each rank holds a span of the vocabulary, and all end with the
+    same ids.
+    """
+
+    def __init__(self, lm_head: Any, block_size: int) -> None:
+        self._lm_head = lm_head
+        weight = getattr(lm_head, "weight", None)
+        shard = getattr(lm_head, "shard_indices", None)
+        tp_group = get_parallel().tp_group
+        self._dense = is_dense_head_weight(weight)
+        if shard is not None and shard.num_added_elements:
+            raise ValueError("DFLASH needs a target whose lm_head has no added vocabulary.")
+        if not self._dense and (shard is None or not hasattr(lm_head, "quant_method")):
+            raise ValueError("DFLASH needs a target whose lm_head is dense, or quantised by one of SGLang's methods.")
+        if not self._dense and tp_group.world_size > 1:
+            raise ValueError(
+                f"--tp-size is {tp_group.world_size} and the target's lm_head is quantised "
+                f"({type(lm_head.quant_method).__name__}): with DFLASH, such a head is served with --tp-size 1 only."
+            )
+        self._vocab_size = shard.num_org_elements if shard is not None else weight.shape[0]  # of this rank
+        self._first_id = shard.org_vocab_start_index if shard is not None else 0
+        self._group = tp_group if shard is not None and tp_group.world_size > 1 else None
+        assert self._vocab_size > 0, f"rank {tp_group.rank_in_group} of {tp_group.world_size} holds no token ids"
+        self._block_size = block_size
+        self._device = weight.device if self._dense else next(lm_head.parameters()).device
+        self.captured_ids = torch.empty(0, dtype=torch.int64, device=self._device)
+
+    def draft_ids(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """hidden: [B * K, H]; block_ids: [B, K] int64, the anchors first. Returns [B, K-1] int64."""
+        # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
+        rows = hidden.view(*block_ids.shape, -1)[:, 1:].reshape(-1, hidden.shape[-1])
+        return self._choose(rows, self._logits(rows), block_ids[:, 0]).view(len(block_ids), -1)
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [N, H]. Returns [N, V], V this rank's span of the vocabulary, without the host's padding."""
+        if not self._dense:  # packed rows cannot be sliced
+            logits: torch.Tensor = self._lm_head.quant_method.apply(self._lm_head, rows, None)
+            return logits[:, : self._vocab_size]
+        weight = self._lm_head.weight[: self._vocab_size]
+        return F.linear(rows.to(weight.dtype), weight)
+
+    def _choose(self, rows: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
+        """rows: [B * (K-1), H]; logits: [B * (K-1), V]; anchor_ids: [B]. Returns B * (K-1) ids, int64."""
+        return self._argmax(logits)
+
+    def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits: [N, V] of this rank. Returns [N] int64, of the whole vocabulary."""
+        if self._group is None:
+            return ops.row_argmax(logits)
+        best, ids = logits.max(-1)
+        return best_of_ranks(self._group, best, ids + self._first_id)
+
+    @property
+    def compared_logits(self) -> tuple[int, torch.dtype]:
+        """Columns and dtype of the logits whose argmax is taken."""
+        return self._vocab_size, self._lm_head.weight.dtype if self._dense else torch.bfloat16
+
+    def reserve(self, max_batch: int) -> None:
+        """Allocates the buffer that graph replays write."""
+        shape = (max_batch, self._block_size - 1)
+        self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
+
+    def __call__(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
+        """Called while the host captures the draft's graph."""
+        draft_ids = self.draft_ids(hidden, input_ids.view(-1, self._block_size))
+        self.captured_ids[: len(draft_ids)].copy_(draft_ids)
+
+
+class SelectorHead(DraftHead):
+    """DFlash2's selector, walked greedily: each draft is the best of its row's candidates behind the draft before it.
+
+    Ties: the lowest id wins, except at the cut of the candidates on CUDA, where the host's kernel decides. Each rank
+    holds the selector's tables as a whole; the ranks exchange their candidates, and all end with the same ids.
+    """
+
+    def __init__(self, lm_head: Any, block_size: int, model: Any) -> None:
+        """model: SGLang's `DFlash2DraftModel`. Its weights are read at every call, so updates take effect."""
+        super().__init__(lm_head, block_size)
+        self._selector = model.candidate_selector
+        self._multiplier = model.draft_config.output_multiplier
+        self._softcap = model.draft_config.final_logit_softcapping
+
+    def _choose(self, rows: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
+        values, ids = self._candidates(logits)
+        candidates = ops.Candidates(ops.candidate_logits(values, self._multiplier, self._softcap), ids)
+        selector = self._selector
+        keys = selector.hidden_projection(rows.to(selector.hidden_projection.weight.dtype))
+        tables = (selector.predecessor_codebook, selector.successor_codebook)
+        return ops.greedy_walk(candidates, keys, anchor_ids, *tables)
+
+    def _candidates(self, logits: torch.Tensor) -> ops.Candidates:
+        """logits: [N, V] of this rank. Returns the candidates of the whole vocabulary, [N, k]."""
+        count = self._selector.top_k
+        if logits.shape[1] < count:  # the last rank's span may be that short
+            logits = F.pad(logits, (0, count - logits.shape[1]), value=float("-inf"))
+        own = ops.by_id(*_radix_topk(logits, count)) if logits.is_cuda else ops.top_candidates(logits, count)
+        if self._group is None:
+            return own
+        pairs = torch.stack((own.values.double(), (own.ids + self._first_id).double()))  # float64 holds both exactly
+        values, ids = self._group.all_gather(pairs, dim=-1)  # [N, ranks * k] each, ids rising
+        best = ops.top_candidates(values, count)  # of columns
+        return ops.Candidates(best.values, ids.gather(1, best.ids).long())
+
+
+class DominoHead(DraftHead):
+    """Domino's rollout: each draft's logits are corrected by the drafts before it, over the whole vocabulary.
+
+    Each rank corrects its own span; per draft, the ranks exchange only the best id. So there is no pool of candidates,
+    with which SGLang's own worker shortens the rollout (`--speculative-domino-candidate-pool-size`).
+    """
+
+    def __init__(self, lm_head: Any, block_size: int, model: Any, embed: Embed) -> None:
+        """
+        Args:
+            model: SGLang's `DFlashDraftModel` of a Domino checkpoint. Its weights are read at every call.
+            embed: the target's embedding.
+        """
+        super().__init__(lm_head, block_size)
+        self._gru, self._projector, self._embed = model.prefix_gru, model.embed_proj, embed
+        self._first_row = 0 if model.shift_label else 1
+
+    def draft_ids(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        requests, block_size = block_ids.shape
+        rows = hidden.view(requests, block_size, -1)[:, self._first_row :][:, : block_size - 1]
+        gru, up = self._gru, self._projector[2].weight[self._first_id : self._first_id + self._vocab_size]
+        weights = ops.DominoWeights(gru.weight_ih_l0, gru.weight_hh_l0, self._projector[0].weight, up)
+        logits = self._logits(rows.reshape(-1, rows.shape[-1])).view(requests, block_size - 1, -1)
+
+        def embed(ids: torch.Tensor) -> torch.Tensor:
+            return self._embed(ids).to(up.dtype)
+
+        return ops.domino_rollout(weights, rows.to(up.dtype), logits, block_ids[:, 0], embed, self._argmax)
+
+
+def head_of(model: Any, lm_head: Any, block_size: int, embed: Embed) -> DraftHead:
+    """The head of a draft, SGLang's `DFlashDraftModel` or `DFlash2DraftModel`. embed: the target's, ids to [..., H]."""
+    if model.prefix_gru is not None:
+        return DominoHead(lm_head, block_size, model, embed)
+    if model.candidate_selector is not None:
+        return SelectorHead(lm_head, block_size, model)
+    return DraftHead(lm_head, block_size)
