@@ -58,6 +58,11 @@ RELIED_ON = [
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
+    # What FP8 layers made dense say to an update; the draft's own way to context KV.
+    "sglang.srt.model_executor.model_runner_components.weight_updater._unsupported_derived_weight_cache_error",
+    "sglang.srt.models.dflash.DFlashAttention.kv_proj_only",
+    "sglang.srt.models.dflash.DFlashAttention.apply_k_norm",
+    "sglang.srt.models.dflash.DFlashAttention.apply_k_rope",
     # Page tables, whose width we change; graph inputs, filled early on a plan stream; logits, left sharded.
     "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.__init__",
     "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.init_cuda_graph_state",

@@ -332,6 +332,14 @@ def test_refused(changes, said, options):
     assert sentence.endswith((".", "!", "'"))
 
 
+def test_a_draft_with_its_own_mask_is_refused(options, tmp_path):
+    """Fails if training goes on from a draft as if its masks looked like the target's."""
+    folder = shutil.copytree(TINY_DRAFT, tmp_path / "masked")
+    torch.save(torch.zeros(256), folder / "mask_embedding.pt")
+    with pytest.raises(ValueError, match="a mask embedding of its own or attention sinks, which are not trained here"):
+        Trainer(options(init=str(folder)))
+
+
 def test_one_conversation_is_refused(options, tmp_path):
     """Fails if nothing is left to train on after one conversation is held out."""
     data = tmp_path / "one.jsonl"
