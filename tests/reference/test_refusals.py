@@ -27,7 +27,7 @@ def test_unknown_target():
     """Fails where a target runs whose masks and positions are not checked."""
     target = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=TARGET_LAYERS, n_head=4))
     sentence = _refusal(lambda: make_draft().spec_generate(target, random_ids(5), 4))
-    assert "'gpt2'" in sentence and "llama, qwen3" in sentence
+    assert "'gpt2'" in sentence and "llama, qwen2" in sentence
     assert "list of 4 decoder layers" in _refusal(lambda: decoder_layers(target))
 
 
