@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mla_models import DEEPSEEK_V3, GLM_FLASH, PLAIN_QUERIES
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
     PreTrainedConfig,
     Qwen2VLImageProcessor,
     Qwen3_5Config,
@@ -140,6 +143,9 @@ FAMILIES = {
         recurrent=True,
     ),
     "Qwen3 MoE": Family(lambda: Qwen3MoeConfig(**COMMON, **MOE, intermediate_size=96), recurrent=False),
+    "DeepSeek-V3": Family(lambda: DeepseekV3Config(**deepcopy({**COMMON, **DEEPSEEK_V3})), recurrent=False),
+    "Moonlight": Family(lambda: DeepseekV3Config(**deepcopy({**COMMON, **PLAIN_QUERIES})), recurrent=False),
+    "GLM-4.7-Flash": Family(lambda: Glm4MoeLiteConfig(**deepcopy({**COMMON, **GLM_FLASH})), recurrent=False),
     "Qwen3.5 wrapper": _wrapper(Qwen3_5Config, QWEN3_5, VISION, recurrent=True, tied=True),
     "Qwen3.5 MoE wrapper": _wrapper(Qwen3_5MoeConfig, QWEN3_5_MOE, VISION, recurrent=True),
     "Qwen3-VL": _wrapper(Qwen3VLConfig, QWEN3_VL, DEEPSTACK, recurrent=False),
@@ -156,6 +162,9 @@ def make_target(family: str, folder: Path) -> Path:
     for weight in model.parameters():
         if weight.dim() >= 2:
             torch.nn.init.normal_(weight, std=SCALE)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=SCALE)
     model.save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy2(TINY_TARGET / name, folder / name)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mla_models import MLA_FAMILIES
 from models import FAMILIES, IMAGE, VISION, VISION_END, VISION_START, make_draft, make_target
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessor
@@ -89,6 +90,7 @@ USUAL = [
     ("Qwen3.5 MoE", "every width"),
     ("Qwen3-Next", "overlap, pages, chunks"),
     ("Qwen3 MoE", "overlap, pages, chunks"),
+    ("DeepSeek-V3", "overlap, pages, chunks"),
     ("Qwen3.5 wrapper", "overlap, pages, chunks"),
     ("Qwen3-VL", "every width"),
     ("Qwen3.5 wrapper", "compiled"),
@@ -321,8 +323,8 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[st
                     _ask_wrongly(client)
                 client.flush_when_idle()
     if arm == "compiled":
-        dense = "MoE" not in family and family != "Qwen3-Next"
-        said = "forward is captured" if dense else "forward runs uncompiled: a mixture of experts"
+        dense = "MoE" not in family and family not in ("Qwen3-Next", *MLA_FAMILIES)
+        said = "forward is captured" if dense else "forward runs uncompiled: "
         assert f"The target's {said}" in (folder / "on.log").read_text()
     counts = steps_by_accept_len(answers)
     assert_equal_tokens(answers, [expected for _, expected in asked], [str(request) for request, _ in asked])

@@ -26,11 +26,12 @@ def install() -> None:
     for target, (function, kind) in registered_hooks().items():
         HookRegistry.register(target, function, kind)
     if cpu_platform_in_use():
-        from sglang_dflash.host.cpu import deterministic, layers, shims
+        from sglang_dflash.host.cpu import deterministic, layers, mla, shims
 
         shims.install()
         deterministic.install()
         layers.install()
+        mla.install()
     register_resolution_hook("handle_deprecated_dp_attention")(_check_features)  # the host's first check
     register_resolution_hook("handle_speculative_decoding")(_check_arguments)
 
@@ -52,9 +53,9 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         for module in (block_results, capture, sampler, sessions, weights, features, requests):
             hooks |= module.HOOKS
     if cpu_platform_in_use():
-        from sglang_dflash.host.cpu import compiled, deterministic, gated_layers, recurrent, shims, threads
+        from sglang_dflash.host.cpu import compiled, deterministic, gated_layers, mla, recurrent, shims, threads
 
-        for module in (shims, deterministic, compiled, threads, gated_layers, recurrent):
+        for module in (shims, deterministic, compiled, threads, gated_layers, recurrent, mla):
             hooks |= module.HOOKS
     return hooks
 
