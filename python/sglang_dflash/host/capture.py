@@ -10,9 +10,12 @@ from sglang.srt.plugins.hook_registry import HookType
 
 def configure_capture(original: Any, *, model: Any, **settings: Any) -> None:
     """Before the host sets the taps: gives the language model of a Qwen3-VL target the setter that its wrapper calls.
-    The model captures what `layers_to_capture` lists. SGLang forgot the setter, so its own worker ends here. This can
-    go when SGLang has it.
+    The model captures what `layers_to_capture` lists. SGLang forgot the setter, so its own worker ends here.
+    Kimi-Linear has a setter for another algorithm only, with the same meaning: outputs of the layers of these numbers.
+    This can go when SGLang has both.
     """
+    if type(model).__name__ == "KimiLinearForCausalLM":
+        model.set_dflash_layers_to_capture = model.set_dspark_layers_to_capture
     if type(model).__name__ == "Qwen3VLForConditionalGeneration":
         model.model.set_dflash_layers_to_capture = partial(setattr, model.model, "layers_to_capture")
     original(model=model, **settings)

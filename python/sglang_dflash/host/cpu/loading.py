@@ -1,4 +1,4 @@
-"""Moves a model's weights to huge pages after they are loaded on a CPU."""
+"""What a CPU does with a model after its weights are loaded: huge pages, and a factor that the host forgets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from typing import Any
 from sglang_dflash.ops import huge_pages
 
 logger = logging.getLogger(__name__)
+
+
+def scale_experts(model: Any) -> None:
+    """On a CPU, the host's experts leave out `routed_scaling_factor`. Most models apply it themselves there;
+    Kimi-Linear does not, so its router's weights get it. This can go when the host's experts apply it on a CPU."""
+    for module in model.modules():
+        if type(module).__name__ == "KimiMoE":
+            module.topk.topk_config.apply_routed_scaling_factor_on_output = True
 
 
 def move_weights(model: Any) -> None:
