@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -50,4 +53,39 @@ GLM_FLASH = {
     "num_nextn_predict_layers": 0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-MLA_FAMILIES = ("DeepSeek-V3", "Moonlight", "GLM-4.7-Flash")
+KIMI_LINEAR: dict[str, Any] = {
+    **{name: value for name, value in LATENT.items() if name != "q_lora_rank"},
+    "first_k_dense_replace": 1,
+    "linear_attn_config": {
+        "head_dim": 32,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+        "kda_layers": [1, 3],  # counted from 1
+        "full_attn_layers": [2, 4],
+    },
+    "mla_use_nope": True,
+    "moe_intermediate_size": 48,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_expert_group": 1,
+    "num_shared_experts": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.4,
+    "q_lora_rank": None,
+    "bos_token_id": None,
+}
+MLA_FAMILIES = ("DeepSeek-V3", "Moonlight", "GLM-4.7-Flash", "Kimi-Linear", "Kimi K2.5")
+
+
+def name_dense_layers(checkpoint: Path) -> None:
+    """Published checkpoints of Kimi-Linear call a dense layer `mlp`, and SGLang reads no other name; transformers
+    writes the name of the layers with experts."""
+    weights = load_file(checkpoint)
+    sparse = {name.split(".block_sparse_moe.")[0] for name in weights if ".experts." in name}
+    named = {
+        name if name.split(".block_sparse_moe.")[0] in sparse else name.replace("block_sparse_moe", "mlp"): weight
+        for name, weight in weights.items()
+    }
+    save_file(named, checkpoint, metadata={"format": "pt"})

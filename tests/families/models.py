@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mla_models import DEEPSEEK_V3, GLM_FLASH, PLAIN_QUERIES
+from kimi_k25 import config as kimi_k25_config
+from kimi_k25 import publish as publish_kimi_k25
+from mla_models import DEEPSEEK_V3, GLM_FLASH, KIMI_LINEAR, PLAIN_QUERIES, name_dense_layers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -19,6 +21,7 @@ from transformers import (
     AutoTokenizer,
     DeepseekV3Config,
     Glm4MoeLiteConfig,
+    KimiLinearConfig,
     PreTrainedConfig,
     Qwen2VLImageProcessor,
     Qwen3_5Config,
@@ -109,11 +112,13 @@ class Family:
         config: of its tiny target.
         recurrent: whether it keeps recurrent state.
         sees: whether it reads images.
+        remote: whether its processor comes with the checkpoint.
     """
 
     config: Callable[[], PreTrainedConfig]
     recurrent: bool
     sees: bool = False
+    remote: bool = False
 
 
 def _wrapper(
@@ -146,7 +151,9 @@ FAMILIES = {
     "DeepSeek-V3": Family(lambda: DeepseekV3Config(**deepcopy({**COMMON, **DEEPSEEK_V3})), recurrent=False),
     "Moonlight": Family(lambda: DeepseekV3Config(**deepcopy({**COMMON, **PLAIN_QUERIES})), recurrent=False),
     "GLM-4.7-Flash": Family(lambda: Glm4MoeLiteConfig(**deepcopy({**COMMON, **GLM_FLASH})), recurrent=False),
+    "Kimi-Linear": Family(lambda: KimiLinearConfig(**deepcopy({**COMMON, **KIMI_LINEAR})), recurrent=True),
     "Qwen3.5 wrapper": _wrapper(Qwen3_5Config, QWEN3_5, VISION, recurrent=True, tied=True),
+    "Kimi K2.5": Family(lambda: kimi_k25_config(TEXT, VISION_IDS), recurrent=False, sees=True, remote=True),
     "Qwen3.5 MoE wrapper": _wrapper(Qwen3_5MoeConfig, QWEN3_5_MOE, VISION, recurrent=True),
     "Qwen3-VL": _wrapper(Qwen3VLConfig, QWEN3_VL, DEEPSTACK, recurrent=False),
     "Qwen3-VL MoE": _wrapper(Qwen3VLMoeConfig, {**QWEN3_VL, **MOE}, DEEPSTACK, recurrent=False),
@@ -172,6 +179,10 @@ def make_target(family: str, folder: Path) -> Path:
         _save_processor(folder)
     if family == "Qwen3-VL MoE":
         _transpose_experts(folder / "model.safetensors")
+    if family == "Kimi K2.5":
+        publish_kimi_k25(folder, IMAGE)
+    if family == "Kimi-Linear":
+        name_dense_layers(folder / "model.safetensors")
     return folder
 
 

@@ -24,6 +24,7 @@ import torch
 from mla_models import MLA_FAMILIES
 from models import FAMILIES, IMAGE, VISION, VISION_END, VISION_START, make_draft, make_target
 from PIL import Image
+from remote.processing_kimi_k25 import MediaProcessor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessor
 
 from equality import TIE_GAP, OffAnswer, ask_off, assert_equal_tokens, steps_by_accept_len, tau
@@ -90,7 +91,8 @@ USUAL = [
     ("Qwen3.5 MoE", "every width"),
     ("Qwen3-Next", "overlap, pages, chunks"),
     ("Qwen3 MoE", "overlap, pages, chunks"),
-    ("DeepSeek-V3", "overlap, pages, chunks"),
+    ("Kimi K2.5", "overlap, pages, chunks"),
+    ("Kimi-Linear", "overlap, pages, chunks"),
     ("Qwen3.5 wrapper", "overlap, pages, chunks"),
     ("Qwen3-VL", "every width"),
     ("Qwen3.5 wrapper", "compiled"),
@@ -190,8 +192,9 @@ def _ask_off(client: Client, request: Request) -> tuple[Request, OffAnswer]:
     return request, ask_off(client, request.prompt, request.images, **sampling)
 
 
-def _flags(target: Path, flags: list[str]) -> list[str]:
-    return ["--device", "cpu", "--model-path", str(target), "--dtype", "float32", *flags]
+def _flags(family: str, target: Path, flags: list[str]) -> list[str]:
+    remote = ["--trust-remote-code"] if FAMILIES[family].remote else []
+    return ["--device", "cpu", "--model-path", str(target), "--dtype", "float32", *remote, *flags]
 
 
 @pytest.fixture(scope="module")
@@ -211,15 +214,18 @@ def _greedy_in_transformers(family: str, target: Path, requests: list[Request], 
     """The first `count` ids of each answer by transformers' own model of the family."""
     kind = AutoModelForImageTextToText if FAMILIES[family].sees else AutoModelForCausalLM
     model = kind.from_pretrained(target, dtype=torch.float32).eval()
+    remote = FAMILIES[family].remote
     answers = []
     for request in requests:
         ids, more = request.prompt, {}
         if request.images:
             files = [io.BytesIO(base64.b64decode(url.split(",")[1])) for url in request.images]
-            more = dict(Qwen2VLImageProcessor.from_pretrained(target)([*map(Image.open, files)], return_tensors="pt"))
+            processor = MediaProcessor() if remote else Qwen2VLImageProcessor.from_pretrained(target)
+            more = dict(processor([*map(Image.open, files)], return_tensors="pt"))
             tokens = iter((more["image_grid_thw"].prod(1) // VISION["spatial_merge_size"] ** 2).tolist())
             ids = [id for token in ids for id in [token] * (next(tokens) if token == IMAGE else 1)]
-            more["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).int()
+            if not remote:
+                more["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).int()
         prompt = torch.tensor([ids])
         answer = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None, **more)
         answers.append(answer[0, len(ids) :].tolist())
@@ -232,7 +238,7 @@ def _make_baseline(family: str, folder: Path) -> Baseline:
     rng = random.Random(5)
     requests = _requests(rng, FAMILIES[family].sees)
     flags = [*POOL, *(STATES if FAMILIES[family].recurrent else [])]
-    arguments = _flags(target, [*flags, "--disable-overlap-schedule", "--disable-radix-cache"])
+    arguments = _flags(family, target, [*flags, "--disable-overlap-schedule", "--disable-radix-cache"])
     with PreloadedServer(arguments, folder / "off.log", TINY_ENVIRONMENT) as server:
         client = server.client()
         first = [_ask_off(client, request) for request in requests]
@@ -311,7 +317,7 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[st
     environment = settings.environment | {"REPLAYED_ANSWERS": str(baseline.answers)}
     answers: list[Answer] = []
     asked: list[tuple[Request, OffAnswer]] = []
-    with PreloadedServer(_flags(baseline.target, flags), folder / "on.log", environment) as server:
+    with PreloadedServer(_flags(family, baseline.target, flags), folder / "on.log", environment) as server:
         client = server.client()
         for concurrency, turns in ((1, (baseline.first,)), (8, (baseline.first, baseline.later))):
             for turn in turns:

@@ -28,6 +28,7 @@ VISION_TARGETS = {
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
 }
 
 
