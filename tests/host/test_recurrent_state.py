@@ -9,7 +9,7 @@ import torch
 from sglang.srt.configs import BailingHybridConfig, KimiLinearConfig, Qwen3NextConfig
 
 from sglang_dflash.host import capture, recurrent_state
-from sglang_dflash.host.cpu.loading import scale_experts
+from sglang_dflash.host.cpu.loading import mend_kimi_linear
 
 KIMI = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
 
@@ -57,11 +57,19 @@ class KimiMoE(torch.nn.Module):
         self.topk.topk_config = SimpleNamespace(apply_routed_scaling_factor_on_output=False)
 
 
-def test_kimi_experts_are_scaled():
-    """Fails where the routed experts of Kimi-Linear count less than they were trained to."""
-    experts = KimiMoE()
-    scale_experts(torch.nn.Sequential(torch.nn.Linear(2, 2), experts))
+class KimiDeltaAttention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused_fg_b_proj = torch.nn.Linear(2, 2)
+        self.o_proj = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+
+
+def test_kimi_linear_is_mended():
+    """Fails where its routed experts count less than they were trained to, or a product has two dtypes."""
+    experts, attention = KimiMoE(), KimiDeltaAttention()
+    mend_kimi_linear(torch.nn.Sequential(torch.nn.Linear(2, 2), experts, attention))
     assert experts.topk.topk_config.apply_routed_scaling_factor_on_output
+    assert attention.fused_fg_b_proj.weight.dtype == torch.bfloat16
 
 
 class KimiLinearForCausalLM:
