@@ -95,7 +95,7 @@ struct ConvItem {
   void* windows;                 // in a verification: the first row's window
   void* snapshot;                // or null; the inputs before row `snapshot_row`
   int64_t snapshot_row;
-  int64_t state_stride;          // between channels of `before`, `after` and `snapshot`
+  int64_t state_channel, state_tap;  // of `before`, `after` and `snapshot`
   int64_t window_row, window_channel, window_tap;
 };
 
@@ -126,6 +126,7 @@ struct GatedNorm {
   Type weight_type;
   int64_t heads, size;
   float eps;
+  bool silu;                     // gate times its sigmoid; else the sigmoid alone
 };
 
 struct Best {

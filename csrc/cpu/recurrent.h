@@ -41,7 +41,7 @@ void conv_lanes(const Conv& c, const ConvItem& item, int64_t channel, int64_t co
     float column[kLanes] = {};
     if (item.before)
       for (int64_t i = 0; i < count; i++)
-        column[i] = wide(static_cast<const S*>(item.before)[(channel + i) * item.state_stride + tap]);
+        column[i] = wide(static_cast<const S*>(item.before)[(channel + i) * item.state_channel + tap * item.state_tap]);
     past[tap] = load(column);
   }
   const auto keep_past = [&](S* to, int64_t channel_stride, int64_t tap_stride) {
@@ -49,7 +49,7 @@ void conv_lanes(const Conv& c, const ConvItem& item, int64_t channel, int64_t co
       for (int64_t i = 0; i < count; i++) narrow(to + (channel + i) * channel_stride + tap * tap_stride, past[tap][i]);
   };
   for (int64_t row = 0; row < item.rows; row++) {
-    if (item.snapshot && row == item.snapshot_row) keep_past(static_cast<S*>(item.snapshot), item.state_stride, 1);
+    if (item.snapshot && row == item.snapshot_row) keep_past(static_cast<S*>(item.snapshot), item.state_channel, item.state_tap);
     Vec x = read(row_of<T>(c.x, item.first_row + row) + channel, count);
     Vec total = bias;
     for (int64_t tap = 0; tap < keep; tap++) total += weight[tap] * past[tap];
@@ -65,8 +65,8 @@ void conv_lanes(const Conv& c, const ConvItem& item, int64_t channel, int64_t co
     if (item.windows)
       keep_past(static_cast<S*>(item.windows) + row * item.window_row, item.window_channel, item.window_tap);
   }
-  if (item.snapshot && item.rows == item.snapshot_row) keep_past(static_cast<S*>(item.snapshot), item.state_stride, 1);
-  if (item.after) keep_past(static_cast<S*>(item.after), item.state_stride, 1);
+  if (item.snapshot && item.rows == item.snapshot_row) keep_past(static_cast<S*>(item.snapshot), item.state_channel, item.state_tap);
+  if (item.after) keep_past(static_cast<S*>(item.after), item.state_channel, item.state_tap);
 }
 
 void conv(const Conv& c, const ConvItem& item, int64_t begin, int64_t end) {
@@ -190,7 +190,7 @@ void gated_norm_row(const GatedNorm& n, int64_t token, int64_t head) {
     const Vec z = read(gate + i, count);
     const Vec weight = n.weight_type == Type::kFloat ? read(static_cast<const float*>(n.weight) + i, count)
                                                      : read(static_cast<const BFloat16*>(n.weight) + i, count);
-    put(out + i, read(x + i, count) * scale * weight * (z * sigmoid(z)), count);
+    put(out + i, read(x + i, count) * scale * weight * (n.silu ? z * sigmoid(z) : sigmoid(z)), count);
   });
 }
 

@@ -73,7 +73,7 @@ at::Tensor causal_conv(const at::Tensor& x, const at::Tensor& weight, const std:
                   weight.size(1) >= 1 && weight.size(1) <= kMaxTaps,
               "x is ", x.sizes(), " and weight ", weight.sizes(), "; [T, C] and [C, 1 to ", kMaxTaps, "] are needed");
   const int64_t channels = x.size(1), taps = weight.size(1);
-  TORCH_CHECK(states.dim() == 3 && states.size(1) == channels && states.size(2) == taps - 1 && dense(states),
+  TORCH_CHECK(states.dim() == 3 && states.size(1) == channels && states.size(2) == taps - 1,
               "states are ", states.sizes(), "; [S, ", channels, ", ", taps - 1, "] is needed");
   TORCH_CHECK(!bias || (bias->numel() == channels && bias->is_contiguous() &&
                         bias->scalar_type() == weight.scalar_type()), "bias must be [C] in the weight's dtype");
@@ -92,7 +92,7 @@ at::Tensor causal_conv(const at::Tensor& x, const at::Tensor& weight, const std:
     item.first_row = rows.starts[b], item.rows = rows.starts[b + 1] - rows.starts[b];
     if (item.rows == 0) return;
     item.before = rows.fresh[b] ? nullptr : place<char>(states, rows.slots[b]);
-    item.state_stride = states.stride(1);
+    item.state_channel = states.stride(1), item.state_tap = states.stride(2);
     if (windows) {
       item.windows = place<char>(*windows, rows.scratch[b]);
       item.window_row = windows->stride(1), item.window_channel = windows->stride(2), item.window_tap = windows->stride(3);
@@ -108,21 +108,25 @@ at::Tensor causal_conv(const at::Tensor& x, const at::Tensor& weight, const std:
 
 std::tuple<at::Tensor, at::Tensor> delta_gates(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_log,
                                                const at::Tensor& dt_bias) {
-  TORCH_CHECK(a.dim() == 2 && a.sizes() == b.sizes() && a_log.numel() == a.size(1) && dt_bias.numel() == a.size(1),
+  TORCH_CHECK((a.dim() == 2 || a.dim() == 3) && b.dim() == 2, "a is ", a.sizes(), " and b ", b.sizes());
+  const int64_t rows = a.size(0), heads = a.size(1), keys = a.dim() == 3 ? a.size(2) : 1;
+  TORCH_CHECK(b.size(0) == rows && b.size(1) == heads && a_log.numel() == heads && dt_bias.numel() == heads * keys,
               "a is ", a.sizes(), ", b ", b.sizes(), ", a_log ", a_log.sizes(), ", dt_bias ", dt_bias.sizes());
-  const int64_t rows = a.size(0), heads = a.size(1);
   const at::Tensor wide_a = a.to(at::kFloat).contiguous(), wide_b = b.to(at::kFloat).contiguous();
   const at::Tensor log_rate = a_log.to(at::kFloat).contiguous(), shift = dt_bias.to(at::kFloat).contiguous();
-  at::Tensor g = at::empty({rows, heads}, wide_a.options()), beta = at::empty({rows, heads}, wide_a.options());
+  at::Tensor g = at::empty(a.sizes(), wide_a.options()), beta = at::empty({rows, heads}, wide_a.options());
   const float *in_a = wide_a.const_data_ptr<float>(), *in_b = wide_b.const_data_ptr<float>();
   const float *rate = log_rate.const_data_ptr<float>(), *bias = shift.const_data_ptr<float>();
   float *out_g = g.data_ptr<float>(), *out_beta = beta.data_ptr<float>();
-  at::parallel_for(0, rows * heads, 1024, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, rows * heads, std::max<int64_t>(1, 1024 / keys), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t head = i % heads;
-      const float x = in_a[i] + bias[head];
-      const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));  // torch's threshold
-      out_g[i] = -std::exp(rate[head]) * softplus;
+      const float decay_rate = std::exp(rate[head]);
+      for (int64_t key = 0; key < keys; key++) {
+        const float x = in_a[i * keys + key] + bias[head * keys + key];
+        const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));  // torch's threshold
+        out_g[i * keys + key] = -decay_rate * softplus;
+      }
       out_beta[i] = 1.0f / (1.0f + std::exp(-in_b[i]));
     }
   });
@@ -178,7 +182,8 @@ at::Tensor delta_rule(const at::Tensor& qkv, const at::Tensor& g, const at::Tens
   return out;
 }
 
-at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& weight, double eps) {
+at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& weight, double eps,
+                          bool silu) {
   TORCH_CHECK(x.sizes() == gate.sizes() && x.scalar_type() == gate.scalar_type() && x.dim() >= 2, "x is ",
               x.scalar_type(), x.sizes(), " and gate ", gate.scalar_type(), gate.sizes());
   TORCH_CHECK(weight.numel() == x.size(-1) && weight.is_contiguous(), "weight has shape ", weight.sizes());
@@ -188,7 +193,7 @@ at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate, const at:
   GatedNorm n{};
   n.x = view_of(in, "x"), n.gate = view_of(gates, "gate"), n.out = view_of(out, "out");
   n.weight = weight.const_data_ptr(), n.weight_type = type_of(weight, "weight");
-  n.heads = in.size(1), n.size = in.size(2), n.eps = float(eps);
+  n.heads = in.size(1), n.size = in.size(2), n.eps = float(eps), n.silu = silu;
   const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, n.size));
   at::parallel_for(0, in.size(0) * n.heads, grain,
                    [&](int64_t begin, int64_t end) { kernels().gated_norm(n, begin, end); });

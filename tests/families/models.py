@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kimi_k25 import config as kimi_k25_config
+from kimi_k25 import publish as publish_kimi_k25
+from mla_models import DEEPSEEK_V3, GLM_FLASH, KIMI_LINEAR, PLAIN_QUERIES, name_dense_layers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    DeepseekV3Config,
     Gemma4AudioFeatureExtractor,
     Gemma4Config,
     Gemma4ImageProcessor,
@@ -23,7 +27,9 @@ from transformers import (
     Gemma4VideoProcessor,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
+    KimiLinearConfig,
     MiniMaxM2Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -168,12 +174,14 @@ class Family:
         recurrent: whether it keeps recurrent state.
         sees: whether it reads images.
         taps: layers that its draft reads.
+        remote: whether its processor comes with the checkpoint.
     """
 
     config: Callable[[], PreTrainedConfig]
     recurrent: bool
     sees: bool = False
     taps: tuple[int, ...] = (0, 2)
+    remote: bool = False
 
     @property
     def experts(self) -> bool:
@@ -254,7 +262,12 @@ FAMILIES = {
         recurrent=False,
     ),
     "Qwen3 MoE": Family(lambda: Qwen3MoeConfig(**COMMON, **MOE, intermediate_size=96), recurrent=False),
+    "DeepSeek-V3": Family(lambda: DeepseekV3Config(**deepcopy({**COMMON, **DEEPSEEK_V3})), recurrent=False),
+    "Moonlight": Family(lambda: DeepseekV3Config(**deepcopy({**COMMON, **PLAIN_QUERIES})), recurrent=False),
+    "GLM-4.7-Flash": Family(lambda: Glm4MoeLiteConfig(**deepcopy({**COMMON, **GLM_FLASH})), recurrent=False),
+    "Kimi-Linear": Family(lambda: KimiLinearConfig(**deepcopy({**COMMON, **KIMI_LINEAR})), recurrent=True),
     "Qwen3.5 wrapper": _wrapper(Qwen3_5Config, QWEN3_5, VISION, recurrent=True, tied=True),
+    "Kimi K2.5": Family(lambda: kimi_k25_config(TEXT, VISION_IDS), recurrent=False, sees=True, remote=True),
     "Qwen3.5 MoE wrapper": _wrapper(Qwen3_5MoeConfig, QWEN3_5_MOE, VISION, recurrent=True),
     # The last two layers read the keys and values of the two before them.
     "Gemma 4": _wrapper(Gemma4Config, {**GEMMA_4, "num_kv_shared_layers": 2}, GEMMA_VISION, False, True, **GEMMA_IDS),
@@ -278,6 +291,8 @@ def make_target(family: str, folder: Path) -> Path:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):  # of Gemma 4
             buffer.uniform_(0.5, 1.0)
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=SCALE)
     model.save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy2(TINY_TARGET / name, folder / name)
@@ -285,6 +300,10 @@ def make_target(family: str, folder: Path) -> Path:
         (_save_gemma_processor if family.startswith("Gemma") else _save_processor)(folder)
     if family == "Qwen3-VL MoE":
         _transpose_experts(folder / "model.safetensors")
+    if family == "Kimi K2.5":
+        publish_kimi_k25(folder, IMAGE)
+    if family == "Kimi-Linear":
+        name_dense_layers(folder / "model.safetensors")
     return folder
 
 

@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mla_models import MLA_FAMILIES
 from models import FAMILIES, IMAGE, VISION, VISION_END, VISION_START, make_draft, make_target
 from PIL import Image
+from remote.processing_kimi_k25 import MediaProcessor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -94,6 +96,8 @@ USUAL = [
     ("Qwen3.5 MoE", "every width"),
     ("Qwen3-Next", "overlap, pages, chunks"),
     ("Qwen3 MoE", "overlap, pages, chunks"),
+    ("Kimi K2.5", "overlap, pages, chunks"),
+    ("Kimi-Linear", "overlap, pages, chunks"),
     ("Qwen3.5 wrapper", "overlap, pages, chunks"),
     ("Qwen3-VL", "every width"),
     ("Qwen3.5 wrapper", "compiled"),
@@ -197,8 +201,9 @@ def _ask_off(client: Client, request: Request) -> tuple[Request, OffAnswer]:
     return request, ask_off(client, request.prompt, request.images, **sampling)
 
 
-def _flags(target: Path, flags: list[str]) -> list[str]:
-    return ["--device", "cpu", "--model-path", str(target), "--dtype", "float32", *flags]
+def _flags(family: str, target: Path, flags: list[str]) -> list[str]:
+    remote = ["--trust-remote-code"] if FAMILIES[family].remote else []
+    return ["--device", "cpu", "--model-path", str(target), "--dtype", "float32", *remote, *flags]
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +223,7 @@ def _greedy_in_transformers(family: str, target: Path, requests: list[Request], 
     """The first `count` ids of each answer by transformers' own model of the family."""
     kind = AutoModelForImageTextToText if FAMILIES[family].sees else AutoModelForCausalLM
     model = kind.from_pretrained(target, dtype=torch.float32).eval()
+    remote = FAMILIES[family].remote
     answers = []
     for request in requests:
         ids, more = request.prompt, {}
@@ -225,7 +231,8 @@ def _greedy_in_transformers(family: str, target: Path, requests: list[Request], 
             more, counts = _processed(family, target, request.images)
             tokens = iter(counts)
             ids = [id for token in ids for id in [token] * (next(tokens) if token == IMAGE else 1)]
-            more["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).int()
+            if not remote:
+                more["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).int()
         prompt = torch.tensor([ids])
         answer = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None, **more)
         answers.append(answer[0, len(ids) :].tolist())
@@ -238,7 +245,8 @@ def _processed(family: str, target: Path, images: tuple[str, ...]) -> tuple[dict
     if family.startswith("Gemma"):
         more = dict(Gemma4ImageProcessor.from_pretrained(target)(pixels, return_tensors="pt"))
         return more, list(map(int, more.pop("num_soft_tokens_per_image")))
-    more = dict(Qwen2VLImageProcessor.from_pretrained(target)(pixels, return_tensors="pt"))
+    processor = MediaProcessor() if FAMILIES[family].remote else Qwen2VLImageProcessor.from_pretrained(target)
+    more = dict(processor(pixels, return_tensors="pt"))
     return more, (more["image_grid_thw"].prod(1) // VISION["spatial_merge_size"] ** 2).tolist()
 
 
@@ -253,7 +261,7 @@ def _make_baseline(family: str, folder: Path) -> Baseline:
     rng = random.Random(5)
     requests = _requests(rng, family)
     flags = [*POOL, *(STATES if FAMILIES[family].recurrent else [])]
-    arguments = _flags(target, [*flags, "--disable-overlap-schedule", "--disable-radix-cache"])
+    arguments = _flags(family, target, [*flags, "--disable-overlap-schedule", "--disable-radix-cache"])
     with PreloadedServer(arguments, folder / "off.log", TINY_ENVIRONMENT) as server:
         client = server.client()
         first = [_ask_off(client, request) for request in requests]
@@ -332,7 +340,7 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[st
     environment = settings.environment | {"REPLAYED_ANSWERS": str(baseline.answers)}
     answers: list[Answer] = []
     asked: list[tuple[Request, OffAnswer]] = []
-    with PreloadedServer(_flags(baseline.target, flags), folder / "on.log", environment) as server:
+    with PreloadedServer(_flags(family, baseline.target, flags), folder / "on.log", environment) as server:
         client = server.client()
         for concurrency, turns in ((1, (baseline.first,)), (8, (baseline.first, baseline.later))):
             for turn in turns:
@@ -344,7 +352,8 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[st
                     _ask_wrongly(client)
                 client.flush_when_idle()
     if arm == "compiled":
-        said = "forward runs uncompiled: a mixture of experts" if FAMILIES[family].experts else "forward is captured"
+        experts, latent = FAMILIES[family].experts, family in MLA_FAMILIES
+        said = "forward runs uncompiled: " if experts or latent else "forward is captured"
         assert f"The target's {said}" in (folder / "on.log").read_text()
     counts = steps_by_accept_len(answers)
     assert_equal_tokens(answers, [expected for _, expected in asked], [str(request) for request, _ in asked])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.host.cpu import deterministic
@@ -18,7 +19,12 @@ FINE = {"attention_backend": "dflash_cpu"}
 def refusal(model: dict[str, object] | None = None, **flags: object) -> str | None:
     cfg = resolving_view(ServerArgs(model_path=str(TINY_TARGET), device="cpu", **{**FINE, **flags}))
     text = SimpleNamespace(architectures=["Some"], **(model or {}))
-    described = SimpleNamespace(quantization=(model or {}).get("quantization"), hf_text_config=text, hf_config=text)
+    described = SimpleNamespace(
+        quantization=(model or {}).get("quantization"),
+        attention_arch=(model or {}).get("attention_arch", AttentionArch.MHA),
+        hf_text_config=text,
+        hf_config=text,
+    )
     return deterministic._unserved(cfg, described)
 
 
@@ -43,6 +49,7 @@ def test_an_ordinary_server_is_served():
         ({"attention_backend": "torch_native"}, ["torch_native", "dflash_cpu"]),
         ({"prefill_attention_backend": "triton"}, ["triton", "dflash_cpu"]),
         ({"model": {"quantization": "awq"}}, ["awq"]),
+        ({"model": {"attention_arch": AttentionArch.MLA}}, ["latent attention", "Some"]),
         ({"model": {"num_experts": 8}}, ["num_experts 8"]),
         ({"model": {"state": object()}}, ["recurrent", "Some"]),
     ],

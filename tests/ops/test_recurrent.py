@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import KimiLinearConfig
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from sglang_dflash.ops import choose_recurrent, native
@@ -104,25 +106,29 @@ def test_verified_rows_equal_decoded_ones(
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_causal_conv_equals_its_specification(ops: RecurrentOps, case: str, bias: bool) -> None:
-    """Fails where a request reads another's inputs, or the last inputs are not kept."""
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_causal_conv_equals_its_specification(ops: RecurrentOps, case: str, bias: bool, channels_last: bool) -> None:
+    """Fails where a request reads another's inputs, or the last inputs are not kept, also in a pool of another
+    layout."""
     lens, fresh, snapshots = CASES[case]
     rows = rows_of(lens, fresh=fresh, snapshots=snapshots)
     torch.manual_seed(3)
     x, states = torch.randn(sum(lens), CHANNELS), torch.randn(POOL, CHANNELS, TAPS - 1)
     weight, offset = torch.randn(CHANNELS, TAPS), torch.randn(CHANNELS) if bias else None
     expected_states = states.clone()
+    if channels_last:
+        states = states.mT.contiguous().mT
     expected = reference.causal_conv(x, weight, offset, expected_states, rows)
     out = ops.causal_conv(x, weight, offset, states, rows)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(states, expected_states)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own windows", "windows that share memory"])
+@pytest.mark.parametrize("layout", ["own windows", "windows that share memory", "channels last"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 2, 7])
 def test_verified_windows_equal_decoded_states(
-    ops: RecurrentOps, width: int, state_dtype: torch.dtype, shared: bool
+    ops: RecurrentOps, width: int, state_dtype: torch.dtype, layout: str
 ) -> None:
     """Fails where the window of a verified row is not the state that a decode step would leave, or a row reads more of
     the inputs before it than the pool would have kept."""
@@ -131,11 +137,13 @@ def test_verified_windows_equal_decoded_states(
     rows = replace(rows_of([width] * batch), scratch=torch.tensor([2, 0, 3]))
     x, states = torch.randn(batch * width, CHANNELS), torch.randn(POOL, CHANNELS, keep).to(state_dtype)
     weight = torch.randn(CHANNELS, TAPS)
-    if shared:
+    if layout == "windows that share memory":
         memory = torch.zeros(5, CHANNELS, width + keep - 1, dtype=state_dtype)
         windows = memory.as_strided((5, width, CHANNELS, keep), (memory.stride(0), 1, memory.stride(1), 1))
     else:
         windows = torch.zeros(5, width, CHANNELS, keep, dtype=state_dtype)
+    if layout == "channels last":
+        states, windows = states.mT.contiguous().mT, windows.mT.contiguous().mT
     before = states.clone()
     out = ops.causal_conv(x, weight, None, states, rows, windows).view(batch, width, CHANNELS)
     assert torch.equal(states, before)
@@ -178,6 +186,25 @@ def test_the_specification_is_that_of_qwen(ops: RecurrentOps) -> None:
     norm.weight.data.normal_()
     gate = torch.randn_like(out)
     torch.testing.assert_close(ops.gated_rms_norm(out, gate, norm.weight, 1e-6), norm(out, gate), rtol=1e-5, atol=1e-6)
+
+
+def test_the_specification_is_that_of_kimi(ops: RecurrentOps) -> None:
+    """Fails where gates, delta rule or gated norm compute something else than transformers' Kimi-Linear."""
+    config = KimiLinearConfig(hidden_size=24, linear_head_dim=V_DIM, linear_num_heads=HEADS)
+    gate = kimi.KimiLinearForgetGate(config)
+    for weight in gate.parameters():
+        torch.nn.init.normal_(weight)
+    hidden = torch.randn(1, 77, 24)
+    a = gate.f_b_proj(gate.f_a_proj(hidden))[0].view(77, HEADS, V_DIM)
+    g, beta = ops.delta_gates(a, torch.zeros(77, HEADS), gate.A_log, gate.dt_bias)
+    torch.testing.assert_close(g, gate(hidden)[0], rtol=1e-5, atol=1e-6)
+    assert (beta == 0.5).all()
+    empty, _ = ops.delta_gates(a[:0], torch.zeros(0, HEADS), gate.A_log, gate.dt_bias)
+    assert empty.shape == (0, HEADS, V_DIM)
+
+    x, z, weight = torch.randn(77, HEADS, V_DIM), torch.randn(77, HEADS, V_DIM), torch.randn(V_DIM)
+    expected = F.rms_norm(x, (V_DIM,), weight, 1e-6) * z.sigmoid()
+    torch.testing.assert_close(ops.gated_rms_norm(x, z, weight, 1e-6, False), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("cuts", [[1] * 21, [4, 17], [20, 1]])

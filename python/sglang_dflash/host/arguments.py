@@ -31,6 +31,7 @@ VISION_TARGETS = {
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
 }
 
 

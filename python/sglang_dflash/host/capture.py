@@ -18,6 +18,7 @@ def configure_capture(
     """Before the host sets the taps: completes the target's class. Each part can go when SGLang has it.
 
     - Most classes that EAGLE3 can use have its setter alone. It takes the same layer numbers.
+    - Kimi-Linear has DSpark's setter alone, with the same meaning.
     - Qwen3-VL's wrapper calls a setter that its language model lacks; what the model captures is `layers_to_capture`.
     - Gemma 4 adds 1 to a forward's positions in place, and we write the draft's KV for the same positions after it.
     - No loop over the layers reaches the last layer's output: see `_LastTap`.
@@ -27,6 +28,8 @@ def configure_capture(
         inner = getattr(inner, "model", inner)  # of a wrapper: its language model has a head, too
         if not hasattr(model, "set_dflash_layers_to_capture") and hasattr(model, "set_eagle3_layers_to_capture"):
             model.set_dflash_layers_to_capture = model.set_eagle3_layers_to_capture
+        if kind == "KimiLinearForCausalLM":
+            model.set_dflash_layers_to_capture = model.set_dspark_layers_to_capture
         if kind == "Qwen3VLForConditionalGeneration":
             inner.set_dflash_layers_to_capture = partial(setattr, inner, "layers_to_capture")
         if kind.startswith("Gemma4"):

@@ -26,12 +26,13 @@ def install() -> None:
     for target, (function, kind) in registered_hooks().items():
         HookRegistry.register(target, function, kind)
     if cpu_platform_in_use():
-        from sglang_dflash.host.cpu import deterministic, layers, quantization, shims
+        from sglang_dflash.host.cpu import deterministic, layers, mla, quantization, shims
 
         shims.install()
         quantization.install()
         deterministic.install()
         layers.install()
+        mla.install()
     register_resolution_hook("handle_deprecated_dp_attention")(_check_features)  # the host's first check
     register_resolution_hook("handle_speculative_decoding")(_check_arguments)
 
@@ -58,13 +59,15 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
             deterministic,
             draft_layers,
             gated_layers,
+            mla,
             model_kernels,
             recurrent,
             shims,
             threads,
         )
 
-        for module in (shims, deterministic, compiled, threads, gated_layers, model_kernels, draft_layers, recurrent):
+        layers = (gated_layers, model_kernels, draft_layers, recurrent, mla)
+        for module in (shims, deterministic, compiled, threads, *layers):
             hooks |= module.HOOKS
     return hooks
 

@@ -13,6 +13,7 @@ from sglang.srt.utils.common import get_device_memory_capacity
 
 logger = logging.getLogger(__name__)
 GB = 1e9
+KIMI_LINEAR = "KimiLinearForCausalLM"  # Kimi delta attention with unbounded decays; other models bound them
 DEFAULT_REQUESTS = 48  # the host's, with speculation
 INPUT_BYTES = 2  # of an input that a convolution keeps; 4 in float32, which hardly matters beside the matrices
 
@@ -32,27 +33,45 @@ def check(cfg: Any, target: Any, block_size: int, on_cpu: bool) -> None:
     if config is None:
         return
     names = ", ".join(target.hf_config.architectures)
-    if on_cpu and hybrid_gdn_config(target) is None:
-        raise ValueError(
-            f"the target {names} keeps a recurrent state that has no CPU implementation; on a CPU, the gated delta "
-            "rule is served (Qwen3.5, Qwen3.6, Qwen3-Next)."
-        )
+    reason = refusal_on_cpu(target) if on_cpu else None
+    if reason is not None:
+        raise ValueError(reason)
     if cfg.enable_streaming_session:
         raise ValueError(
             f"--enable-streaming-session keeps a session's state beyond a stop, and the state of the target {names} "
             "cannot be taken back: leave it out."
         )
-    if hybrid_gdn_config(target) is not None:
+    if hybrid_gdn_config(target) is not None or KIMI_LINEAR in target.hf_config.architectures:
         _check_memory(cfg, _gated_delta_bytes(config, cfg) // cfg.tp_size, block_size)
+
+
+def refusal_on_cpu(target: Any) -> str | None:
+    """Why the recurrent state of a target has no CPU implementation; None if it has one.
+
+    target: the host's `ModelConfig`.
+    """
+    names = target.hf_config.architectures
+    if hybrid_gdn_config(target) is not None or KIMI_LINEAR in names:
+        return None
+    return (
+        f"the target {', '.join(names)} keeps a recurrent state that has no CPU implementation; on a CPU, the gated "
+        "delta rule is served (Qwen3.5, Qwen3.6, Qwen3-Next, Kimi-Linear)."
+    )
 
 
 def _gated_delta_bytes(config: Any, cfg: Any) -> int:
     """Bytes of one request's state in all layers and on all ranks; the host computes it only in its schedulers."""
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    convolution = (2 * keys + values) * (config.linear_conv_kernel_dim - 1) * INPUT_BYTES
+    kimi = getattr(config, "linear_attn_config", None)
+    if kimi is not None:
+        key_dim, taps = kimi["head_dim"], kimi["short_conv_kernel_size"]
+        keys = values = kimi["num_heads"] * key_dim
+    else:
+        key_dim, taps = config.linear_key_head_dim, config.linear_conv_kernel_dim
+        keys = config.linear_num_key_heads * key_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+    convolution = (2 * keys + values) * (taps - 1) * INPUT_BYTES
     named = cfg.mamba_ssm_dtype or getattr(config, "mamba_ssm_dtype", None) or "float32"
-    matrix = values * config.linear_key_head_dim * (4 if named == "float32" else 2)
+    matrix = values * key_dim * (4 if named == "float32" else 2)
     return len(config.linear_layer_ids) * (convolution + matrix)
 
 

@@ -133,8 +133,8 @@ def _register_fakes() -> None:
         return x.new_empty(x.shape)
 
     @torch.library.register_fake("sglang_dflash::delta_gates")
-    def _(a, *rest):  # type: ignore[no-untyped-def]
-        g, beta = (a.new_empty(a.shape, dtype=torch.float32) for _ in range(2))
+    def _(a, b, *rest):  # type: ignore[no-untyped-def]
+        g, beta = (x.new_empty(x.shape, dtype=torch.float32) for x in (a, b))
         return g, beta
 
     @torch.library.register_fake("sglang_dflash::delta_rule")
@@ -142,7 +142,7 @@ def _register_fakes() -> None:
         return qkv.new_empty(len(qkv), states.shape[1], states.shape[2])
 
     @torch.library.register_fake("sglang_dflash::gated_rms_norm")
-    def _(x, gate, weight, eps):  # type: ignore[no-untyped-def]
+    def _(x, gate, weight, eps, silu=True):  # type: ignore[no-untyped-def]
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @torch.library.register_fake("sglang_dflash::row_argmax")

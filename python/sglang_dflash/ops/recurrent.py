@@ -174,7 +174,7 @@ class RecurrentOps:
     causal_conv: Callable[..., torch.Tensor]
     delta_gates: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     delta_rule: Callable[..., torch.Tensor]
-    gated_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    gated_rms_norm: Callable[..., torch.Tensor]
 
 
 TORCH_RECURRENT = RecurrentOps(causal_conv, reference.delta_gates, delta_rule, reference.gated_rms_norm)

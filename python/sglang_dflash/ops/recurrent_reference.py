@@ -59,7 +59,7 @@ def causal_conv(
         x: [T, C].
         weight: [C, N]; the last column belongs to the row itself.
         bias: [C] or None.
-        states: [S, C, N - 1], oldest first.
+        states: [S, C, N - 1], oldest first; of any strides.
         windows: [P, W, C, N - 1], in a verification: `windows[rows.scratch[b], i]` becomes the state after row i. It
             may be a view in which the windows of two rows share memory.
 
@@ -117,16 +117,20 @@ def conv_taps(
 def delta_gates(
     a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decay and learning rate of the gated delta rule (arXiv 2412.06464).
+    """Decay and learning rate of the gated delta rule (arXiv 2412.06464), or of Kimi delta attention (arXiv
+    2510.26692), whose decay is one for each key dimension.
 
     Args:
-        a, b: [T, H].
-        a_log, dt_bias: [H].
+        a: [T, H], or [T, H, K] for a decay for each key dimension.
+        b: [T, H].
+        a_log: H elements.
+        dt_bias: as many elements as a row of `a`.
 
     Returns:
-        g: [T, H] float32, the logarithm of the decay, at most 0. beta: [T, H] float32.
+        g: of `a`'s shape, float32, the logarithm of the decay, at most 0. beta: [T, H] float32.
     """
-    g = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    rate = a_log.float().exp().view(-1, *[1] * (a.dim() - 2))
+    g = -rate * F.softplus(a.float() + dt_bias.float().view(a.shape[1:]))
     return g, b.float().sigmoid()
 
 
@@ -215,13 +219,17 @@ def delta_step(
     return state, (state * q[..., None, :]).sum(-1).to(dtype)
 
 
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True
+) -> torch.Tensor:
     """RMS norm over the last dimension, times `silu(gate)`; float32 inside, returned in `x`'s dtype.
 
     Args:
         x, gate: [..., D].
         weight: [D].
+        silu: False: times `sigmoid(gate)` instead.
     """
+    activation = F.silu if silu else torch.sigmoid
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * weight.float() * F.silu(gate.float())).to(x.dtype)
+    return (normed * weight.float() * activation(gate.float())).to(x.dtype)

@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_exec
 
 from sglang_dflash import ops
+from sglang_dflash.host.cpu import mla
 
 
 class CpuAttentionBackend(AttentionBackend):
@@ -20,11 +21,13 @@ class CpuAttentionBackend(AttentionBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        if model_runner.use_mla_backend or model_runner.model_config.is_encoder_decoder:
+        if model_runner.model_config.is_encoder_decoder:
             raise ValueError(
-                "The CPU attention backend serves decoder-only targets with ordinary keys and values; "
-                f"{model_runner.model_config.hf_config.architectures} uses MLA or cross attention."
+                "The CPU attention backend serves decoder-only targets; "
+                f"{model_runner.model_config.hf_config.architectures} uses cross attention."
             )
+        if model_runner.use_mla_backend:
+            mla.absorb_always()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._attention = ops.choose_attention("cpu", model_runner.dtype, self.token_to_kv_pool.dtype)

@@ -18,6 +18,8 @@ from sglang.srt.models.dflash import DFlashGroupedConv
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
 
+from sglang_dflash.host.cpu.mla import is_latent
+
 logger = logging.getLogger(__name__)
 VARIABLE = "SGLANG_DFLASH_COMPILE"
 MAX_ROWS = 512  # above it, matrix products dominate and Python's overhead does not matter
@@ -57,6 +59,8 @@ def why_not(runner: Any) -> str | None:
         return "with --tp-size above 1, ranks exchange tensors during it"
     if get_lora().enable_lora and not runner.is_draft_worker:
         return "LoRA adapters change it from batch to batch"
+    if is_latent(runner.model_config):
+        return "latent attention is not traced"
     if any(isinstance(module, FusedMoE) for module in runner.model.modules()):
         return "a mixture of experts reads on the host which experts were chosen"
     if any(isinstance(module, DFlashGroupedConv) for module in runner.model.modules()):

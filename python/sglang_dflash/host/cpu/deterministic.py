@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_exec
 
 from sglang_dflash import ops
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
+from sglang_dflash.host.cpu.mla import is_latent
 
 # A flag with its own kernels, which are not shown to be batch-invariant here -> its value that asks for nothing.
 UNSERVED: dict[str, Any] = {
@@ -105,6 +106,8 @@ def _unserved(cfg: Any, model: Any) -> str | None:
         )
     if cfg.tp_size > MAX_RANKS:
         return f"with --tp-size {cfg.tp_size}: at most {MAX_RANKS}"
+    if is_latent(model):
+        return f"with latent attention ({', '.join(model.hf_config.architectures)})"
     if model.quantization is not None:
         return f"with quantised weights ({model.quantization})"
     experts = next((name for name in EXPERTS if (getattr(model.hf_text_config, name, None) or 0) > 0), None)

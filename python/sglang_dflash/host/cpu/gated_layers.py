@@ -62,16 +62,18 @@ def gate_attention(
 
 
 def gated_norm(original: Any, norm: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-    """Serves the only form that Qwen's models use: no groups, SiLU behind the norm."""
+    """Serves the forms that Qwen's models and Kimi-Linear use: no groups, SiLU or a sigmoid behind the norm."""
     group, behind = getattr(norm, "group_size", None), getattr(norm, "norm_before_gate", True)
-    if z is None or group is not None or not behind or norm.activation not in ("swish", "silu"):
+    if z is None or group is not None or not behind or norm.activation not in ("swish", "silu", "sigmoid"):
         raise NotImplementedError(
-            f"On the CPU, gated norms are served without groups and with SiLU behind the norm, not with group_size "
-            f"{group}, norm_before_gate {behind}, activation {norm.activation}."
+            f"On the CPU, gated norms are served without groups and with SiLU or a sigmoid behind the norm, not with "
+            f"group_size {group}, norm_before_gate {behind}, activation {norm.activation}."
         )
+    silu = norm.activation != "sigmoid"
+    z = z.reshape(x.shape)  # Kimi's rows have a dimension of 1 before them
     if get_proxy_mode() is not None:  # in a captured forward, inductor fuses it
-        return ops.TORCH_RECURRENT.gated_rms_norm(x, z, norm.weight, norm.eps)
-    return ops.choose_recurrent("cpu", x.dtype, norm.weight.dtype).gated_rms_norm(x, z, norm.weight, norm.eps)
+        return ops.TORCH_RECURRENT.gated_rms_norm(x, z, norm.weight, norm.eps, silu)
+    return ops.choose_recurrent("cpu", x.dtype, norm.weight.dtype).gated_rms_norm(x, z, norm.weight, norm.eps, silu)
 
 
 class _DeviceModule:

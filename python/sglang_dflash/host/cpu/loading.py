@@ -1,4 +1,4 @@
-"""Moves a model's weights to huge pages after they are loaded on a CPU."""
+"""What a CPU does with a model after its weights are loaded: huge pages, and what the host forgets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from typing import Any
 from sglang_dflash.ops import huge_pages
 
 logger = logging.getLogger(__name__)
+
+
+def mend_kimi_linear(model: Any) -> None:
+    """What Kimi-Linear lacks in the host; a no-op for other models. It can go when the host has both.
+
+    On a CPU, the host's experts leave out `routed_scaling_factor`. Most models apply it themselves there; this one does
+    not, so its router's weights get it. And one product of its recurrent layers has the checkpoint's dtype, whatever
+    `--dtype` says.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "KimiMoE":
+            module.topk.topk_config.apply_routed_scaling_factor_on_output = True
+        elif type(module).__name__ == "KimiDeltaAttention" and hasattr(module, "fused_fg_b_proj"):
+            weight = module.fused_fg_b_proj.weight
+            weight.data = weight.data.to(module.o_proj.weight.dtype)
 
 
 def move_weights(model: Any) -> None:

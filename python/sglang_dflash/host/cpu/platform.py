@@ -12,7 +12,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_dflash import ops
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
-from sglang_dflash.host.cpu.loading import move_weights
+from sglang_dflash.host.cpu.loading import mend_kimi_linear, move_weights
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -25,6 +25,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()  # no Triton, no graphs, no device kernels
 
     def post_load_model(self, model: torch.nn.Module) -> None:
+        mend_kimi_linear(model)
         move_weights(model)
 
     def is_pin_memory_available(self, device: Any = None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
-from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.configs.hybrid_arch import hybrid_kda_config, mambaish_config
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend, MambaAttnBackendBase
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -23,24 +23,26 @@ WRAP_BACKEND = "sglang.srt.layers.attention.attention_registry.attn_backend_wrap
 
 def wrap_backend(original: Any, runner: Any, full_attention: Any) -> Any:
     """The host's recurrent backends launch Triton kernels; ours calls our ops."""
+    from sglang_dflash.host.recurrent_state import refusal_on_cpu  # imports what hooks replace, so after them
+
     config = mambaish_config(runner.model_config)
     if config is None:
         return original(runner, full_attention)
-    if hybrid_gdn_config(runner.model_config) is None:
-        raise ValueError(
-            f"On the CPU, recurrent layers are served for the gated delta rule (Qwen3.5, Qwen3-Next) only, not for "
-            f"{runner.model_config.hf_config.architectures}."
-        )
+    reason = refusal_on_cpu(runner.model_config)
+    if reason is not None:
+        raise ValueError(reason)
     return CpuHybridBackend(full_attention, CpuGatedDeltaBackend(runner), config.full_attention_layer_ids)
 
 
 class CpuGatedDeltaBackend(MambaAttnBackendBase):
-    """Layers of the gated delta rule: decode, verification and extend over the host's pools of states."""
+    """Layers of the gated delta rule: decode, verification and extend over the host's pools of states. In Kimi delta
+    attention each key dimension has a decay of its own, and the pools hold the inputs of convolutions channels last."""
 
     needs_cpu_seq_lens = False
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
+        self._kimi = hybrid_kda_config(model_runner.model_config) is not None
         cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
         self._ops = ops.choose_recurrent("cpu", model_runner.dtype, cache.conv[0].dtype, cache.temporal.dtype)
         self._rows: StateRows
@@ -94,12 +96,18 @@ class CpuGatedDeltaBackend(MambaAttnBackendBase):
         linear_attn_output: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """mixed_qkv: [T, C] before the convolution; a, b: [T, H]. Returns [1, T, H, V]."""
+        """mixed_qkv: [T, C] before the convolution; a, b: [T, H]; in Kimi's layers a: T * H * K elements and b: T * H,
+        of any shape. Returns [1, T, H, V]."""
         cache, rows = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id), self._rows
         windows = scratch = None
         if rows.scratch is not None:
             windows, scratch = cache.intermediate_conv_window[0], cache.intermediate_ssm
         states = cache.conv[0], cache.temporal
+        if self._kimi:
+            a = a.reshape(len(mixed_qkv), layer.num_v_heads, layer.head_k_dim)
+            b = b.reshape(len(mixed_qkv), layer.num_v_heads)
+            states = states[0].mT, states[1]
+            windows = None if windows is None else windows.mT
         qkv = self._ops.causal_conv(mixed_qkv, layer.conv_weights, layer.bias, states[0], rows, windows)
         gates = self._ops.delta_gates(a, b, layer.A_log, layer.dt_bias)
         out = self._ops.delta_rule(qkv, *gates, layer.num_k_heads, states[1], rows, scratch)

@@ -1,0 +1,84 @@
+"""Which recurrent states the CPU has, how large one is, and what Kimi-Linear lacks in SGLang."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.configs import BailingHybridConfig, KimiLinearConfig, Qwen3NextConfig
+
+from sglang_dflash.host import capture, recurrent_state
+from sglang_dflash.host.cpu.loading import mend_kimi_linear
+
+KIMI = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
+
+
+def model_of(config: object, architecture: str) -> SimpleNamespace:
+    config.architectures = [architecture]
+    return SimpleNamespace(hf_config=config, linear_attn_registry_result=None)
+
+
+def kimi_linear() -> KimiLinearConfig:
+    layers = {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
+    return KimiLinearConfig(num_hidden_layers=4, linear_attn_config={**KIMI, **layers})
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture"),
+    [(kimi_linear(), "KimiLinearForCausalLM"), (Qwen3NextConfig(), "Qwen3NextForCausalLM")],
+    ids=["Kimi-Linear", "Qwen3-Next"],
+)
+def test_gated_delta_rules_are_served(config, architecture):
+    """Fails where a state that our ops compute is refused."""
+    assert recurrent_state.refusal_on_cpu(model_of(config, architecture)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture"),
+    [(kimi_linear(), "KimiK3LinearForCausalLM"), (BailingHybridConfig(), "BailingMoeV2_5ForCausalLM")],
+)
+def test_other_states_are_refused(config, architecture):
+    """Fails where bounded decays, or another state, are served as if they were Kimi-Linear's."""
+    assert architecture in recurrent_state.refusal_on_cpu(model_of(config, architecture))
+
+
+def test_bytes_of_a_kimi_state():
+    """Fails where the memory of a verification is computed from the wrong sizes."""
+    matrix, inputs = 32 * 128 * 128 * 4, 3 * 32 * 128 * 3 * recurrent_state.INPUT_BYTES
+    cfg = SimpleNamespace(mamba_ssm_dtype=None)
+    assert recurrent_state._gated_delta_bytes(kimi_linear(), cfg) == 3 * (matrix + inputs)
+
+
+class KimiMoE(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.topk = torch.nn.Module()
+        self.topk.topk_config = SimpleNamespace(apply_routed_scaling_factor_on_output=False)
+
+
+class KimiDeltaAttention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused_fg_b_proj = torch.nn.Linear(2, 2)
+        self.o_proj = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+
+
+def test_kimi_linear_is_mended():
+    """Fails where its routed experts count less than they were trained to, or a product has two dtypes."""
+    experts, attention = KimiMoE(), KimiDeltaAttention()
+    mend_kimi_linear(torch.nn.Sequential(torch.nn.Linear(2, 2), experts, attention))
+    assert experts.topk.topk_config.apply_routed_scaling_factor_on_output
+    assert attention.fused_fg_b_proj.weight.dtype == torch.bfloat16
+
+
+class KimiLinearForCausalLM:
+    def set_dspark_layers_to_capture(self, layers: list[int]) -> None:
+        self.taps = layers
+
+
+def test_kimi_linear_gets_a_setter_of_taps():
+    """Fails where the start ends for lack of the setter, or the taps are others."""
+    model = KimiLinearForCausalLM()
+    capture.configure_capture(lambda model: model.set_dflash_layers_to_capture([0, 2]), model=model)
+    assert model.taps == [0, 2]
