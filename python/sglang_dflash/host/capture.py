@@ -17,7 +17,7 @@ def configure_capture(
 ) -> None:
     """Before the host sets the taps: completes the target's class. Each part can go when SGLang has it.
 
-    - Most classes that EAGLE3 can use have its setter alone. It takes the same layer numbers.
+    - Most classes that EAGLE3 can use have its setter alone. It takes the same layer numbers. GLM-4 has none.
     - Kimi-Linear has DSpark's setter alone, with the same meaning.
     - Qwen3-VL's wrapper calls a setter that its language model lacks; what the model captures is `layers_to_capture`.
     - Gemma 4 adds 1 to a forward's positions in place, and we write the draft's KV for the same positions after it.
@@ -28,6 +28,8 @@ def configure_capture(
         inner = getattr(inner, "model", inner)  # of a wrapper: its language model has a head, too
         if not hasattr(model, "set_dflash_layers_to_capture") and hasattr(model, "set_eagle3_layers_to_capture"):
             model.set_dflash_layers_to_capture = model.set_eagle3_layers_to_capture
+        if kind == "Glm4ForCausalLM":
+            model.set_dflash_layers_to_capture = partial(_set_taps, model)
         if kind == "KimiLinearForCausalLM":
             model.set_dflash_layers_to_capture = model.set_dspark_layers_to_capture
         if kind == "Qwen3VLForConditionalGeneration":
@@ -42,6 +44,11 @@ def configure_capture(
         dflash_target_layer_ids=dflash_target_layer_ids,
         **settings,
     )
+
+
+def _set_taps(model: Any, layer_ids: list[int]) -> None:
+    model.capture_aux_hidden_states = True
+    model.model.layers_to_capture = [layer + 1 for layer in layer_ids]  # what enters a layer is the one before's output
 
 
 class _LastTap:

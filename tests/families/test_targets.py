@@ -1,0 +1,112 @@
+"""`targets.toml`, from which the table of targets in docs/compatibility.md is made, against the tests and SGLang."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import FAMILIES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from sglang_dflash.host.arguments import VISION_TARGETS
+
+TARGETS: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / "targets.toml").read_text())["target"]
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+BEGIN, END = "<!-- targets: made from tests/families/targets.toml -->\n", "<!-- end of targets -->"
+SETTER = "set_dflash_layers_to_capture"
+# What `host/capture.py` adds to classes that lack the setter of taps.
+ADDED = {"set_eagle3_layers_to_capture", "set_dspark_layers_to_capture", "Glm4ForCausalLM"}
+
+
+def table() -> str:
+    """The table of the page."""
+    rows = [
+        "| target | published drafts | on a CPU | on CUDA | SGLang's own worker | vLLM |",
+        "|---|---|---|---|---|---|",
+    ]
+    for target in TARGETS:
+        cpu = target.get("cpu", "tested in float32")
+        cuda = target.get("cuda", "written for, not run")
+        rows.append(
+            f"| {target['name']} | {target['drafts'] or 'none found'} | {cpu} | {cuda} | {target['builtin']} "
+            f"| {target['vllm']} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def test_the_page_has_the_table() -> None:
+    """Fails where the page was not made anew after a change; see the head of targets.toml."""
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    shown, after = rest.split(END)
+    if os.environ.get("SGLANG_DFLASH_UPDATE_TABLE") == "1":
+        PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+        return
+    assert shown.strip() == table().strip()
+
+
+def test_every_family_stands_for_one_target() -> None:
+    """Fails where a tested family is missing, or a target is called tested without one."""
+    named = [family for target in TARGETS for family in target["families"]]
+    assert sorted(named) == sorted(FAMILIES)
+    assert all("cpu" in target for target in TARGETS if not target["families"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_of_its_targets_classes(family: str) -> None:
+    """Fails where the model that is tested is of another class than the table names."""
+    config = FAMILIES[family].config()
+    (target,) = [target for target in TARGETS if family in target["families"]]
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if FAMILIES[family].sees else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kind = names.get(config.model_type) or config.architectures[0]
+    kind = {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"}.get(kind, kind)
+    assert kind in target["classes"], kind
+    if FAMILIES[family].sees:
+        assert kind in VISION_TARGETS
+
+
+@cache
+def _methods() -> dict[str, set[str]]:
+    """SGLang's model class -> its own name and the names of its methods and those of its bases."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None and package.submodule_search_locations is not None
+    classes: dict[str, ast.ClassDef] = {}
+    for file in (Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py"):
+        nodes = ast.parse(file.read_text()).body
+        classes |= {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+    def found(name: str) -> set[str]:
+        node = classes.get(name)
+        if node is None:
+            return set()
+        own = {part.name for part in node.body if isinstance(part, ast.FunctionDef)} | {name}
+        return own.union(*(found(base.id) for base in node.bases if isinstance(base, ast.Name)))
+
+    return {name: found(name) for name in classes}
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=[target["name"] for target in TARGETS])
+def test_sglang_can_tap_its_classes(target: dict[str, Any]) -> None:
+    """Fails where SGLang has no such class, where neither it nor we can set its taps, or where the table is wrong about
+    SGLang's own worker, which needs its own setter."""
+    methods = [_methods()[name] for name in target["classes"]]
+    assert all(SETTER in own or own & ADDED for own in methods)
+    if target["builtin"].startswith("yes"):
+        assert all(SETTER in own for own in methods)
+    if "lack" in target["builtin"] and "MoE alone" not in target["builtin"]:
+        assert not any(SETTER in own for own in methods)
+
+
+def test_wrappers_that_are_called_tested_are() -> None:
+    """Fails where a class is left out of the warning about untested wrappers, and no test has run it."""
+    tested = {name for target in TARGETS if target["families"] for name in target["classes"]}
+    assert tested >= VISION_TARGETS
