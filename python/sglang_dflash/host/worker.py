@@ -39,7 +39,7 @@ Publish = Callable[[torch.Tensor], None] | None
 
 
 class DFlashWorker(BaseSpecWorker):
-    """Chain verification of plain DFlash drafts, with overlap scheduling on or off.
+    """Chain verification of DFlash drafts, with overlap scheduling on or off.
 
     SGLang's scheduler constructs it, hands it the target's pools, and calls `forward_batch_generation` once per
     step; under overlap it restores the batch afterwards, so a step may change the batch freely.
