@@ -84,12 +84,12 @@ def _methods() -> dict[str, set[str]]:
         nodes = ast.parse(file.read_text()).body
         classes |= {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
-    def found(name: str) -> set[str]:
-        node = classes.get(name)
-        if node is None:
+    def found(name: str, below: frozenset[str] = frozenset()) -> set[str]:
+        if name not in classes or name in below:  # some files name a class as its base in another file
             return set()
+        node = classes[name]
         own = {part.name for part in node.body if isinstance(part, ast.FunctionDef)} | {name}
-        return own.union(*(found(base.id) for base in node.bases if isinstance(base, ast.Name)))
+        return own.union(*(found(base.id, below | {name}) for base in node.bases if isinstance(base, ast.Name)))
 
     return {name: found(name) for name in classes}
 
