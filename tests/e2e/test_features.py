@@ -40,7 +40,7 @@ def _sliding(folder: Path) -> list[str]:
 
 
 def _dressed(folder: Path) -> list[str]:
-    return [*SPECULATE, "--speculative-draft-model-path", str(dressed_draft(folder / "draft"))]
+    return [*SPECULATE, "--speculative-draft-model-path", str(dressed_draft(folder / "draft", sinks=True))]
 
 
 # Flags and environment of each arm; each starts once, one at a time.

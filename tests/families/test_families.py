@@ -101,6 +101,9 @@ USUAL = [
     ("Qwen3.5 wrapper", "overlap, pages, chunks"),
     ("Qwen3-VL", "every width"),
     ("Qwen3.5 wrapper", "compiled"),
+    ("gpt-oss", "overlap, pages, chunks"),
+    ("Gemma 4", "every width"),
+    ("MiniMax-M2", "overlap, pages, chunks"),
 ]
 REST = [(family, arm) for family in FAMILIES for arm in ARMS if (family, arm) not in USUAL]
 

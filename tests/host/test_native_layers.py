@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sglang.kernels.fused_op import BaseFusedOp
-from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+from sglang.srt.layers.layernorm import Gemma4RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
@@ -83,7 +83,11 @@ def test_installed_for_these_classes(monkeypatch):
     monkeypatch.setattr(BaseFusedOp, "_oot_forward_registry", {})
     layers.install()
     registered = BaseFusedOp._oot_forward_registry[current_platform.get_dispatch_key_name()]
-    norms = {RMSNorm: layers.rms_norm, GemmaRMSNorm: layers.gemma_rms_norm}
+    norms = {
+        RMSNorm: layers.rms_norm,
+        GemmaRMSNorm: layers.gemma_rms_norm,
+        Gemma4RMSNorm: layers.gemma4_rms_norm,
+    }
     rotary = dict.fromkeys(layers.ROTARY, layers.rotate) | {MRotaryEmbedding: layers.rotate_sections}
     assert registered == norms | rotary
 
@@ -97,6 +101,17 @@ def test_gemma_norms() -> None:
     torch.testing.assert_close(layers.gemma_rms_norm(norm, x), norm.forward_native(x))
     for ours, theirs in zip(layers.gemma_rms_norm(norm, x, residual), norm.forward_native(x, residual), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("shift", "scaled"), [(0.0, True), (1.0, True), (0.0, False)])
+def test_gemma_4_norms(shift: float, scaled: bool) -> None:
+    """Fails where our norm differs from the host's: with the weight, with 1 + weight, and without a weight."""
+    torch.manual_seed(0)
+    norm = Gemma4RMSNorm(48, scale_shift=shift, with_scale=scaled)
+    if scaled:
+        norm.weight.data.normal_()
+    for x in (torch.randn(5, 48), torch.randn(5, 3, 48), torch.randn(5, 100)[:, :48]):
+        torch.testing.assert_close(layers.gemma4_rms_norm(norm, x), norm.forward_native(x))
 
 
 @pytest.mark.parametrize("text", [True, False], ids=["text", "an image"])

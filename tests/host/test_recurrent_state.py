@@ -73,6 +73,8 @@ def test_kimi_linear_is_mended():
 
 
 class KimiLinearForCausalLM:
+    model = SimpleNamespace(layers=range(4))
+
     def set_dspark_layers_to_capture(self, layers: list[int]) -> None:
         self.taps = layers
 
@@ -80,5 +82,11 @@ class KimiLinearForCausalLM:
 def test_kimi_linear_gets_a_setter_of_taps():
     """Fails where the start ends for lack of the setter, or the taps are others."""
     model = KimiLinearForCausalLM()
-    capture.configure_capture(lambda model: model.set_dflash_layers_to_capture([0, 2]), model=model)
+    capture.configure_capture(
+        lambda *, model, dflash_target_layer_ids, **rest: model.set_dflash_layers_to_capture(dflash_target_layer_ids),
+        model=model,
+        dflash_use_aux_hidden_state=True,
+        dflash_target_layer_ids=[0, 2],
+        is_dspark=False,
+    )
     assert model.taps == [0, 2]
