@@ -63,7 +63,7 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         "hidden size": (draft("h", lambda c: c.update(hidden_size=512)), ["hidden_size", "512", "256"]),
         "no mask": (draft("m", lambda c: c["dflash_config"].pop("mask_token_id")), ["mask_token_id"]),
         "mask outside": (draft("o", lambda c: c["dflash_config"].update(mask_token_id=10**6)), ["1000000"]),
-        "taps": (draft("t", lambda c: c["dflash_config"].update(target_layer_ids=[1, 99])), ["99", "0 to 4"]),
+        "taps": (draft("t", lambda c: c["dflash_config"].update(target_layer_ids=[1, 99])), ["99", "0 to 5"]),
         "taps order": (draft("r", lambda c: c["dflash_config"].update(target_layer_ids=[3, 1, 4])), ["must rise"]),
         "domino": (draft("d", lambda c: c["dflash_config"].update(projector_type="domino")), ["gru_hidden_dim=None"]),
         "dflash2": (draft("2", lambda c: c.update(architectures=["DFlash2DraftModel"])), ["selector_rank is 0"]),
@@ -99,7 +99,7 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
             ["accepted", "draft: fp8"],
         ),
         "packed draft": (
-            draft("p", lambda c: c.update(quantization_config={"quant_method": "awq"})),
+            draft("awq", lambda c: c.update(quantization_config={"quant_method": "awq"})),
             ["the draft", "awq", "fp8"],
         ),
         "target for accelerators": (speculate(good, "--quantization", "awq"), ["the target", "awq", "fp8"]),
