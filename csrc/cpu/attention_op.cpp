@@ -135,8 +135,8 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
   a.dim = q.size(2), a.v_dim = v_cache.size(2);
   a.scaling = float(scaling), a.causal = causal, a.window_left = window_left < 0 ? -1 : window_left;
   if (sinks) {
-    TORCH_CHECK(sinks->scalar_type() == at::kFloat && sinks->is_contiguous() && sinks->numel() == q.size(1), "sinks is ",
-                sinks->scalar_type(), sinks->sizes(), "; float32 of [", q.size(1), "] is needed");
+    TORCH_CHECK(sinks->scalar_type() == at::kFloat && sinks->is_contiguous() && sinks->numel() == q.size(1),
+                "sinks is ", sinks->scalar_type(), sinks->sizes(), "; float32 of [", q.size(1), "] is needed");
     a.sinks = sinks->const_data_ptr<float>();
   }
   std::vector<int32_t> depths;

@@ -49,7 +49,8 @@ void conv_lanes(const Conv& c, const ConvItem& item, int64_t channel, int64_t co
       for (int64_t i = 0; i < count; i++) narrow(to + (channel + i) * channel_stride + tap * tap_stride, past[tap][i]);
   };
   for (int64_t row = 0; row < item.rows; row++) {
-    if (item.snapshot && row == item.snapshot_row) keep_past(static_cast<S*>(item.snapshot), item.state_channel, item.state_tap);
+    if (item.snapshot && row == item.snapshot_row)
+      keep_past(static_cast<S*>(item.snapshot), item.state_channel, item.state_tap);
     Vec x = read(row_of<T>(c.x, item.first_row + row) + channel, count);
     Vec total = bias;
     for (int64_t tap = 0; tap < keep; tap++) total += weight[tap] * past[tap];
@@ -65,7 +66,8 @@ void conv_lanes(const Conv& c, const ConvItem& item, int64_t channel, int64_t co
     if (item.windows)
       keep_past(static_cast<S*>(item.windows) + row * item.window_row, item.window_channel, item.window_tap);
   }
-  if (item.snapshot && item.rows == item.snapshot_row) keep_past(static_cast<S*>(item.snapshot), item.state_channel, item.state_tap);
+  if (item.snapshot && item.rows == item.snapshot_row)
+    keep_past(static_cast<S*>(item.snapshot), item.state_channel, item.state_tap);
   if (item.after) keep_past(static_cast<S*>(item.after), item.state_channel, item.state_tap);
 }
 

@@ -95,7 +95,8 @@ at::Tensor causal_conv(const at::Tensor& x, const at::Tensor& weight, const std:
     item.state_channel = states.stride(1), item.state_tap = states.stride(2);
     if (windows) {
       item.windows = place<char>(*windows, rows.scratch[b]);
-      item.window_row = windows->stride(1), item.window_channel = windows->stride(2), item.window_tap = windows->stride(3);
+      item.window_row = windows->stride(1);
+      item.window_channel = windows->stride(2), item.window_tap = windows->stride(3);
     } else {
       item.after = place<char>(states, rows.slots[b]);
     }

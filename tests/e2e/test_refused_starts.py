@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from arms import PLAIN, POOL, SPECULATE
-from transformers import FalconH1Config, PretrainedConfig, Qwen3_5TextConfig
+from transformers import DeepseekV3Config, FalconH1Config, PretrainedConfig, Qwen3_5TextConfig
 
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Server, ServerError, held_out_prompts
@@ -45,6 +45,7 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         """A folder with a config and no weights."""
         architectures = {
             "qwen3_5_text": "Qwen3_5ForCausalLM",
+            "deepseek_v3": "DeepseekV3ForCausalLM",
             "falcon_h1": "FalconH1ForCausalLM",
         }
         config.architectures = [architectures[config.model_type]]
@@ -111,6 +112,25 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         "no drafts": (speculate(good, "--speculative-num-draft-tokens", "0"), ["0", "2 to 8"]),
         "gemma norms": (draft("g", lambda c: c.update(use_gemma_norm="yes")), ["use_gemma_norm", "'yes'", "true"]),
         "sinks": (draft("k", lambda c: c.update(attention_sink_bias=True)), ["attention_sink_bias", "dflash_config"]),
+        "sinks on a CPU": (
+            [
+                *draft("deterministic", lambda c: c["dflash_config"].update(attention_sink_bias=True)),
+                "--enable-deterministic-inference",
+            ],
+            ["attention_sink_bias", "--enable-deterministic-inference"],
+        ),
+        "last layer": (
+            speculate(
+                damaged_draft(tmp_path / "last", lambda c: c["dflash_config"].update(target_layer_ids=[1, 5])),
+                "--model-path",
+                gated_delta,
+            ),
+            ["target_layer_ids has 5, the last layer", "Qwen3_5ForCausalLM"],
+        ),
+        "FP8 with MLA": (
+            ["--model-path", target("mla", DeepseekV3Config(**shape)), "--device", "cpu", "--quantization", "fp8"],
+            ["DeepseekV3ForCausalLM", "latent attention (MLA)", "plain weights only"],
+        ),
         "mask embedding": (mask_embedding, ["mask_embedding.pt", "[5]", "[256]"]),
         "torch_native": (speculate(good, "--attention-backend", "torch_native"), ["torch_native", "dflash_cpu"]),
         "device": (["--model-path", str(TINY_TARGET)], ["--device cpu"]),

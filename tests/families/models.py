@@ -221,7 +221,8 @@ FAMILIES = {
         ),
         recurrent=True,
     ),
-    "Qwen2": Family(lambda: Qwen2Config(**NO_HEAD_DIM, intermediate_size=96), recurrent=False),
+    # Drafts of Qwen2 and MiniMax-M2 read the last layer here, as NVIDIA's for MiniMax-M2 do.
+    "Qwen2": Family(lambda: Qwen2Config(**NO_HEAD_DIM, intermediate_size=96), recurrent=False, taps=(0, 3)),
     "GLM-4": Family(lambda: Glm4Config(**COMMON, intermediate_size=96), recurrent=False),
     "GLM-4 MoE": Family(
         lambda: Glm4MoeConfig(
@@ -235,7 +236,6 @@ FAMILIES = {
         ),
         recurrent=False,
     ),
-    # Its draft reads the last layer, as NVIDIA's drafts do.
     "MiniMax-M2": Family(
         lambda: MiniMaxM2Config(
             **COMMON,

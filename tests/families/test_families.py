@@ -20,17 +20,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from mla_models import MLA_FAMILIES
-from models import FAMILIES, IMAGE, VISION, VISION_END, VISION_START, make_draft, make_target
+from models import FAMILIES, IMAGE, VISION_END, VISION_START, make_draft, make_target
 from PIL import Image
-from remote.processing_kimi_k25 import MediaProcessor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Gemma4ImageProcessor,
-    Qwen2VLImageProcessor,
-)
+from transformers_answers import greedy_in_transformers
 
 from equality import TIE_GAP, OffAnswer, ask_off, assert_equal_tokens, steps_by_accept_len, tau
 from preloaded import PreloadedServer
@@ -222,37 +215,6 @@ def baselines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     yield baseline
 
 
-def _greedy_in_transformers(family: str, target: Path, requests: list[Request], count: int) -> list[list[int]]:
-    """The first `count` ids of each answer by transformers' own model of the family."""
-    kind = AutoModelForImageTextToText if FAMILIES[family].sees else AutoModelForCausalLM
-    model = kind.from_pretrained(target, dtype=torch.float32).eval()
-    remote = FAMILIES[family].remote
-    answers = []
-    for request in requests:
-        ids, more = request.prompt, {}
-        if request.images:
-            more, counts = _processed(family, target, request.images)
-            tokens = iter(counts)
-            ids = [id for token in ids for id in [token] * (next(tokens) if token == IMAGE else 1)]
-            if not remote:
-                more["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).int()
-        prompt = torch.tensor([ids])
-        answer = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None, **more)
-        answers.append(answer[0, len(ids) :].tolist())
-    return answers
-
-
-def _processed(family: str, target: Path, images: tuple[str, ...]) -> tuple[dict[str, Any], list[int]]:
-    """What transformers' model takes for these images, and how many tokens each of them is."""
-    pixels = [Image.open(io.BytesIO(base64.b64decode(url.split(",")[1]))) for url in images]
-    if family.startswith("Gemma"):
-        more = dict(Gemma4ImageProcessor.from_pretrained(target)(pixels, return_tensors="pt"))
-        return more, list(map(int, more.pop("num_soft_tokens_per_image")))
-    processor = MediaProcessor() if FAMILIES[family].remote else Qwen2VLImageProcessor.from_pretrained(target)
-    more = dict(processor(pixels, return_tensors="pt"))
-    return more, (more["image_grid_thw"].prod(1) // VISION["spatial_merge_size"] ** 2).tolist()
-
-
 def _text(ids: list[int]) -> list[int]:
     """Without tokens that stand for an image: a random model may emit one, and a prompt needs an image for each."""
     return [id for id in ids if id < VISION_START]
@@ -373,7 +335,7 @@ USUAL_FAMILIES = list(dict.fromkeys(family for family, _ in USUAL))
 
 def _compare_with_transformers(family: str, baseline: Baseline) -> None:
     asked = [(request, answer) for request, answer in baseline.first if request.sampling == {"ignore_eos": True}]
-    expected = _greedy_in_transformers(family, baseline.target, [request for request, _ in asked], 16)
+    expected = greedy_in_transformers(family, baseline.target, [request for request, _ in asked], 16)
     for (request, answer), ids in zip(asked, expected, strict=True):
         different = next(
             (i for i, (ours, theirs) in enumerate(zip(answer.ids, ids, strict=False)) if ours != theirs), None

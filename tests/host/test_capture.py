@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +13,7 @@ import pytest
 import torch
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
 
-from sglang_dflash.host.capture import configure_capture, final_norm
+from sglang_dflash.host.capture import LAST_TAP_ADDED, check_taps, configure_capture, final_norm
 
 
 class Layers(torch.nn.Module):
@@ -39,8 +43,8 @@ class Layers(torch.nn.Module):
         return out
 
 
-class Eagle3Target:
-    """A class with the setter of EAGLE3 alone."""
+class Qwen2ForCausalLM:
+    """A class with the setter of EAGLE3 alone, whose last layer `_LastTap` captures."""
 
     def __init__(self) -> None:
         self.model = Layers()
@@ -61,12 +65,41 @@ def configure(model: Any, taps: list[int]) -> None:
 @pytest.mark.parametrize("taps", [[0, 1], [0, 2], [2], [0, 1, 2]], ids=str)
 def test_taps(taps):
     """Fails where a setter is missing, a tap is of another layer, or the last one is normed or not copied."""
-    model = Eagle3Target()
+    model = Qwen2ForCausalLM()
     configure(model, taps)
     for start in (0.0, 5.0):
         out, tapped = model.model.forward(torch.full((4, 2), start))
         assert torch.equal(out, torch.full((4, 2), (start + 3) * 10))
         assert [float(state[0, 0]) for state in tapped] == [start + layer + 1 for layer in taps]
+
+
+def test_parameters_keep_their_names():
+    """Fails where SGLang's graph runner or a captured forward no longer finds the input embeddings by name."""
+    model = Qwen2ForCausalLM()
+    before = inspect.signature(model.model.forward)
+    configure(model, [2])
+    assert inspect.signature(model.model.forward) == before
+
+
+@pytest.mark.parametrize("name", sorted(LAST_TAP_ADDED))
+def test_classes_whose_last_layer_we_capture(name):
+    """Fails where a class's layers are elsewhere, its taps are in another form, or it captures the last one itself."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None and package.submodule_search_locations is not None
+    files = (Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py")
+    sources = [file.read_text() for file in files]
+    (source,) = [text for text in sources if re.search(rf"^class {name}\b", text, re.M)]
+    assert "self.model = " in source
+    assert "AuxHiddenStateList()" in source and "AuxHiddenStatePacker(" not in source
+    assert "num_hidden_layers in self.layers_to_capture" not in source and "end_layer in self.layers" not in source
+
+
+def test_last_layers_that_nobody_captures_are_refused():
+    """Fails where the start would end in a traceback of the host, after the weights were read."""
+    check_taps(["Qwen3NextForCausalLM"], 48, (1, 46))
+    check_taps(["MiniMaxM2ForCausalLM"], 62, (1, 61))
+    with pytest.raises(ValueError, match=r"target_layer_ids has 47, the last layer .*Qwen3NextForCausalLM.* GptOss"):
+        check_taps(["Qwen3NextForCausalLM"], 48, (1, 47))
 
 
 def test_without_a_draft_nothing_changes():

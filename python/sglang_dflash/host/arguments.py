@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 from sglang_dflash import __version__, ops
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.core.mask_embedding import MASK_EMBEDDING_FILE, read_mask_embedding
-from sglang_dflash.host import recurrent_state, simulated, widths
+from sglang_dflash.host import capture, recurrent_state, simulated, widths
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_dflash.host.features import refuse_features
 from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
@@ -89,6 +89,7 @@ def check(server_args: Any, previous: Any) -> None:
         recurrent_state.check(cfg, target, block_size, cpu_platform_in_use())
         declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
         previous(server_args)
+        _check_sinks(cfg, draft)
     except ValueError as error:
         raise SystemExit(f"{CANNOT_START}{error}") from None
     cfg = resolving_view(server_args)
@@ -175,6 +176,21 @@ def _check_target(target: Any, draft: DraftConfig) -> None:
             ", ".join(sorted(VISION_TARGETS)),
         )
     draft.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
+    capture.check_taps(target.hf_config.architectures, target.num_hidden_layers, draft.target_layer_ids)
+
+
+def _check_sinks(cfg: Any, draft: DraftConfig) -> None:
+    """cfg: with the attention backends that the host has chosen."""
+    if draft.attention_sinks and cfg.speculative_draft_attention_backend == "flashinfer":
+        raise ValueError(
+            "the draft has attention sinks (dflash_config.attention_sink_bias), and "
+            "--speculative-draft-attention-backend is flashinfer, which takes none; allowed: fa3, triton, trtllm_mha."
+        )
+    if draft.attention_sinks and cfg.enable_deterministic_inference and cpu_platform_in_use():
+        raise ValueError(
+            "the draft has attention sinks (dflash_config.attention_sink_bias): on a CPU it is not served with "
+            "--enable-deterministic-inference."
+        )
 
 
 def _check_quantization(cfg: Any, draft: DraftConfig) -> None:

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
-from sglang.srt.model_loader.utils import resolve_language_model
 from sglang.srt.plugins.hook_registry import HookType
+
+# Classes whose last layer a draft may read: SGLang captures it, or `_LastTap` does.
+LAST_TAP_BY_SGLANG = {
+    "Gemma4ForConditionalGeneration",
+    "GptOssForCausalLM",
+    "KimiLinearForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiMoV2ForCausalLM",
+}
+LAST_TAP_ADDED = {
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+}
+
+
+def check_taps(architectures: list[str], num_layers: int, layer_ids: tuple[int, ...]) -> None:
+    """Raises ValueError, in one sentence, if the draft reads the last layer of a target that cannot give it."""
+    known = LAST_TAP_BY_SGLANG | LAST_TAP_ADDED
+    if num_layers - 1 in layer_ids and not known.intersection(architectures):
+        raise ValueError(
+            f"dflash_config.target_layer_ids has {num_layers - 1}, the last layer of the target "
+            f"{', '.join(architectures)}, whose output SGLang does not capture there; it is served for "
+            f"{', '.join(sorted(known))}."
+        )
 
 
 def configure_capture(
@@ -21,11 +48,10 @@ def configure_capture(
     - Kimi-Linear has DSpark's setter alone, with the same meaning.
     - Qwen3-VL's wrapper calls a setter that its language model lacks; what the model captures is `layers_to_capture`.
     - Gemma 4 adds 1 to a forward's positions in place, and we write the draft's KV for the same positions after it.
-    - No loop over the layers reaches the last layer's output: see `_LastTap`.
+    - In most classes, the loop over the layers does not reach the last layer's output: see `_LastTap`.
     """
     if dflash_use_aux_hidden_state and not settings["is_dspark"]:
-        kind, inner = type(model).__name__, resolve_language_model(model)
-        inner = getattr(inner, "model", inner)  # of a wrapper: its language model has a head, too
+        kind = type(model).__name__
         if not hasattr(model, "set_dflash_layers_to_capture") and hasattr(model, "set_eagle3_layers_to_capture"):
             model.set_dflash_layers_to_capture = model.set_eagle3_layers_to_capture
         if kind == "Glm4ForCausalLM":
@@ -33,11 +59,11 @@ def configure_capture(
         if kind == "KimiLinearForCausalLM":
             model.set_dflash_layers_to_capture = model.set_dspark_layers_to_capture
         if kind == "Qwen3VLForConditionalGeneration":
-            inner.set_dflash_layers_to_capture = partial(setattr, inner, "layers_to_capture")
+            model.model.set_dflash_layers_to_capture = partial(setattr, model.model, "layers_to_capture")
         if kind.startswith("Gemma4"):
             envs.SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION.set(True)
-        if max(dflash_target_layer_ids) == len(inner.layers) - 1:
-            _LastTap.install(inner, len(dflash_target_layer_ids))
+        if kind in LAST_TAP_ADDED and max(dflash_target_layer_ids) == len(model.model.layers) - 1:
+            _LastTap.install(model.model, len(dflash_target_layer_ids))
     original(
         model=model,
         dflash_use_aux_hidden_state=dflash_use_aux_hidden_state,
@@ -56,29 +82,29 @@ class _LastTap:
 
     by_norm: ClassVar[dict[torch.nn.Module, _LastTap]] = {}
 
-    def __init__(self, forward: Any, taps: int) -> None:
-        self._forward = forward
-        self._taps = taps
+    def __init__(self) -> None:
         self._output: torch.Tensor | None = None
 
     @classmethod
     def install(cls, inner: Any, taps: int) -> None:
-        """inner: the module that runs the layers; its forward returns hidden states, or those and the taps."""
-        cls.by_norm[inner.norm] = tap = cls(inner.forward, taps)
-        inner.forward = tap.forward
+        """inner: the module that runs the layers; its forward returns hidden states, or those and a list of taps."""
+        cls.by_norm[inner.norm] = tap = cls()
+        original = inner.forward
+
+        @wraps(original)  # the host and our captured forwards read the parameters' names
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            hidden, tapped = out if isinstance(out, tuple) else (out, AuxHiddenStateList())
+            assert len(tapped) == taps - 1 and tap._output is not None, (len(tapped), taps)
+            tapped.append(tap._output)
+            tap._output = None
+            return hidden, tapped
+
+        inner.forward = forward
 
     def capture(self, hidden: torch.Tensor) -> None:
         """hidden: [T, H], borrowed."""
         self._output = hidden.clone()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        out = self._forward(*args, **kwargs)
-        hidden, tapped = out if isinstance(out, tuple) else (out, AuxHiddenStateList())
-        if len(tapped) < self._taps:  # some classes capture it themselves
-            assert self._output is not None, "the final norm was not called"
-            tapped.append(self._output)
-        self._output = None
-        return hidden, tapped
 
 
 def final_norm(original: Any, hidden: Any, forward_batch: Any, norm: Any, capture: Any = None, **settings: Any) -> Any:

@@ -115,7 +115,10 @@ class SelectorHead(DraftHead):
         count = self._selector.top_k
         if logits.shape[1] < count:  # the last rank's span may be that short
             logits = F.pad(logits, (0, count - logits.shape[1]), value=float("-inf"))
-        own = ops.by_id(*_radix_topk(logits, count)) if logits.is_cuda else ops.top_candidates(logits, count)
+        if logits.is_cuda:
+            own = ops.by_id(*_radix_topk(logits.contiguous(), count))  # it takes no rows cropped from longer ones
+        else:
+            own = ops.top_candidates(logits, count)
         if self._group is None:
             return own
         pairs = torch.stack((own.values.double(), (own.ids + self._first_id).double()))  # float64 holds both exactly

@@ -261,7 +261,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 weight or one of another shape.
         """
         revision = kwargs.get("revision")
-        quantization = DFlashConfig.from_pretrained(name, revision=revision).draft.quantization
+        where = {key: kwargs[key] for key in ("cache_dir", "local_files_only", "subfolder", "token") if key in kwargs}
+        quantization = DFlashConfig.from_pretrained(name, revision=revision, **where).draft.quantization
         if quantization is not None:
             raise ValueError(f"The draft {name} is quantised ({quantization}); here, only plain weights are read.")
         wanted = kwargs.pop("output_loading_info", False)

@@ -17,6 +17,8 @@ from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant, input_
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 
+from sglang_dflash.host.cpu.mla import is_latent
+
 # The host answers an update of such a layer's model with this; else the update would end the scheduler.
 NO_UPDATES = "The model's FP8 weights were made dense for the CPU: they cannot be updated while it serves."
 
@@ -183,7 +185,13 @@ def install() -> None:
 
 def _check_target(server_args: Any, previous: Any) -> None:
     try:
-        check(model_config_of(server_args).quantization, "the target (--model-path, --quantization)")
+        target = model_config_of(server_args)
+        check(target.quantization, "the target (--model-path, --quantization)")
+        if target.quantization is not None and is_latent(target):
+            raise ValueError(
+                f"the target {', '.join(target.hf_config.architectures)} has latent attention (MLA) and is quantised "
+                f"by {target.quantization}: on a CPU, MLA is served with plain weights only."
+            )
     except ValueError as error:
         raise SystemExit(f"The server cannot start: {error}") from None
     previous(server_args)
