@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from mla_models import MLA_FAMILIES
 from models import FAMILIES, IMAGE, VISION_END, VISION_START, make_draft, make_target
 from PIL import Image
-from transformers_answers import greedy_in_transformers
+from transformers_answers import greedy_in_transformers, tapped_in_transformers
 
 from equality import TIE_GAP, OffAnswer, ask_off, assert_equal_tokens, steps_by_accept_len, tau
 from preloaded import PreloadedServer
@@ -34,6 +35,7 @@ REPLAYED = Path(__file__).parent / "plugins"
 EVERY_WIDTH = Path(__file__).parents[1] / "e2e" / "plugins"
 TABLE = Path(__file__).parents[2] / "build" / "families.md"
 NEW_TOKENS = 48
+TAPPED_TOKENS = 17  # as in the plugin
 CHUNK = 64  # rows after which SGLang keeps a state for the prefix cache
 
 POOL = ["--max-total-tokens", "8192", "--max-running-requests", "8"]
@@ -303,7 +305,8 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[st
     settings = ARMS[arm]
     flags = [*settings.flags, *(settings.recurrent if FAMILIES[family].recurrent else [])]
     flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(baseline.draft)]
-    environment = settings.environment | {"REPLAYED_ANSWERS": str(baseline.answers)}
+    tapped = folder / "taps.pt"
+    environment = settings.environment | {"REPLAYED_ANSWERS": str(baseline.answers), "REPLAYED_TAPS": str(tapped)}
     answers: list[Answer] = []
     asked: list[tuple[Request, OffAnswer]] = []
     with PreloadedServer(_flags(family, baseline.target, flags), folder / "on.log", environment) as server:
@@ -321,6 +324,10 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[st
         experts, latent = FAMILIES[family].experts, family in MLA_FAMILIES
         said = "forward runs uncompiled: " if experts or latent else "forward is captured"
         assert f"The target's {said}" in (folder / "on.log").read_text()
+    if family not in table:  # a replayed draft is accepted whatever it reads
+        (prompt,) = [request.prompt for request, _ in baseline.first if len(request.prompt) == TAPPED_TOKENS]
+        expected = tapped_in_transformers(family, baseline.target, prompt)
+        torch.testing.assert_close(torch.load(tapped), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     counts = steps_by_accept_len(answers)
     assert_equal_tokens(answers, [expected for _, expected in asked], [str(request) for request, _ in asked])
     assert all(counts), f"some accept_len never occurred: {counts}"

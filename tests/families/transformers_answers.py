@@ -18,6 +18,8 @@ from transformers import (
     Qwen2VLImageProcessor,
 )
 
+from sglang_dflash.reference import FeatureTaps
+
 
 def greedy_in_transformers(family: str, target: Path, requests: list[Any], count: int) -> list[list[int]]:
     """The first `count` ids of each answer by transformers' own model of the family."""
@@ -37,6 +39,15 @@ def greedy_in_transformers(family: str, target: Path, requests: list[Any], count
         answer = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None, **more)
         answers.append(answer[0, len(ids) :].tolist())
     return answers
+
+
+def tapped_in_transformers(family: str, target: Path, prompt: list[int]) -> torch.Tensor:
+    """[T, taps * H]: what the family's draft reads of the prompt, by transformers' model."""
+    kind = AutoModelForImageTextToText if FAMILIES[family].sees else AutoModelForCausalLM
+    model = kind.from_pretrained(target, dtype=torch.float32).eval()
+    with torch.no_grad(), FeatureTaps(model, FAMILIES[family].taps) as taps:
+        model(torch.tensor([prompt]))
+        return taps.take()[0]
 
 
 def _processed(family: str, target: Path, images: tuple[str, ...]) -> tuple[dict[str, Any], list[int]]:
