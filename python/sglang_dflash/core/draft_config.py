@@ -120,7 +120,7 @@ class DraftConfig:
             quantization=_quantization(config),
             convolution=read_convolution(config, dflash),
             selector=read_selector(config, dflash),
-            domino=read_domino(config, dflash),
+            domino=read_domino(config, merged),
         )
 
     def check_target(self, num_layers: int, hidden_size: int, vocab_size: int) -> None:

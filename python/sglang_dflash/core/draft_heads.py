@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 # The host's class and its two aliases.
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
-_PAIRS = (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k"))
 
 
 class Convolution(NamedTuple):
@@ -65,7 +64,7 @@ def read_convolution(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Co
     Raises:
         ValueError: one sentence with the key, its value and what is allowed.
     """
-    taps, group_size = _pair(config, dflash, *_PAIRS[0])
+    taps, group_size = _pair(config, dflash, "conv_kernel_size", "conv_group_size")
     if not taps:
         return None
     hidden_size = config.get("hidden_size")
@@ -80,7 +79,7 @@ def read_convolution(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Co
 def read_selector(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Selector | None:
     """The draft's selector; None if it has none. Arguments and errors as of `read_convolution`."""
     architectures = config.get("architectures")
-    rank, top_k = _pair(config, dflash, *_PAIRS[1])
+    rank, top_k = _pair(config, dflash, "selector_rank", "selector_top_k")
     needs = architectures is not None and architectures[0] in DFLASH2_ARCHITECTURES
     if needs != bool(rank):
         allowed = (
@@ -102,9 +101,12 @@ def read_selector(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Selec
     return Selector(rank, top_k, vocab_size, multiplier, softcap if softcap > 0 else None)
 
 
-def read_domino(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Domino | None:
-    """The draft's projector; None if it has none. Arguments and errors as of `read_convolution`."""
-    merged = {**config, **{key: value for key, value in dflash.items() if value is not None}}
+def read_domino(config: Mapping[str, Any], merged: Mapping[str, Any]) -> Domino | None:
+    """The draft's projector; None if it has none. Errors as of `read_convolution`.
+
+    Args:
+        config: the whole `config.json`; merged: the same with the keys of its `dflash_config`, which win.
+    """
     if merged.get("projector_type") != "domino":
         if merged.get("gru_hidden_dim"):
             raise ValueError(

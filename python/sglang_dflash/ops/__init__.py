@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from sglang_dflash.ops import reference
-from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention
+from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention, with_sink
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
 from sglang_dflash.ops.block_conv import grouped_conv
 from sglang_dflash.ops.bodies import (
@@ -103,6 +103,7 @@ __all__ = [
     "serves",
     "top_candidates",
     "warm_up",
+    "with_sink",
 ]
 
 

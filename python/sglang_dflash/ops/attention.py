@@ -182,7 +182,7 @@ def _folded(
     mask = rows.folded_mask(index, causal, window_left, groups)
     if sinks is not None:
         scores = sinks.view(kv_heads, groups, 1).expand(-1, -1, width).reshape(1, kv_heads, groups * width, 1)
-        k, v, mask = _with_sink(k, v, mask, scores.to(q.dtype))
+        k, v, mask = with_sink(k, v, mask, scores.to(q.dtype))
     out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling)
     out = out.view(batch, kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4)  # [B, W, Hkv, G, Dv]
     return out.reshape(batch * width, kv_heads * groups, -1)
@@ -211,7 +211,7 @@ def _one_extend(
         keys, values = k[:, :, start:end], v[:, :, start:end]
         if sinks is not None:
             scores = sinks.view(1, -1, 1, 1).expand(-1, -1, len(chunk), -1)
-            keys, values, mask = _with_sink(keys, values, mask, scores.to(q.dtype))
+            keys, values, mask = with_sink(keys, values, mask, scores.to(q.dtype))
         chunks.append(
             F.scaled_dot_product_attention(
                 chunk.transpose(0, 1)[None],
@@ -226,7 +226,7 @@ def _one_extend(
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
-def _with_sink(
+def with_sink(
     k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Adds one key of zeros, with a value of zeros; the mask, which SDPA adds to the scores, gives it its score.
@@ -234,9 +234,12 @@ def _with_sink(
     Args:
         k, v: [B, Hkv, S, D and Dv].
         mask: bool, broadcastable to [B, H, R, S]; None: every row sees every key.
-        scores: [1, H, R, 1]; the sink's.
+        scores: [1, H, R, 1]; the sink's, in the dtype of the queries.
+
+    Returns:
+        k and v, [B, Hkv, S + 1, D and Dv], and the mask, [B, H, R, S + 1].
     """
-    seen = torch.zeros((), dtype=scores.dtype).expand(len(k), *scores.shape[1:3], k.shape[2])
+    seen = torch.zeros((), dtype=scores.dtype, device=scores.device).expand(len(k), *scores.shape[1:3], k.shape[2])
     if mask is not None:
         seen = seen.masked_fill(~mask, -torch.inf)
     added = torch.cat((seen, scores.expand(len(k), -1, -1, -1)), -1)

@@ -73,7 +73,7 @@ def block_mask(
 class DFlashAttention(nn.Module):
     """Block rows attend to context features and to block rows, through one set of K/V projections."""
 
-    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+    def __init__(self, config: DFlashConfig, draft: DraftConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
@@ -83,9 +83,8 @@ class DFlashAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, kv_dim, bias=bias)
         self.o_proj = nn.Linear(q_dim, hidden, bias=bias)
-        draft = config.draft
-        self.q_norm = _norm(config, self.head_dim)
-        self.k_norm = _norm(config, self.head_dim)
+        self.q_norm = _norm(config, draft, self.head_dim)
+        self.k_norm = _norm(config, draft, self.head_dim)
         self.value_scale = draft.value_scale
         self.attention_sink_bias: nn.Parameter | None = None  # [Hq]; the name is the checkpoints'
         if draft.attention_sinks:
@@ -135,25 +134,10 @@ class DFlashAttention(nn.Module):
 def with_sinks(
     k: torch.Tensor, v: torch.Tensor, mask: Mask, sinks: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Adds a key that every row sees, whose logit is its head's sink and whose value is zero.
-
-    Args:
-        k, v: [B, Hkv, S, D].
-        mask: [B or 1, 1, Q, S] bool, or None.
-        sinks: [Hq].
-        rows: Q.
-
-    Returns:
-        k and v, [B, Hkv, S + 1, D], and what to add to the logits, [B or 1, Hq, Q, S + 1].
-    """
+    """`ops.with_sink` with one score for each head; sinks: [Hq], rows: Q. A BlockMask is refused with ValueError."""
     if isinstance(mask, BlockMask):
         raise ValueError("A draft with attention sinks takes dense masks only, no BlockMask.")
-    if mask is None:
-        mask = torch.ones(1, 1, rows, k.shape[2], dtype=torch.bool, device=k.device)
-    bias = torch.zeros(mask.shape, dtype=k.dtype, device=k.device).masked_fill(~mask, float("-inf"))
-    sink = sinks.to(k.dtype)[None, :, None, None].expand(len(mask), -1, rows, 1)
-    bias = torch.cat((bias.expand(-1, len(sinks), -1, -1), sink), dim=-1)
-    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), bias
+    return ops.with_sink(k, v, mask, sinks.to(k.dtype).view(1, -1, 1, 1).expand(-1, -1, rows, -1))
 
 
 class GemmaNorm(Qwen3RMSNorm):
@@ -165,22 +149,22 @@ class GemmaNorm(Qwen3RMSNorm):
         return (wide * (1 + self.weight.float())).to(hidden_states.dtype)
 
 
-def _norm(config: DFlashConfig, size: int) -> Qwen3RMSNorm:
-    return (GemmaNorm if config.draft.gemma_norms else Qwen3RMSNorm)(size, eps=config.rms_norm_eps)
+def _norm(config: DFlashConfig, draft: DraftConfig, size: int) -> Qwen3RMSNorm:
+    return (GemmaNorm if draft.gemma_norms else Qwen3RMSNorm)(size, eps=config.rms_norm_eps)
 
 
 class DFlashDecoderLayer(nn.Module):
     """Pre-norm attention and SwiGLU; the context features bypass the layer's input norm, and its convolutions."""
 
-    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+    def __init__(self, config: DFlashConfig, draft: DraftConfig, layer_idx: int) -> None:
         super().__init__()
-        convolution = config.draft.convolution
+        convolution = draft.convolution
         self.attention_conv = GroupedConvolution(config.hidden_size, convolution) if convolution else None
         self.mlp_conv = GroupedConvolution(config.hidden_size, convolution) if convolution else None
-        self.self_attn = DFlashAttention(config, layer_idx)
+        self.self_attn = DFlashAttention(config, draft, layer_idx)
         self.mlp = Qwen3MLP(config)
-        self.input_layernorm = _norm(config, config.hidden_size)
-        self.post_attention_layernorm = _norm(config, config.hidden_size)
+        self.input_layernorm = _norm(config, draft, config.hidden_size)
+        self.post_attention_layernorm = _norm(config, draft, config.hidden_size)
 
     def forward(
         self,
@@ -220,17 +204,16 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        self.draft_config = config.draft
-        self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        taps = len(self.draft_config.target_layer_ids)
+        draft = self.draft_config = config.draft
+        self.layers = nn.ModuleList(DFlashDecoderLayer(config, draft, i) for i in range(config.num_hidden_layers))
+        taps = len(draft.target_layer_ids)
         self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = _norm(config, config.hidden_size)
-        self.norm = _norm(config, config.hidden_size)
+        self.hidden_norm = _norm(config, draft, config.hidden_size)
+        self.norm = _norm(config, draft, config.hidden_size)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.mask_embedding: torch.Tensor | None = None  # [1 or K-1, H]; see `read_mask_embedding`
-        selector = self.draft_config.selector
+        selector, domino = draft.selector, draft.domino
         self.candidate_selector = CandidateSelector(config.hidden_size, selector) if selector else None
-        domino = self.draft_config.domino
         self.prefix_gru = nn.GRU(config.hidden_size, domino.gru_size, bias=False, batch_first=True) if domino else None
         self.embed_proj = domino_projector(config.hidden_size, domino) if domino else None
         self.post_init()
