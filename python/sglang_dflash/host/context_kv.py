@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from sglang.srt.speculative.dflash_utils import can_dflash_slice_qkv_weight
 from sglang_dflash import ops
 
 logger = logging.getLogger(__name__)
+LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, each [N, Hkv, D]
 ROWS = 2048  # rows of one product; bounds the temporary memory of a long prefill
 
 
@@ -94,39 +96,31 @@ class ContextKVWriter:
 
     def _write_rows(self, pool: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         features = self._model.project_target_hidden(hidden)
-        if not self._stacked:
-            self._write_by_layer(pool, features, positions, slots)
-            return
-        cos_sin = self._rotary.cos_sin_cache
         if self._buffers is not None:
             kv = ops.project_context(features, self._kv_weight, self._kv_bias)
             if self._value_scale is not None:
                 kv[:, :, 1].mul_(self._value_scale)
+            cos_sin = self._rotary.cos_sin_cache
             self._rows.write_context_kv(kv, self._k_norm_weight, self._eps, positions, cos_sin, slots, self._buffers)
             return
-        k, v = ops.context_kv(
-            features,
-            self._kv_weight,
-            self._kv_bias,
-            self._k_norm_weight,
-            self._eps,
-            positions,
-            cos_sin,
-        )
-        if self._value_scale is not None:
-            v = v * self._value_scale
         location = KVWriteLoc(slots, physical=True)
-        for layer, layer_k, layer_v in zip(self._layers, k, v, strict=True):
-            pool.set_kv_buffer(layer, location, layer_k, layer_v, layer.k_scale, layer.v_scale)
+        by_layer = self._stacked_kv(features, positions) if self._stacked else self._kv_of_the_host(features, positions)
+        for layer, (k, v) in zip(self._layers, by_layer, strict=True):
+            pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
 
-    def _write_by_layer(self, pool: Any, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        location = KVWriteLoc(slots, physical=True)
+    def _stacked_kv(self, features: torch.Tensor, positions: torch.Tensor) -> Iterator[LayerKV]:
+        cos_sin = self._rotary.cos_sin_cache
+        k, v = ops.context_kv(
+            features, self._kv_weight, self._kv_bias, self._k_norm_weight, self._eps, positions, cos_sin
+        )
+        return zip(k, v if self._value_scale is None else v * self._value_scale, strict=True)
+
+    def _kv_of_the_host(self, features: torch.Tensor, positions: torch.Tensor) -> Iterator[LayerKV]:
         for attention in self._attentions:
             k, v = attention.kv_proj_only(features)  # the values are scaled
             k = attention.apply_k_rope(positions, attention.apply_k_norm(k))
-            k, v = (x.view(-1, attention.num_kv_heads, attention.head_dim) for x in (k, v))
-            layer = attention.attn
-            pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
+            shape = (-1, attention.num_kv_heads, attention.head_dim)
+            yield k.view(shape), v.view(shape)
 
 
 def _can_be_stacked(attention: Any) -> bool:

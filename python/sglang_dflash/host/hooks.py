@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from sglang_dflash.host.cpu.detect import cpu_platform_in_use
@@ -48,11 +49,11 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         DRAFT_INPUTS: (_keep_draft_dtype, HookType.AROUND),
         block_results.PENALIZERS: (block_results.order_penalizers, HookType.AFTER),
     }
+    modules: list[ModuleType] = []
     if not builtin_worker_requested():
         hooks[CREATE_WORKER] = (_create_worker, HookType.AROUND)
         hooks[VALIDATE_REQUEST] = (_validate_request, HookType.REPLACE)
-        for module in (block_results, capture, sampler, sessions, weights, features, requests):
-            hooks |= module.HOOKS
+        modules += [block_results, capture, sampler, sessions, weights, features, requests]
     if cpu_platform_in_use():
         from sglang_dflash.host.cpu import (
             compiled,
@@ -66,9 +67,10 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
             threads,
         )
 
-        layers = (gated_layers, model_kernels, draft_layers, recurrent, mla)
-        for module in (shims, deterministic, compiled, threads, *layers):
-            hooks |= module.HOOKS
+        modules += [shims, deterministic, compiled, threads]
+        modules += [gated_layers, model_kernels, draft_layers, recurrent, mla]
+    for module in modules:
+        hooks |= module.HOOKS
     return hooks
 
 

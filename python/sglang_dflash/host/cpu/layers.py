@@ -45,29 +45,33 @@ def rms_norm(
     quant_linear: Any = None,
 ) -> Any:
     """Computes `RMSNorm.forward_native` with our op; layers with special options keep the host's."""
-    usual = get_proxy_mode() is None  # in a captured forward, inductor fuses the norm
-    usual = usual and not (norm.cast_x_before_out_mul or norm.fp32_residual or norm.override_orig_dtype)
-    usual = usual and norm.variance_size_override is None and post_residual_addition is None
-    same = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
-    if not (usual and same and x.shape[-1] == norm.hidden_size and ops.serves(x.device, x.dtype, norm.weight.dtype)):
+    special = norm.cast_x_before_out_mul or norm.fp32_residual or norm.override_orig_dtype
+    special = special or norm.variance_size_override is not None or x.shape[-1] != norm.hidden_size
+    if special or not _usual(norm, x, residual, post_residual_addition):
         return norm.forward_native(x, residual, post_residual_addition, quant_linear)
-    if residual is None:
-        return torch.ops.sglang_dflash.rms_norm(x, norm.weight, norm.variance_epsilon)
-    return torch.ops.sglang_dflash.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+    return _normed(x, residual, norm.weight, norm.variance_epsilon)
 
 
 def gemma_rms_norm(
     norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, post_residual_addition: torch.Tensor | None = None
 ) -> Any:
     """Computes `GemmaRMSNorm.forward_native` with our op: an RMS norm with the weight 1 + w, in float32."""
-    same = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
-    usual = get_proxy_mode() is None and post_residual_addition is None
-    if not (usual and same and ops.serves(x.device, x.dtype, norm.weight.dtype)):
+    if not _usual(norm, x, residual, post_residual_addition):
         return norm.forward_native(x, residual, post_residual_addition)
-    weight = norm.weight.float() + 1.0
+    return _normed(x, residual, norm.weight.float() + 1.0, norm.variance_epsilon)
+
+
+def _usual(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, addition: torch.Tensor | None) -> bool:
+    """Whether our op serves these tensors. In a captured forward it serves none, because inductor fuses the norm."""
+    same = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
+    usual = get_proxy_mode() is None and addition is None and same
+    return usual and ops.serves(x.device, x.dtype, norm.weight.dtype)
+
+
+def _normed(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> Any:
     if residual is None:
-        return torch.ops.sglang_dflash.rms_norm(x, weight, norm.variance_epsilon)
-    return torch.ops.sglang_dflash.add_rms_norm(x, residual, weight, norm.variance_epsilon)
+        return torch.ops.sglang_dflash.rms_norm(x, weight, eps)
+    return torch.ops.sglang_dflash.add_rms_norm(x, residual, weight, eps)
 
 
 def gemma4_rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
