@@ -23,7 +23,8 @@ from sglang_dflash.serving import (
 
 MAX_NEW_TOKENS = 160
 
-PLAIN = ["--device", "cpu", "--model-path", str(TINY_TARGET), "--dtype", "float32"]
+ON_CPU = ["--device", "cpu", "--dtype", "float32"]
+PLAIN = [*ON_CPU, "--model-path", str(TINY_TARGET)]
 POOL = ["--max-total-tokens", "16384", "--max-running-requests", "16"]
 SPECULATE = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(TINY_DRAFT)]
 

@@ -9,7 +9,7 @@ import pytest
 from arms import EVERY_WIDTH, FULL, MAX_NEW_TOKENS, PAGES_AND_CHUNKS, PLAIN, POOL, SPECULATE, Baseline, widths_of
 from changed_models import dflash2_draft, domino_draft, with_other_weights
 from reference_pair import ReferencePair
-from test_features import assert_like, assert_served, shared_tensors, update_from_tensors
+from test_features import assert_draft_changes, assert_like, assert_served, shared_tensors
 from test_lifecycle import assert_pool_empties
 
 from equality import BLOCK_SIZE
@@ -69,12 +69,7 @@ def test_weights_of_heads_change(
 ) -> None:
     """Fails where a head keeps old weights, or a DFlash2 draft's folder passes for a target's."""
     changed = with_other_weights(draft, tmp_path / "draft", HEADS)
-    refusal = client.post("/update_weights_from_disk", {"model_path": str(changed)})
-    assert refusal.status_code == 400 and "selector 'draft'" in refusal.json()["message"]
-    update_from_tensors(client, changed, selector="draft")
-    assert_like(client, ReferencePair(draft=changed), baseline.prompts[::12])
-    update_from_tensors(client, draft, selector="draft")
-    assert_like(client, ReferencePair(draft=draft), baseline.prompts[:1])
+    assert_draft_changes(client, draft, changed, baseline.prompts[::12])
 
 
 @on_arms("dflash2 at every width")

@@ -95,11 +95,7 @@ def test_tensor_parallel(client: Client, baseline: Baseline, oracle: ReferencePa
         answer = client.post("/generate", body).raise_for_status().json()
         assert answer["output_ids"] == expected.ids
     client.flush_cache()
-    prompts = baseline.prompts[::12]
-    for prompt, expected in zip(prompts, oracle.generate(prompts, MAX_NEW_TOKENS), strict=True):
-        answer = client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
-        assert answer.ids == expected.ids
-        assert_same_steps(answer, expected.commit_lens)
+    assert_like(client, oracle, baseline.prompts[::12])
     assert_pool_empties(client)
 
 
@@ -158,12 +154,7 @@ def test_sliding_draft(client: Client, server: Server, baseline: Baseline) -> No
     """Fails where a layer's window, its causality in the block or YaRN's positions differ from the reference in any
     step."""
     draft = Path(server.arguments[server.arguments.index("lpm") - 2])
-    reference = ReferencePair(draft=draft)
-    prompts = [*baseline.prompts[::4], baseline.conversation[-1][0]]
-    answers = [client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
-    for answer, expected in zip(answers, reference.generate(prompts, MAX_NEW_TOKENS), strict=True):
-        assert answer.ids == expected.ids
-        assert_same_steps(answer, expected.commit_lens)
+    assert_like(client, ReferencePair(draft=draft), [*baseline.prompts[::4], baseline.conversation[-1][0]])
     client.flush_cache()
     assert_served(client, baseline, WHOLE_BLOCKS_TAU)
 
@@ -172,11 +163,7 @@ def test_sliding_draft(client: Client, server: Server, baseline: Baseline) -> No
 def test_dressed_draft(client: Client, baseline: Baseline, oracle: ReferencePair) -> None:
     """Fails where Gemma's norms, scaled values or the mask embedding are applied in another way than by the draft's
     layers or by its context KV: the embedded draft, which is the same function, takes other steps then."""
-    prompts = baseline.prompts[::4]
-    answers = [client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
-    for answer, expected in zip(answers, oracle.generate(prompts, MAX_NEW_TOKENS), strict=True):
-        assert answer.ids == expected.ids
-        assert_same_steps(answer, expected.commit_lens)
+    assert_like(client, oracle, baseline.prompts[::4])
     client.flush_cache()
     assert_served(client, baseline, WHOLE_BLOCKS_TAU)
 
@@ -246,6 +233,17 @@ def update_from_tensors(client: Client, model: Path, **selector: str) -> None:
     client.post("/end_weight_update", {}).raise_for_status()
 
 
+def assert_draft_changes(client: Client, draft: Path, changed: Path, prompts: Sequence[list[int]]) -> None:
+    """Gives the served draft the weights of `changed`, and then its own again. Fails where a step keeps old ones, or
+    where the draft's folder passes for a target's."""
+    refusal = client.post("/update_weights_from_disk", {"model_path": str(changed)})
+    assert refusal.status_code == 400 and "selector 'draft'" in refusal.json()["message"]
+    update_from_tensors(client, changed, selector="draft")
+    assert_like(client, ReferencePair(draft=changed), prompts)
+    update_from_tensors(client, draft, selector="draft")
+    assert_like(client, ReferencePair(draft=draft), prompts[:1])
+
+
 @pytest.fixture
 def shared_tensors() -> Iterator[None]:
     """Tensors that a process can read although it is not a child of this one."""
@@ -280,12 +278,7 @@ def test_draft_weights_change(
     target."""
     draft = Path(server.arguments[server.arguments.index("lpm") - 2])
     changed = with_other_weights(draft, tmp_path / "draft", ("k_proj", "v_proj", "k_norm", "fc", "mlp"))
-    refusal = client.post("/update_weights_from_disk", {"model_path": str(changed)})
-    assert refusal.status_code == 400 and "selector 'draft'" in refusal.json()["message"]
-    update_from_tensors(client, changed, selector="draft")
-    assert_like(client, ReferencePair(draft=changed), baseline.prompts[::12])
-    update_from_tensors(client, draft, selector="draft")
-    assert_like(client, ReferencePair(draft=draft), baseline.prompts[:1])
+    assert_draft_changes(client, draft, changed, baseline.prompts[::12])
 
 
 def test_lora_and_kv_in_fewer_bits(baseline: Baseline, tmp_path: Path) -> None:

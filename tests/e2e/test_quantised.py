@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from arms import MAX_NEW_TOKENS, POOL, pick
+from arms import MAX_NEW_TOKENS, ON_CPU, POOL, pick
 from changed_models import in_fp8
 from conftest import chat_ids
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,7 @@ def test_both_in_fp8(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None
     """Fails where the draft's or the target's weights are read without their scales, or with another block's, or where
     an update of such weights ends the server."""
     target, draft = in_fp8(TINY_TARGET, tmp_path / "target"), in_fp8(TINY_DRAFT, tmp_path / "draft")
-    plain = ["--device", "cpu", "--model-path", str(target), "--dtype", "float32", *POOL]
+    plain = [*ON_CPU, "--model-path", str(target), *POOL]
     speculate = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
     prompts = [chat_ids(tokenizer, [{"role": "user", "content": p.prompt}]) for p in pick(held_out_prompts(), 5)]
     with PreloadedServer(plain, tmp_path / "off.log", TINY_ENVIRONMENT) as server:

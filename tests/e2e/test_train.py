@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from arms import FULL, POOL
+from arms import FULL, ON_CPU, POOL
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
@@ -20,7 +20,7 @@ from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, held_ou
 
 pytestmark = pytest.mark.server
 BLOCK_SIZE, NEW_TOKENS = 6, 24
-SERVED = ["--device", "cpu", "--dtype", "float32", *POOL]
+SERVED = [*ON_CPU, *POOL]
 
 
 def make_llama(folder: Path) -> Path:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -154,3 +155,26 @@ class Group:
         gathered = torch.cat([self._sent[rank] for rank in range(self.world_size)], dim)
         self._barrier.wait(10)  # before anybody sends again
         return gathered
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        """What `function(rank)` returns in the thread of each rank."""
+
+        @torch.inference_mode()
+        def on(rank: int) -> Any:
+            self.local.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(self.world_size) as pool:
+            return list(pool.map(on, range(self.world_size)))
+
+
+def split_head(weight: torch.Tensor, ranks: int, span: int) -> list[SimpleNamespace]:
+    """The target's head on each rank: `span` rows of `weight` ([V, H]), fewer on the last rank, and padding behind them
+    whose logits could win."""
+    heads = []
+    for first in range(0, span * ranks, span):
+        own = weight[first : first + span]
+        padded = torch.cat((own, own.new_full((span + 2 - len(own), weight.shape[1]), 1e4)))
+        shard = SimpleNamespace(num_added_elements=0, num_org_elements=len(own), org_vocab_start_index=first)
+        heads.append(SimpleNamespace(weight=padded, shard_indices=shard))
+    return heads

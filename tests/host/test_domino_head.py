@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.speculative.domino_utils import domino_greedy_rollout
-from stand_ins import Group
+from stand_ins import Group, split_head
 from torch import nn
 
 from sglang_dflash.host import draft_heads
@@ -78,20 +77,6 @@ def test_every_rank_drafts_the_same(ranks: int, monkeypatch) -> None:
     monkeypatch.setattr(draft_heads, "get_parallel", lambda: SimpleNamespace(tp_group=group))
     model = _model(shift_label=False)
     hidden, ids, weight, embedding = _inputs(BLOCK)
-    span = -(-VOCAB // ranks)
-    heads = []
-    for first in range(0, span * ranks, span):
-        own = weight[first : first + span]
-        padded = torch.cat((own, torch.full((span + 2 - len(own), HIDDEN), 1e4)))
-        shard = SimpleNamespace(num_added_elements=0, num_org_elements=len(own), org_vocab_start_index=first)
-        heads.append(head_of(model, SimpleNamespace(weight=padded, shard_indices=shard), BLOCK, embedding))
-
-    @torch.inference_mode()
-    def run(rank: int) -> torch.Tensor:
-        group.local.rank = rank
-        return heads[rank].draft_ids(hidden, ids)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        drafted = list(pool.map(run, range(ranks)))
+    heads = [head_of(model, head, BLOCK, embedding) for head in split_head(weight, ranks, -(-VOCAB // ranks))]
     expected = _of_the_host(model, BLOCK)
-    assert all(torch.equal(drafts, expected) for drafts in drafted)
+    assert all(torch.equal(drafts, expected) for drafts in group.run(lambda rank: heads[rank].draft_ids(hidden, ids)))

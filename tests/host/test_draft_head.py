@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from stand_ins import Group
+from stand_ins import Group, split_head
 
 from sglang_dflash.host import draft_heads
 from sglang_dflash.host.draft_heads import DraftHead
 
 BLOCK_SIZE = 4
-
-
-def head_of(weight: torch.Tensor, first: int, padding: int, group: Group) -> DraftHead:
-    padded = torch.cat((weight, torch.full((padding, weight.shape[1]), 1e4, dtype=weight.dtype)))
-    shard = SimpleNamespace(num_added_elements=0, num_org_elements=len(weight), org_vocab_start_index=first)
-    return DraftHead(SimpleNamespace(weight=padded, shard_indices=shard), BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -31,17 +24,9 @@ def test_every_rank_drafts_the_same(batch: int, ranks: int, dtype: torch.dtype, 
     # The same three rows repeat, so every logit ties with others, within a rank's span and across spans.
     weight = torch.randint(-1, 2, (3, 8), generator=generator).repeat(ranks * 2, 1)[: ranks * 5 - 2].to(dtype)
     hidden = torch.randint(-1, 2, (batch * BLOCK_SIZE, 8), generator=generator).to(dtype)
-    heads = [
-        head_of(weight[first : first + 5], first, 5 - len(weight[first : first + 5]), group)
-        for first in range(0, ranks * 5, 5)
-    ]
-
-    def run(rank: int) -> torch.Tensor:
-        group.local.rank = rank
-        return heads[rank].draft_ids(hidden, torch.zeros(batch, BLOCK_SIZE, dtype=torch.int64))
-
-    with ThreadPoolExecutor(ranks) as pool:
-        drafted = list(pool.map(run, range(ranks)))
+    heads = [DraftHead(head, BLOCK_SIZE) for head in split_head(weight, ranks, 5)]
+    block_ids = torch.zeros(batch, BLOCK_SIZE, dtype=torch.int64)
+    drafted = group.run(lambda rank: heads[rank].draft_ids(hidden, block_ids))
     logits = (hidden.float() @ weight.float().T).view(batch, BLOCK_SIZE, -1)[:, 1:]
     expected = logits.argmax(-1)
     for ids in drafted:

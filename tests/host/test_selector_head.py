@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from sglang.srt.models.dflash import CandidateSelector, DFlashGroupedConv
 from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 from stand_in_worker import BATCH, COLUMNS, decode_batch, worker_of
 from stand_in_worker import HIDDEN as STAND_IN_HIDDEN
-from stand_ins import Group, configured, one_rank
+from stand_ins import Group, configured, one_rank, split_head
 
 from sglang_dflash import ops
 from sglang_dflash.core.draft_heads import Convolution, Selector
@@ -124,21 +123,8 @@ def test_every_rank_drafts_the_same(ranks: int, top_k: int, monkeypatch) -> None
     weight = torch.randint(-1, 2, (VOCAB, HIDDEN), generator=generator).float()
     hidden, block_ids = _block(batch=3)
     hidden = hidden.round()  # so that logits tie, within a span and across spans
-    span = -(-VOCAB // ranks) + 1
-    heads = []
-    for first in range(0, span * ranks, span):
-        own = weight[first : first + span]
-        padded = torch.cat((own, torch.full((span + 2 - len(own), HIDDEN), 1e4)))
-        shard = SimpleNamespace(num_added_elements=0, num_org_elements=len(own), org_vocab_start_index=first)
-        heads.append(SelectorHead(SimpleNamespace(weight=padded, shard_indices=shard), BLOCK, model))
-
-    @torch.inference_mode()
-    def run(rank: int) -> torch.Tensor:
-        group.local.rank = rank
-        return heads[rank].draft_ids(hidden, block_ids)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        drafted = list(pool.map(run, range(ranks)))
+    heads = [SelectorHead(head, BLOCK, model) for head in split_head(weight, ranks, -(-VOCAB // ranks) + 1)]
+    drafted = group.run(lambda rank: heads[rank].draft_ids(hidden, block_ids))
     monkeypatch.setattr(draft_heads, "get_parallel", lambda: SimpleNamespace(tp_group=Group(1)))
     whole = SelectorHead(SimpleNamespace(weight=weight, shard_indices=None), BLOCK, model)
     with torch.inference_mode():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -51,14 +50,12 @@ def test_every_rank_chooses_the_same(rows, ranks, special, monkeypatch):
     sharded = [rank_of(rank, vocab_size, group, processor_of(vocab_size)) for rank in range(ranks)]
 
     def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        group.local.rank = rank
         own = padded[:, rank * SPAN : (rank + 1) * SPAN].contiguous()
         return sharded[rank].argmax(own), sharded[rank].gather(own)
 
-    with ThreadPoolExecutor(ranks) as pool:
-        for ids, whole in pool.map(run, range(ranks)):
-            assert ids.dtype == torch.int64 and torch.equal(ids, logits.argmax(-1))
-            assert torch.equal(whole.nan_to_num(7), logits.nan_to_num(7))
+    for ids, whole in group.run(run):
+        assert ids.dtype == torch.int64 and torch.equal(ids, logits.argmax(-1))
+        assert torch.equal(whole.nan_to_num(7), logits.nan_to_num(7))
 
 
 def test_only_verify_forwards_stay_sharded(monkeypatch):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_trainer import learning_run
 
 from sglang_dflash.core.draft_heads import Convolution, Selector
 from sglang_dflash.reference import CandidateSelector, DFlashDraftModel
@@ -19,7 +18,7 @@ from sglang_dflash.training.evaluation import accept_lens
 from sglang_dflash.training.frozen import FrozenTarget
 from sglang_dflash.training.layout import with_dflash2_head
 from sglang_dflash.training.loss import decay_weights, row_losses, selected_losses, weighted_mean
-from sglang_dflash.training.trainer import Trainer, train
+from sglang_dflash.training.trainer import Trainer
 
 HEAD: dict[str, Any] = {"head": "dflash2", "selector_rank": 8, "selector_top_k": 4, "conv_group_size": 32}
 VOCAB, WIDTH, TOP_K = 11, 6, 6
@@ -125,28 +124,16 @@ def test_a_dflash2_draft_stays_one(options, tmp_path):
     assert trainer.draft.draft_config.selector == Selector(8, 4, 1792, 1.0, None)
 
 
-def test_a_run(options, tmp_path):
+def test_a_run(options):
     """Fails if the head does not learn what the plain draft learns, or the checkpoint or its card is not DFlash2's."""
-    made = options(
-        **HEAD,
-        anchors=32,
-        batch_size=4,
-        max_steps=40,
-        learning_rate=3e-3,
-        eval_every=20,
-        held_out_data=str(options().data[0]),
-        held_out_limit=3,
-    )
-    acceptance = train(made)
-    rows = [json.loads(line) for line in (Path(made.output) / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row]
+    output, tau, losses = learning_run(options, **HEAD)
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
-    assert acceptance.tau > 1.1
-    draft = DFlashDraftModel.from_pretrained(made.output)
+    assert tau > 1.1
+    draft = DFlashDraftModel.from_pretrained(output)
     assert draft.config.architectures == ["DFlash2DraftModel"]
     selector = draft.candidate_selector
     assert selector.successor_codebook.any() and draft.layers[0].mlp_conv.kernel_projection.weight.any()
-    assert "DFlash2 draft with a selector of rank 8 over 4 candidates" in (Path(made.output) / "README.md").read_text()
+    assert "DFlash2 draft with a selector of rank 8 over 4 candidates" in (output / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
