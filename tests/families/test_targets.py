@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import tomllib
 from functools import cache
@@ -18,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from sglang_dflash.host.arguments import VISION_TARGETS
+from sglang_source import SGLANG
 
 TARGETS: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / "targets.toml").read_text())["target"]
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -73,10 +73,8 @@ def test_a_family_is_of_its_targets_classes(family: str) -> None:
 @cache
 def _methods() -> dict[str, set[str]]:
     """SGLang's model class -> its own name and the names of its methods and those of its bases."""
-    package = importlib.util.find_spec("sglang")
-    assert package is not None and package.submodule_search_locations is not None
     classes: dict[str, ast.ClassDef] = {}
-    for file in (Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py"):
+    for file in (SGLANG / "srt" / "models").glob("*.py"):
         nodes = ast.parse(file.read_text()).body
         classes |= {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
 
 from sglang_dflash.host.capture import LAST_TAP_ADDED, check_taps, configure_capture, final_norm
+from sglang_source import SGLANG
 
 
 class Layers(torch.nn.Module):
@@ -84,10 +83,7 @@ def test_parameters_keep_their_names():
 @pytest.mark.parametrize("name", sorted(LAST_TAP_ADDED))
 def test_classes_whose_last_layer_we_capture(name):
     """Fails where a class's layers are elsewhere, its taps are in another form, or it captures the last one itself."""
-    package = importlib.util.find_spec("sglang")
-    assert package is not None and package.submodule_search_locations is not None
-    files = (Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py")
-    sources = [file.read_text() for file in files]
+    sources = [file.read_text() for file in (SGLANG / "srt" / "models").glob("*.py")]
     (source,) = [text for text in sources if re.search(rf"^class {name}\b", text, re.M)]
     assert "self.model = " in source
     assert "AuxHiddenStateList()" in source and "AuxHiddenStatePacker(" not in source

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from sglang_source import SGLANG
 
 ROOT = Path(__file__).parents[2]
 STORED = Path(__file__).with_name("contract.json")
@@ -121,13 +122,8 @@ def _names_in(source: str) -> Iterator[str]:
             yield node.value
 
 
-@cache
-def _sglang() -> Path:
-    return Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
-
-
 def _file_of(module: str) -> Path | None:
-    base = _sglang().parent.joinpath(*module.split("."))
+    base = SGLANG.parent.joinpath(*module.split("."))
     return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
 
 
@@ -212,7 +208,7 @@ def describe(name: str) -> dict[str, Any]:
     """A name's file, signature and the hash of its source; for a class, also its members."""
     path, statements = find(name)
     lines = _parsed(path)[0]
-    entry: dict[str, Any] = {"file": path.relative_to(_sglang().parent).as_posix()}
+    entry: dict[str, Any] = {"file": path.relative_to(SGLANG.parent).as_posix()}
     if not statements:
         return entry | {"signature": "module", "hash": _hash("".join(lines))}
     entry["signature"] = "; ".join(_signature(statement) for statement in statements)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from sglang_dflash.ops import murmur_hash32
+from sglang_source import SGLANG
 
 LOW = 0xFFFFFFFF
 SEEDS = [0, 1, 42, 2**31, 2**32 - 1, 2**32, 2**40 + 12, 2**63 - 1, -1, -(2**63)]
@@ -80,10 +79,9 @@ print(out.tolist())
 
 def test_hash_equals_the_hosts_kernel():
     """Fails where the hash differs from SGLang's Triton kernel, run by Triton's interpreter."""
-    root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
     run = subprocess.run(
         [
-            *[sys.executable, "-c", KERNEL, root / "kernels/ops/sampling/murmur_hash.py"],
+            *[sys.executable, "-c", KERNEL, SGLANG / "kernels/ops/sampling/murmur_hash.py"],
             str([SEEDS, POSITIONS, COLUMNS]),
         ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
