@@ -29,7 +29,13 @@ TORCH_LIBRARY(sglang_dflash, m) {
       "delta_rule(Tensor qkv, Tensor g, Tensor beta, int num_k_heads, Tensor(a!) states, Tensor slots, "
       "Tensor row_starts, Tensor fresh, Tensor? scratch, Tensor? snapshot_rows, Tensor? snapshot_slots, "
       "Tensor(b!)? scratch_states) -> Tensor");
-  m.def("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps, bool silu=True) -> Tensor");
+  m.def(
+      "selective_scan(Tensor xbc, Tensor dt, Tensor a, Tensor dt_bias, Tensor skip, int num_groups, Tensor(a!) states, "
+      "Tensor slots, Tensor row_starts, Tensor fresh, Tensor? scratch, Tensor? snapshot_rows, Tensor? snapshot_slots, "
+      "Tensor(b!)? scratch_states) -> Tensor");
+  m.def(
+      "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps, bool silu=True, bool gate_first=False) -> "
+      "Tensor");
   m.def("install_linear() -> ()");
   m.def("linear(Tensor x, Tensor weight, Tensor? addend) -> Tensor");
   m.def("row_argmax(Tensor logits) -> Tensor");

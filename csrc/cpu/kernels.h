@@ -109,8 +109,19 @@ struct Delta {
   bool per_key;
 };
 
+// The selective state space of Mamba-2; see `selective_scan` in ops/recurrent_reference.py. A head's inputs are its
+// value dimensions, and the dimensions of b and c its key dimensions.
+struct Scan {
+  View xbc, out;                 // [T, H * V + 2 * G * K], [T, H, V]
+  const float* step;             // [T, H]
+  const float* decay;            // [T, H]
+  const float* skip;             // [H]
+  Type state_type;
+  int64_t groups, heads, k_dim, v_dim;
+};
+
 // Rows of one request, value head `head`, value dimensions v_begin .. v_end - 1. States are [V, K], dense.
-struct DeltaItem {
+struct StateItem {
   int64_t first_row, rows, head, v_begin, v_end;
   const void* before;            // null: zeros
   void* after;                   // null in a verification
@@ -122,11 +133,13 @@ struct DeltaItem {
 
 struct GatedNorm {
   View x, gate, out;             // [T, H, D]
-  const void* weight;            // [D]
+  const void* weight;            // [D], or [H, D]
   Type weight_type;
+  int64_t weight_stride;         // between heads; 0: one weight for all
   int64_t heads, size;
   float eps;
   bool silu;                     // gate times its sigmoid; else the sigmoid alone
+  bool gate_first;               // the norm is that of the gated input
 };
 
 struct Best {
@@ -143,7 +156,8 @@ struct Kernels {
   void (*norm_rope)(const Heads&, int64_t in_row, int64_t out_row, int64_t position);
   void (*linear)(const Linear&, int64_t begin, int64_t end);                    // columns
   void (*conv)(const Conv&, const ConvItem&, int64_t begin, int64_t end);       // channels
-  void (*delta)(const Delta&, const DeltaItem&);                                // at most kStateRows value dimensions
+  void (*delta)(const Delta&, const StateItem&);                                // at most kStateRows value dimensions
+  void (*scan)(const Scan&, const StateItem&);                                  // the same
   void (*gated_norm)(const GatedNorm&, int64_t begin, int64_t end);             // rows, H for each token
   int64_t linear_rows, linear_rows_bfloat16;  // rows up to which it beats a BLAS, or one that emulates bfloat16
   Best (*argmax)(const void* values, Type, int64_t count);                      // lowest index of ties; NaN wins

@@ -1,5 +1,6 @@
-// Causal convolution, gated delta rule and gated norm of layers with recurrent state, for one instruction set. A row's
-// bits depend on its request's rows up to it alone: not on how the rows are cut into forwards, threads or blocks.
+// Causal convolution, gated delta rule, selective scan and gated norm of layers with recurrent state, for one
+// instruction set. A row's bits depend on its request's rows up to it alone: not on how the rows are cut into forwards,
+// threads or blocks.
 #pragma once
 
 #include "rows.h"
@@ -97,29 +98,59 @@ INLINE void l2_norm(const T* in, int64_t size, float scale, float* out) {
   for (int64_t i = 0; i < size; i += kLanes) store(out + i, load(out + i) * factor);
 }
 
+// The part of a state that an item works on: kStateRows rows of `stride` floats; those behind its values are zero.
 template <typename S>
-INLINE void copy_state(const float* state, int64_t stride, S* to, const Delta& d, const DeltaItem& item) {
-  for (int64_t v = item.v_begin; v < item.v_end; v++)
-    each_vector(d.k_dim, [&](int64_t i, int64_t count) {
-      put(to + v * d.k_dim + i, load(state + (v - item.v_begin) * stride + i), count);
-    });
-}
-
-template <typename T, typename S>
-void delta_rows(const Delta& d, const DeltaItem& item) {
-  const int64_t keys = d.k_dim, stride = (keys + kLanes - 1) / kLanes * kLanes, values = item.v_end - item.v_begin;
-  alignas(64) float state[kStateRows * kMaxKeys], q[kMaxKeys], k[kMaxKeys], decay[kMaxKeys], decayed_k[kMaxKeys];
+INLINE void load_state(float* state, int64_t stride, int64_t keys, const StateItem& item) {
   for (int64_t v = 0; v < kStateRows; v++)
     for (int64_t i = 0; i < stride; i += kLanes) {
       Vec x = {};
-      if (item.before && v < values)
+      if (item.before && v < item.v_end - item.v_begin)
         x = read(static_cast<const S*>(item.before) + (item.v_begin + v) * keys + i, smaller(kLanes, keys - i));
       store(state + v * stride + i, x);
     }
+}
+
+template <typename S>
+INLINE void copy_state(const float* state, int64_t stride, void* to, int64_t keys, const StateItem& item) {
+  for (int64_t v = item.v_begin; v < item.v_end; v++)
+    each_vector(keys, [&](int64_t i, int64_t count) {
+      put(static_cast<S*>(to) + v * keys + i, load(state + (v - item.v_begin) * stride + i), count);
+    });
+}
+
+template <typename S>
+INLINE void begin_row(const float* state, int64_t stride, int64_t row, int64_t keys, const StateItem& item) {
+  if (item.snapshot && row == item.snapshot_row) copy_state<S>(state, stride, item.snapshot, keys, item);
+}
+
+// In a verification, keeps the state after the row; the next row reads what the pool would have kept.
+template <typename S>
+INLINE void end_row(float* state, int64_t stride, int64_t row, int64_t keys, const StateItem& item) {
+  if (!item.scratch) return;
+  S* stored = static_cast<S*>(item.scratch) + row * item.scratch_row;
+  copy_state<S>(state, stride, stored, keys, item);
+  if (sizeof(S) < sizeof(float))
+    for (int64_t v = item.v_begin; v < item.v_end; v++)
+      each_vector(keys, [&](int64_t i, int64_t count) {
+        store(state + (v - item.v_begin) * stride + i, read(stored + v * keys + i, count));
+      });
+}
+
+template <typename S>
+INLINE void end_rows(const float* state, int64_t stride, int64_t keys, const StateItem& item) {
+  begin_row<S>(state, stride, item.rows, keys, item);
+  if (item.after) copy_state<S>(state, stride, item.after, keys, item);
+}
+
+template <typename T, typename S>
+void delta_rows(const Delta& d, const StateItem& item) {
+  const int64_t keys = d.k_dim, stride = (keys + kLanes - 1) / kLanes * kLanes, values = item.v_end - item.v_begin;
+  alignas(64) float state[kStateRows * kMaxKeys], q[kMaxKeys], k[kMaxKeys], decay[kMaxKeys], decayed_k[kMaxKeys];
+  load_state<S>(state, stride, keys, item);
   const int64_t k_head = item.head / (d.heads / d.k_heads);
   const float scale = 1.0f / __builtin_sqrtf(float(keys));
   for (int64_t row = 0; row < item.rows; row++) {
-    if (item.snapshot && row == item.snapshot_row) copy_state(state, stride, static_cast<S*>(item.snapshot), d, item);
+    begin_row<S>(state, stride, row, keys, item);
     const int64_t token = item.first_row + row, gate = token * d.heads + item.head;
     const T* all = row_of<T>(d.qkv, token);
     l2_norm(all + k_head * keys, keys, scale, q);
@@ -157,42 +188,84 @@ void delta_rows(const Delta& d, const DeltaItem& item) {
       const Vec4 result = sums(read_out[0], read_out[1], read_out[2], read_out[3]);
       for (int64_t j = 0; j < 4 && v + j < values; j++) narrow(out + v + j, result[j]);
     }
-    if (item.scratch) {
-      S* stored = static_cast<S*>(item.scratch) + row * item.scratch_row;
-      copy_state(state, stride, stored, d, item);
-      if (sizeof(S) < sizeof(float))  // the next row reads what the pool would have kept
-        for (int64_t v = 0; v < values; v++)
-          each_vector(keys, [&](int64_t i, int64_t count) {
-            store(state + v * stride + i, read(stored + (item.v_begin + v) * keys + i, count));
-          });
-    }
+    end_row<S>(state, stride, row, keys, item);
   }
-  if (item.snapshot && item.rows == item.snapshot_row)
-    copy_state(state, stride, static_cast<S*>(item.snapshot), d, item);
-  if (item.after) copy_state(state, stride, static_cast<S*>(item.after), d, item);
+  end_rows<S>(state, stride, keys, item);
 }
 
-void delta(const Delta& d, const DeltaItem& item) {
+void delta(const Delta& d, const StateItem& item) {
   const bool wide_state = d.state_type == Type::kFloat;
   if (d.qkv.type == Type::kFloat) wide_state ? delta_rows<float, float>(d, item) : delta_rows<float, BFloat16>(d, item);
   else wide_state ? delta_rows<BFloat16, float>(d, item) : delta_rows<BFloat16, BFloat16>(d, item);
+}
+
+template <typename T, typename S>
+void scan_rows(const Scan& s, const StateItem& item) {
+  const int64_t keys = s.k_dim, stride = (keys + kLanes - 1) / kLanes * kLanes, values = item.v_end - item.v_begin;
+  alignas(64) float state[kStateRows * kMaxKeys], b[kMaxKeys], c[kMaxKeys];
+  load_state<S>(state, stride, keys, item);
+  const int64_t group = item.head / (s.heads / s.groups);
+  const Vec skip = broadcast(s.skip[item.head]);
+  for (int64_t row = 0; row < item.rows; row++) {
+    begin_row<S>(state, stride, row, keys, item);
+    const int64_t token = item.first_row + row, gate = token * s.heads + item.head;
+    const T *all = row_of<T>(s.xbc, token), *of_groups = all + s.heads * s.v_dim + group * keys;
+    for (int64_t i = 0; i < stride; i += kLanes) {
+      store(b + i, read(of_groups + i, smaller(kLanes, keys - i)));
+      store(c + i, read(of_groups + s.groups * keys + i, smaller(kLanes, keys - i)));
+    }
+    const T* x_in = all + item.head * s.v_dim + item.v_begin;
+    const Vec fade = broadcast(s.decay[gate]);
+    T* out = row_of<T>(s.out, token, item.head) + item.v_begin;
+    for (int64_t v = 0; v < values; v += 4) {
+      float* rows[4] = {state + v * stride, state + (v + 1) * stride, state + (v + 2) * stride,
+                        state + (v + 3) * stride};
+      Vec update[4], read_out[4] = {};
+      Vec4 x = {};
+      for (int64_t j = 0; j < 4 && v + j < values; j++) x[j] = wide(x_in[v + j]);
+      for (int j = 0; j < 4; j++) update[j] = broadcast(s.step[gate] * x[j]);
+      for (int64_t i = 0; i < stride; i += kLanes) {
+        const Vec key = load(b + i), query = load(c + i);
+        for (int j = 0; j < 4; j++) {
+          const Vec next = load(rows[j] + i) * fade + update[j] * key;
+          store(rows[j] + i, next);
+          read_out[j] += next * query;
+        }
+      }
+      const Vec4 result = sums(read_out[0], read_out[1], read_out[2], read_out[3]) + x * skip[0];
+      for (int64_t j = 0; j < 4 && v + j < values; j++) narrow(out + v + j, result[j]);
+    }
+    end_row<S>(state, stride, row, keys, item);
+  }
+  end_rows<S>(state, stride, keys, item);
+}
+
+void scan(const Scan& s, const StateItem& item) {
+  const bool wide_state = s.state_type == Type::kFloat;
+  if (s.xbc.type == Type::kFloat) wide_state ? scan_rows<float, float>(s, item) : scan_rows<float, BFloat16>(s, item);
+  else wide_state ? scan_rows<BFloat16, float>(s, item) : scan_rows<BFloat16, BFloat16>(s, item);
 }
 
 template <typename T>
 void gated_norm_row(const GatedNorm& n, int64_t token, int64_t head) {
   const T *x = row_of<T>(n.x, token, head), *gate = row_of<T>(n.gate, token, head);
   T* out = row_of<T>(n.out, token, head);
+  const int64_t shift = head * n.weight_stride;
+  const auto opened = [&](int64_t i, int64_t count) {
+    const Vec z = read(gate + i, count);
+    return n.silu ? z * sigmoid(z) : sigmoid(z);
+  };
   Vec squares = {};
   each_vector(n.size, [&](int64_t i, int64_t count) {
-    const Vec value = read(x + i, count);
+    Vec value = read(x + i, count);
+    if (n.gate_first) value *= opened(i, count);
     squares += value * value;
   });
   const float scale = scale_of(squares, n.size, n.eps);
   each_vector(n.size, [&](int64_t i, int64_t count) {
-    const Vec z = read(gate + i, count);
-    const Vec weight = n.weight_type == Type::kFloat ? read(static_cast<const float*>(n.weight) + i, count)
-                                                     : read(static_cast<const BFloat16*>(n.weight) + i, count);
-    put(out + i, read(x + i, count) * scale * weight * (n.silu ? z * sigmoid(z) : sigmoid(z)), count);
+    const Vec weight = n.weight_type == Type::kFloat ? read(static_cast<const float*>(n.weight) + shift + i, count)
+                                                     : read(static_cast<const BFloat16*>(n.weight) + shift + i, count);
+    put(out + i, read(x + i, count) * scale * weight * opened(i, count), count);
   });
 }
 

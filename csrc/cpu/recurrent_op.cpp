@@ -1,4 +1,4 @@
-// The ops of layers with recurrent state: causal convolution, gates, gated delta rule, gated norm.
+// The ops of layers with recurrent state: causal convolution, gates, gated delta rule, selective scan, gated norm.
 #include <cmath>
 
 #include "common.h"
@@ -64,6 +64,40 @@ T* place(const at::Tensor& t, int64_t index) {
   return static_cast<T*>(t.data_ptr()) + index * t.stride(0) * t.element_size();
 }
 
+// Calls body(item) for each request, head and part of its value dimensions; states are [S, H, V, K].
+template <typename F>
+void each_state(const Rows& rows, const at::Tensor& states, const std::optional<at::Tensor>& scratch_states, F body) {
+  const int64_t heads = states.size(1), v_dim = states.size(2);
+  const int64_t parts = (v_dim + kStateRows - 1) / kStateRows, head_bytes = v_dim * states.size(3) * states.element_size();
+  each_item(rows.batch * heads * parts, [&](int64_t work, int64_t) {
+    const int64_t b = work / (heads * parts), head = work / parts % heads, part = work % parts;
+    StateItem item{};
+    item.first_row = rows.starts[b], item.rows = rows.starts[b + 1] - rows.starts[b];
+    if (item.rows == 0) return;
+    item.head = head, item.v_begin = part * kStateRows, item.v_end = std::min(v_dim, item.v_begin + kStateRows);
+    item.before = rows.fresh[b] ? nullptr : place<char>(states, rows.slots[b]) + head * head_bytes;
+    if (scratch_states) {
+      item.scratch = place<char>(*scratch_states, rows.scratch[b]) + head * head_bytes;
+      item.scratch_row = scratch_states->stride(1);
+    } else {
+      item.after = place<char>(states, rows.slots[b]) + head * head_bytes;
+    }
+    if (rows.snapshot_rows && rows.snapshot_rows[b] >= 0) {
+      item.snapshot = place<char>(states, rows.snapshot_slots[b]) + head * head_bytes;
+      item.snapshot_row = rows.snapshot_rows[b];
+    }
+    body(item);
+  });
+}
+
+void check_states(const at::Tensor& states, const std::optional<at::Tensor>& scratch_states) {
+  TORCH_CHECK(states.dim() == 4 && states[0].is_contiguous() && states.size(3) <= kMaxKeys, "states are ",
+              states.sizes(), " with strides ", states.strides(), "; [S, H, V, K], dense in the last three, K up to ",
+              kMaxKeys, ", is needed");
+  TORCH_CHECK(!scratch_states || scratch_states->size(0) == 0 || (*scratch_states)[0].is_contiguous(),
+              "scratch_states must be dense in the last four dimensions");
+}
+
 at::Tensor causal_conv(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        const at::Tensor& states, const at::Tensor& slots, const at::Tensor& row_starts,
                        const at::Tensor& fresh, const std::optional<at::Tensor>& scratch,
@@ -107,6 +141,8 @@ at::Tensor causal_conv(const at::Tensor& x, const at::Tensor& weight, const std:
   return out;
 }
 
+float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }  // torch's threshold
+
 std::tuple<at::Tensor, at::Tensor> delta_gates(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_log,
                                                const at::Tensor& dt_bias) {
   TORCH_CHECK((a.dim() == 2 || a.dim() == 3) && b.dim() == 2, "a is ", a.sizes(), " and b ", b.sizes());
@@ -123,11 +159,8 @@ std::tuple<at::Tensor, at::Tensor> delta_gates(const at::Tensor& a, const at::Te
     for (int64_t i = begin; i < end; i++) {
       const int64_t head = i % heads;
       const float decay_rate = std::exp(rate[head]);
-      for (int64_t key = 0; key < keys; key++) {
-        const float x = in_a[i * keys + key] + bias[head * keys + key];
-        const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));  // torch's threshold
-        out_g[i * keys + key] = -decay_rate * softplus;
-      }
+      for (int64_t key = 0; key < keys; key++)
+        out_g[i * keys + key] = -decay_rate * softplus(in_a[i * keys + key] + bias[head * keys + key]);
       out_beta[i] = 1.0f / (1.0f + std::exp(-in_b[i]));
     }
   });
@@ -139,11 +172,10 @@ at::Tensor delta_rule(const at::Tensor& qkv, const at::Tensor& g, const at::Tens
                       const at::Tensor& fresh, const std::optional<at::Tensor>& scratch,
                       const std::optional<at::Tensor>& snapshot_rows, const std::optional<at::Tensor>& snapshot_slots,
                       const std::optional<at::Tensor>& scratch_states) {
-  TORCH_CHECK(states.dim() == 4 && states[0].is_contiguous(), "states are ", states.sizes(), " with strides ",
-              states.strides(), "; [S, H, V, K], dense in the last three, is needed");
+  check_states(states, scratch_states);
   const int64_t total = qkv.size(0), heads = states.size(1), v_dim = states.size(2), k_dim = states.size(3);
-  TORCH_CHECK(num_k_heads > 0 && heads % num_k_heads == 0 && k_dim <= kMaxKeys, heads, " value heads, ", num_k_heads,
-              " key heads, ", k_dim, " key dimensions; allowed: a multiple, up to ", kMaxKeys);
+  TORCH_CHECK(num_k_heads > 0 && heads % num_k_heads == 0, heads, " value heads, ", num_k_heads,
+              " key heads; a multiple is needed");
   TORCH_CHECK(qkv.dim() == 2 && qkv.size(1) == 2 * num_k_heads * k_dim + heads * v_dim, "qkv is ", qkv.sizes());
   const bool per_key = g.dim() == 3;
   TORCH_CHECK(g.scalar_type() == at::kFloat && g.is_contiguous() && g.numel() == total * heads * (per_key ? k_dim : 1),
@@ -152,49 +184,71 @@ at::Tensor delta_rule(const at::Tensor& qkv, const at::Tensor& g, const at::Tens
               beta.scalar_type(), beta.sizes());
   const Rows rows = rows_of(slots, row_starts, fresh, scratch, snapshot_rows, snapshot_slots, total, states.size(0));
   check_scratch(scratch_states, rows, states, "scratch_states");
-  TORCH_CHECK(!scratch_states || scratch_states->size(0) == 0 || (*scratch_states)[0].is_contiguous(),
-              "scratch_states must be dense in the last four dimensions");
   at::Tensor out = at::empty({total, heads, v_dim}, qkv.options());
   Delta d{};
   d.qkv = view_of(qkv, "qkv"), d.out = view_of(out, "out");
   d.g = g.const_data_ptr<float>(), d.beta = beta.const_data_ptr<float>(), d.per_key = per_key;
   d.state_type = type_of(states, "states");
   d.k_heads = num_k_heads, d.heads = heads, d.k_dim = k_dim, d.v_dim = v_dim;
-  const int64_t parts = (v_dim + kStateRows - 1) / kStateRows, head_bytes = v_dim * k_dim * states.element_size();
-  each_item(rows.batch * heads * parts, [&](int64_t work, int64_t) {
-    const int64_t b = work / (heads * parts), head = work / parts % heads, part = work % parts;
-    DeltaItem item{};
-    item.first_row = rows.starts[b], item.rows = rows.starts[b + 1] - rows.starts[b];
-    if (item.rows == 0) return;
-    item.head = head, item.v_begin = part * kStateRows, item.v_end = std::min(v_dim, item.v_begin + kStateRows);
-    item.before = rows.fresh[b] ? nullptr : place<char>(states, rows.slots[b]) + head * head_bytes;
-    if (scratch_states) {
-      item.scratch = place<char>(*scratch_states, rows.scratch[b]) + head * head_bytes;
-      item.scratch_row = scratch_states->stride(1);
-    } else {
-      item.after = place<char>(states, rows.slots[b]) + head * head_bytes;
+  each_state(rows, states, scratch_states, [&](const StateItem& item) { kernels().delta(d, item); });
+  return out;
+}
+
+at::Tensor selective_scan(const at::Tensor& xbc, const at::Tensor& dt, const at::Tensor& a, const at::Tensor& dt_bias,
+                          const at::Tensor& skip, int64_t num_groups, const at::Tensor& states,
+                          const at::Tensor& slots, const at::Tensor& row_starts, const at::Tensor& fresh,
+                          const std::optional<at::Tensor>& scratch, const std::optional<at::Tensor>& snapshot_rows,
+                          const std::optional<at::Tensor>& snapshot_slots,
+                          const std::optional<at::Tensor>& scratch_states) {
+  check_states(states, scratch_states);
+  const int64_t total = xbc.size(0), heads = states.size(1), v_dim = states.size(2), k_dim = states.size(3);
+  TORCH_CHECK(num_groups > 0 && heads % num_groups == 0, heads, " heads, ", num_groups,
+              " groups; a multiple is needed");
+  TORCH_CHECK(xbc.dim() == 2 && xbc.size(1) == heads * v_dim + 2 * num_groups * k_dim, "xbc is ", xbc.sizes());
+  TORCH_CHECK(dt.dim() == 2 && dt.size(0) == total && dt.size(1) == heads, "dt is ", dt.sizes(), "; [", total, ", ",
+              heads, "] is needed");
+  TORCH_CHECK(a.numel() == heads && dt_bias.numel() == heads && skip.numel() == heads, "a is ", a.sizes(),
+              ", dt_bias ", dt_bias.sizes(), ", skip ", skip.sizes(), "; ", heads, " elements are needed");
+  const Rows rows = rows_of(slots, row_starts, fresh, scratch, snapshot_rows, snapshot_slots, total, states.size(0));
+  check_scratch(scratch_states, rows, states, "scratch_states");
+  const at::Tensor wide_dt = dt.to(at::kFloat).contiguous(), rate = a.to(at::kFloat).contiguous();
+  const at::Tensor shift = dt_bias.to(at::kFloat).contiguous(), through = skip.to(at::kFloat).contiguous();
+  at::Tensor step = at::empty({total, heads}, wide_dt.options()), decay = at::empty_like(step);
+  const float *in = wide_dt.const_data_ptr<float>(), *bias = shift.const_data_ptr<float>();
+  const float* rates = rate.const_data_ptr<float>();
+  float *steps = step.data_ptr<float>(), *decays = decay.data_ptr<float>();
+  at::parallel_for(0, total * heads, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      steps[i] = softplus(in[i] + bias[i % heads]);
+      decays[i] = std::exp(steps[i] * rates[i % heads]);
     }
-    if (rows.snapshot_rows && rows.snapshot_rows[b] >= 0) {
-      item.snapshot = place<char>(states, rows.snapshot_slots[b]) + head * head_bytes;
-      item.snapshot_row = rows.snapshot_rows[b];
-    }
-    kernels().delta(d, item);
   });
+  at::Tensor out = at::empty({total, heads, v_dim}, xbc.options());
+  Scan s{};
+  s.xbc = view_of(xbc, "xbc"), s.out = view_of(out, "out");
+  s.step = steps, s.decay = decays, s.skip = through.const_data_ptr<float>();
+  s.state_type = type_of(states, "states");
+  s.groups = num_groups, s.heads = heads, s.k_dim = k_dim, s.v_dim = v_dim;
+  each_state(rows, states, scratch_states, [&](const StateItem& item) { kernels().scan(s, item); });
   return out;
 }
 
 at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& weight, double eps,
-                          bool silu) {
+                          bool silu, bool gate_first) {
   TORCH_CHECK(x.sizes() == gate.sizes() && x.scalar_type() == gate.scalar_type() && x.dim() >= 2, "x is ",
               x.scalar_type(), x.sizes(), " and gate ", gate.scalar_type(), gate.sizes());
-  TORCH_CHECK(weight.numel() == x.size(-1) && weight.is_contiguous(), "weight has shape ", weight.sizes());
+  const bool one_weight = weight.dim() == 1;
+  TORCH_CHECK(weight.is_contiguous() && weight.size(-1) == x.size(-1) &&
+                  (one_weight || (weight.dim() == 2 && x.dim() == 3 && weight.size(0) == x.size(1))),
+              "weight has shape ", weight.sizes(), " and x ", x.sizes());
   const at::Tensor in = x.dim() == 3 ? x : x.reshape({-1, 1, x.size(-1)});
   const at::Tensor gates = gate.dim() == 3 ? gate : gate.reshape({-1, 1, x.size(-1)});
   at::Tensor out = at::empty(in.sizes(), x.options());
   GatedNorm n{};
   n.x = view_of(in, "x"), n.gate = view_of(gates, "gate"), n.out = view_of(out, "out");
   n.weight = weight.const_data_ptr(), n.weight_type = type_of(weight, "weight");
-  n.heads = in.size(1), n.size = in.size(2), n.eps = float(eps), n.silu = silu;
+  n.weight_stride = one_weight ? 0 : in.size(2);
+  n.heads = in.size(1), n.size = in.size(2), n.eps = float(eps), n.silu = silu, n.gate_first = gate_first;
   const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, n.size));
   at::parallel_for(0, in.size(0) * n.heads, grain,
                    [&](int64_t begin, int64_t end) { kernels().gated_norm(n, begin, end); });
@@ -207,6 +261,7 @@ TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
   m.impl("causal_conv", causal_conv);
   m.impl("delta_gates", delta_gates);
   m.impl("delta_rule", delta_rule);
+  m.impl("selective_scan", selective_scan);
   m.impl("gated_rms_norm", gated_rms_norm);
 }
 

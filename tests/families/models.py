@@ -13,6 +13,7 @@ import torch
 from kimi_k25 import config as kimi_k25_config
 from kimi_k25 import publish as publish_kimi_k25
 from mla_models import DEEPSEEK_V3, GLM_FLASH, KIMI_LINEAR, PLAIN_QUERIES, name_dense_layers
+from nemotron_models import NEMOTRON_FAMILIES, NEMOTRON_H, NEMOTRON_H_MOE, publish_nemotron_h
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -31,6 +32,7 @@ from transformers import (
     GptOssConfig,
     KimiLinearConfig,
     MiniMaxM2Config,
+    NemotronHConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2VLImageProcessor,
@@ -266,6 +268,8 @@ FAMILIES = {
     "Moonlight": Family(lambda: DeepseekV3Config(**deepcopy({**COMMON, **PLAIN_QUERIES})), recurrent=False),
     "GLM-4.7-Flash": Family(lambda: Glm4MoeLiteConfig(**deepcopy({**COMMON, **GLM_FLASH})), recurrent=False),
     "Kimi-Linear": Family(lambda: KimiLinearConfig(**deepcopy({**COMMON, **KIMI_LINEAR})), recurrent=True),
+    "Nemotron-H": Family(lambda: NemotronHConfig(**{**COMMON, **NEMOTRON_H}), recurrent=True),
+    "Nemotron-H MoE": Family(lambda: NemotronHConfig(**{**COMMON, **NEMOTRON_H_MOE}), recurrent=True, taps=(0, 4)),
     "Qwen3.5 wrapper": _wrapper(Qwen3_5Config, QWEN3_5, VISION, recurrent=True, tied=True),
     "Kimi K2.5": Family(lambda: kimi_k25_config(TEXT, VISION_IDS), recurrent=False, sees=True, remote=True),
     "Qwen3.5 MoE wrapper": _wrapper(Qwen3_5MoeConfig, QWEN3_5_MOE, VISION, recurrent=True),
@@ -304,6 +308,8 @@ def make_target(family: str, folder: Path) -> Path:
         publish_kimi_k25(folder, IMAGE)
     if family == "Kimi-Linear":
         name_dense_layers(folder / "model.safetensors")
+    if family in NEMOTRON_FAMILIES:
+        publish_nemotron_h(folder)
     return folder
 
 

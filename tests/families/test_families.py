@@ -23,6 +23,7 @@ import pytest
 import torch
 from mla_models import MLA_FAMILIES
 from models import FAMILIES, IMAGE, VISION_END, VISION_START, make_draft, make_target
+from nemotron_models import NEMOTRON_FAMILIES
 from PIL import Image
 from transformers_answers import greedy_in_transformers, tapped_in_transformers
 
@@ -93,6 +94,7 @@ USUAL = [
     ("Qwen3 MoE", "overlap, pages, chunks"),
     ("Kimi K2.5", "overlap, pages, chunks"),
     ("Kimi-Linear", "overlap, pages, chunks"),
+    ("Nemotron-H MoE", "overlap, pages, chunks"),
     ("Qwen3.5 wrapper", "overlap, pages, chunks"),
     ("Qwen3-VL", "every width"),
     ("Qwen3.5 wrapper", "compiled"),
@@ -321,8 +323,8 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[st
                     _ask_wrongly(client)
                 client.flush_when_idle()
     if arm == "compiled":
-        experts, latent = FAMILIES[family].experts, family in MLA_FAMILIES
-        said = "forward runs uncompiled: " if experts or latent else "forward is captured"
+        untraced = FAMILIES[family].experts or family in (*MLA_FAMILIES, *NEMOTRON_FAMILIES)
+        said = "forward runs uncompiled: " if untraced else "forward is captured"
         assert f"The target's {said}" in (folder / "on.log").read_text()
     if family not in table:  # a replayed draft is accepted whatever it reads
         (prompt,) = [request.prompt for request, _ in baseline.first if len(request.prompt) == TAPPED_TOKENS]

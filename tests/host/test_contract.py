@@ -92,6 +92,10 @@ RELIED_ON = [
     "sglang.srt.models.qwen3_5.Qwen3_5ForCausalLM.forward",
     "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.forward",
     "sglang.srt.models.qwen3_vl.Qwen3LLMModel.forward",
+    # Nemotron-H: how a layer of Mamba-2 calls our backend, what the layer holds, what is tapped.
+    "sglang.srt.models.nemotron_h.NemotronHMambaDecoderLayer._forward_mamba",
+    "sglang.srt.models.nemotron_h.NemotronHForCausalLM.set_dflash_layers_to_capture",
+    "sglang.srt.layers.attention.mamba.mamba.MambaMixer2",
     # Wrappers: how embeddings and positions reach the layers.
     "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.forward",
     "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.set_dflash_layers_to_capture",

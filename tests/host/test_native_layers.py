@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.layers.attention.mamba.mixer2_rms_norm_gated import Mixer2RMSNormGated
 from sglang.srt.layers.layernorm import Gemma4RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -87,6 +88,7 @@ def test_installed_for_these_classes(monkeypatch):
         RMSNorm: layers.rms_norm,
         GemmaRMSNorm: layers.gemma_rms_norm,
         Gemma4RMSNorm: layers.gemma4_rms_norm,
+        Mixer2RMSNormGated: layers.gated_group_norm,
     }
     rotary = dict.fromkeys(layers.ROTARY, layers.rotate) | {MRotaryEmbedding: layers.rotate_sections}
     assert registered == norms | rotary

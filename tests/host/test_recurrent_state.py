@@ -6,7 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.configs import BailingHybridConfig, KimiLinearConfig, Qwen3NextConfig
+from sglang.srt.configs import (
+    BailingHybridConfig,
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    Lfm2Config,
+    NemotronHConfig,
+    Qwen3NextConfig,
+)
 
 from sglang_dflash.host import capture, recurrent_state
 from sglang_dflash.host.cpu.loading import mend_kimi_linear
@@ -26,20 +34,35 @@ def kimi_linear() -> KimiLinearConfig:
 
 @pytest.mark.parametrize(
     ("config", "architecture"),
-    [(kimi_linear(), "KimiLinearForCausalLM"), (Qwen3NextConfig(), "Qwen3NextForCausalLM")],
-    ids=["Kimi-Linear", "Qwen3-Next"],
+    [
+        (kimi_linear(), "KimiLinearForCausalLM"),
+        (Qwen3NextConfig(), "Qwen3NextForCausalLM"),
+        (NemotronHConfig(), "NemotronHForCausalLM"),
+    ],
+    ids=["Kimi-Linear", "Qwen3-Next", "Nemotron-H"],
 )
-def test_gated_delta_rules_are_served(config, architecture):
+def test_states_that_have_ops_are_served(config, architecture):
     """Fails where a state that our ops compute is refused."""
     assert recurrent_state.refusal_on_cpu(model_of(config, architecture)) is None
 
 
 @pytest.mark.parametrize(
     ("config", "architecture"),
-    [(kimi_linear(), "KimiK3LinearForCausalLM"), (BailingHybridConfig(), "BailingMoeV2_5ForCausalLM")],
+    [
+        (kimi_linear(), "KimiK3LinearForCausalLM"),
+        (BailingHybridConfig(), "BailingMoeV2_5ForCausalLM"),
+        (FalconH1Config(), "FalconH1ForCausalLM"),
+        (
+            GraniteMoeHybridConfig(num_hidden_layers=2, layer_types=["mamba", "attention"]),
+            "GraniteMoeHybridForCausalLM",
+        ),
+        (Lfm2Config(), "Lfm2ForCausalLM"),
+        (NemotronHConfig(), "NemotronHForCausalLMMTP"),
+    ],
 )
 def test_other_states_are_refused(config, architecture):
-    """Fails where bounded decays, or another state, are served as if they were Kimi-Linear's."""
+    """Fails where bounded decays, or another state, are served as if they were Kimi-Linear's, or a model with Mamba-2
+    layers that none has run as if it were Nemotron-H."""
     assert architecture in recurrent_state.refusal_on_cpu(model_of(config, architecture))
 
 
@@ -48,6 +71,23 @@ def test_bytes_of_a_kimi_state():
     matrix, inputs = 32 * 128 * 128 * 4, 3 * 32 * 128 * 3 * recurrent_state.INPUT_BYTES
     cfg = SimpleNamespace(mamba_ssm_dtype=None)
     assert recurrent_state._gated_delta_bytes(kimi_linear(), cfg) == 3 * (matrix + inputs)
+
+
+def test_bytes_of_a_nemotron_state():
+    """Fails where the memory of a verification is computed from other sizes than those of the layers with a state, in
+    the dtype that the flag names."""
+    config = NemotronHConfig(
+        layers_block_type=["mamba", "mlp", "attention", "mamba", "mamba"],
+        mamba_num_heads=128,
+        mamba_head_dim=64,
+        ssm_state_size=128,
+        n_groups=8,
+        mamba_d_conv=4,
+    )
+    inputs = (128 * 64 + 2 * 8 * 128) * 3 * recurrent_state.INPUT_BYTES
+    for named, size in ((None, 4), ("bfloat16", 2)):
+        cfg = SimpleNamespace(mamba_ssm_dtype=named)
+        assert recurrent_state._mamba2_bytes(config, cfg) == 3 * (128 * 64 * 128 * size + inputs)
 
 
 class KimiMoE(torch.nn.Module):

@@ -17,6 +17,7 @@ LAST_TAP_BY_SGLANG = {
     "KimiLinearForCausalLM",
     "MiMoV2FlashForCausalLM",
     "MiMoV2ForCausalLM",
+    "NemotronHForCausalLM",
 }
 LAST_TAP_ADDED = {
     "Glm4ForCausalLM",

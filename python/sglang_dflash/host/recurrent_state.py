@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from sglang.srt.configs import NemotronHConfig
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.runtime_context import get_schedule
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
@@ -14,6 +15,7 @@ from sglang.srt.utils.common import get_device_memory_capacity
 logger = logging.getLogger(__name__)
 GB = 1e9
 KIMI_LINEAR = "KimiLinearForCausalLM"  # Kimi delta attention with unbounded decays; other models bound them
+NEMOTRON_H = "NemotronHForCausalLM"  # the one class with Mamba-2 layers that the host can tap and a test has run
 DEFAULT_REQUESTS = 48  # the host's, with speculation
 INPUT_BYTES = 2  # of an input that a convolution keeps; 4 in float32, which hardly matters beside the matrices
 
@@ -43,6 +45,8 @@ def check(cfg: Any, target: Any, block_size: int, on_cpu: bool) -> None:
         )
     if hybrid_gdn_config(target) is not None or KIMI_LINEAR in target.hf_config.architectures:
         _check_memory(cfg, _gated_delta_bytes(config, cfg) // cfg.tp_size, block_size)
+    elif isinstance(config, NemotronHConfig):
+        _check_memory(cfg, _mamba2_bytes(config, cfg) // cfg.tp_size, block_size)
 
 
 def refusal_on_cpu(target: Any) -> str | None:
@@ -51,11 +55,11 @@ def refusal_on_cpu(target: Any) -> str | None:
     target: the host's `ModelConfig`.
     """
     names = target.hf_config.architectures
-    if hybrid_gdn_config(target) is not None or KIMI_LINEAR in names:
+    if hybrid_gdn_config(target) is not None or KIMI_LINEAR in names or NEMOTRON_H in names:
         return None
     return (
         f"the target {', '.join(names)} keeps a recurrent state that has no CPU implementation; on a CPU, the gated "
-        "delta rule is served (Qwen3.5, Qwen3.6, Qwen3-Next, Kimi-Linear)."
+        "delta rule (Qwen3.5, Qwen3.6, Qwen3-Next, Kimi-Linear) and the Mamba-2 layers of Nemotron-H are served."
     )
 
 
@@ -70,9 +74,21 @@ def _gated_delta_bytes(config: Any, cfg: Any) -> int:
         keys = config.linear_num_key_heads * key_dim
         values = config.linear_num_value_heads * config.linear_value_head_dim
     convolution = (2 * keys + values) * (taps - 1) * INPUT_BYTES
+    return len(config.linear_layer_ids) * (convolution + values * key_dim * _element_bytes(config, cfg))
+
+
+def _mamba2_bytes(config: NemotronHConfig, cfg: Any) -> int:
+    """As `_gated_delta_bytes`, for layers of Mamba-2."""
+    values = config.mamba_num_heads * config.mamba_head_dim
+    channels = values + 2 * config.n_groups * config.ssm_state_size
+    matrices = values * config.ssm_state_size * _element_bytes(config, cfg)
+    return len(config.mamba_layer_ids) * (channels * (config.conv_kernel - 1) * INPUT_BYTES + matrices)
+
+
+def _element_bytes(config: Any, cfg: Any) -> int:
+    """Of a state's matrices."""
     named = cfg.mamba_ssm_dtype or getattr(config, "mamba_ssm_dtype", None) or "float32"
-    matrix = values * key_dim * (4 if named == "float32" else 2)
-    return len(config.linear_layer_ids) * (convolution + matrix)
+    return 4 if named == "float32" else 2
 
 
 def _check_memory(cfg: Any, state_bytes: int, block_size: int) -> None:

@@ -23,6 +23,7 @@ LATEST = (
     "write_and_attend",
     "block_layout",
     "delta_rule",
+    "selective_scan",
 )  # missing in a build from older sources
 
 
@@ -141,8 +142,12 @@ def _register_fakes() -> None:
     def _(qkv, g, beta, num_k_heads, states, *rest):  # type: ignore[no-untyped-def]
         return qkv.new_empty(len(qkv), states.shape[1], states.shape[2])
 
+    @torch.library.register_fake("sglang_dflash::selective_scan")
+    def _(xbc, dt, a, dt_bias, skip, num_groups, states, *rest):  # type: ignore[no-untyped-def]
+        return xbc.new_empty(len(xbc), states.shape[1], states.shape[2])
+
     @torch.library.register_fake("sglang_dflash::gated_rms_norm")
-    def _(x, gate, weight, eps, silu=True):  # type: ignore[no-untyped-def]
+    def _(x, gate, weight, eps, silu=True, gate_first=False):  # type: ignore[no-untyped-def]
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @torch.library.register_fake("sglang_dflash::row_argmax")

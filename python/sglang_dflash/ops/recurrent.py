@@ -24,30 +24,87 @@ def delta_rule(
     scratch_states: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`reference.delta_rule`: steps of all requests together where each has the same few rows, else chunk by chunk."""
-    batch = len(rows.slots)
-    width = len(qkv) // batch if batch else 0
-    uniform = rows.snapshot_rows is None and bool((rows.row_starts.diff() == width).all())
-    if not uniform or (width > 1 and scratch_states is None):
-        assert scratch_states is None, "a verification has the same number of rows for each request"
+    width = _few_rows(rows, len(qkv), scratch_states is not None)
+    if width is None:
         return _by_request(qkv, g, beta, num_k_heads, states, rows)
     _, heads, v_dim, k_dim = states.shape
-    if width == 0:
-        return qkv.new_empty(len(qkv), heads, v_dim)
     parts = (*reference.split_heads(qkv, num_k_heads, heads, k_dim, v_dim), g, beta)
-    q, k, v, g, beta = (part.view(batch, width, *part.shape[1:]) for part in parts)
-    out = qkv.new_empty(batch, width, heads, v_dim)
-    state = states[rows.slots].float()
-    state[rows.fresh] = 0
-    for row in range(width):
+    q, k, v, g, beta = (part.view(len(rows.slots), width, *part.shape[1:]) for part in parts)
+    out = qkv.new_empty(len(rows.slots), width, heads, v_dim)
+
+    def step(state: torch.Tensor, row: int) -> torch.Tensor:
         state, out[:, row] = reference.delta_step(
             state, q[:, row], k[:, row], v[:, row], g[:, row], beta[:, row], out.dtype
         )
+        return state
+
+    _together(step, states, rows, width, scratch_states)
+    return out.flatten(0, 1)
+
+
+def _few_rows(rows: StateRows, total: int, verifies: bool) -> int | None:
+    """How many rows each request has, if it is the same for all and all are a decode or a verification; else None."""
+    batch = len(rows.slots)
+    width = total // batch if batch else 0
+    if rows.snapshot_rows is None and (verifies or width <= 1) and bool((rows.row_starts.diff() == width).all()):
+        return width
+    assert not verifies, "a verification has the same number of rows for each request"
+    return None
+
+
+def _together(
+    step: Callable[[torch.Tensor, int], torch.Tensor],
+    states: torch.Tensor,
+    rows: StateRows,
+    width: int,
+    scratch_states: torch.Tensor | None,
+) -> None:
+    """Advances the states of all requests over `width` rows, by `step(states before, place) -> states after`."""
+    if width == 0:
+        return
+    state = states[rows.slots].float()
+    state[rows.fresh] = 0
+    for row in range(width):
+        state = step(state, row)
         if scratch_states is not None:
             stored = state.to(states.dtype)
             scratch_states[rows.scratch, row] = stored
             state = stored.float()
     if scratch_states is None:
         states[rows.slots] = state.to(states.dtype)
+
+
+def selective_scan(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor,
+    num_groups: int,
+    states: torch.Tensor,
+    rows: StateRows,
+    scratch_states: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reference.selective_scan`: steps of all requests together where each has the same few rows. A prompt goes row by
+    row, slowly, so that a row's bits do not depend on how the prompt is cut."""
+    width = _few_rows(rows, len(xbc), scratch_states is not None)
+    if width is None:
+        return reference.selective_scan(xbc, dt, a, dt_bias, skip, num_groups, states, rows, scratch_states)
+    _, heads, head_dim, state_dim = states.shape
+    parts = (
+        *reference.split_groups(xbc, num_groups, heads, head_dim, state_dim),
+        *reference.scan_gates(dt, a, dt_bias),
+    )
+    x, b, c, sizes, decays = (part.view(len(rows.slots), width, *part.shape[1:]) for part in parts)
+    out = xbc.new_empty(len(rows.slots), width, heads, head_dim)
+
+    def step(state: torch.Tensor, row: int) -> torch.Tensor:
+        state, out[:, row] = reference.scan_step(
+            state, x[:, row], b[:, row], c[:, row], sizes[:, row], decays[:, row], skip, out.dtype
+        )
+        return state
+
+    _together(step, states, rows, width, scratch_states)
     return out.flatten(0, 1)
 
 
@@ -167,6 +224,24 @@ def native_delta_rule(
     return out
 
 
+def native_selective_scan(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor,
+    num_groups: int,
+    states: torch.Tensor,
+    rows: StateRows,
+    scratch_states: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reference.selective_scan` in one native call, row by row as `native_delta_rule`."""
+    out: torch.Tensor = torch.ops.sglang_dflash.selective_scan(
+        xbc, dt, a, dt_bias, skip, num_groups, states, *rows.fields, scratch_states
+    )
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentOps:
     """The ops of recurrent layers; each has the signature of the function of the same name in `recurrent_reference`."""
@@ -174,10 +249,11 @@ class RecurrentOps:
     causal_conv: Callable[..., torch.Tensor]
     delta_gates: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     delta_rule: Callable[..., torch.Tensor]
+    selective_scan: Callable[..., torch.Tensor]
     gated_rms_norm: Callable[..., torch.Tensor]
 
 
-TORCH_RECURRENT = RecurrentOps(causal_conv, reference.delta_gates, delta_rule, reference.gated_rms_norm)
+TORCH_RECURRENT = RecurrentOps(causal_conv, reference.delta_gates, delta_rule, selective_scan, reference.gated_rms_norm)
 
 
 def choose_recurrent(device: torch.device | str, *dtypes: torch.dtype) -> RecurrentOps:
@@ -185,4 +261,6 @@ def choose_recurrent(device: torch.device | str, *dtypes: torch.dtype) -> Recurr
     if not native.serves(device, *dtypes):
         return TORCH_RECURRENT
     compiled = torch.ops.sglang_dflash
-    return RecurrentOps(native_causal_conv, compiled.delta_gates, native_delta_rule, compiled.gated_rms_norm)
+    return RecurrentOps(
+        native_causal_conv, compiled.delta_gates, native_delta_rule, native_selective_scan, compiled.gated_rms_norm
+    )

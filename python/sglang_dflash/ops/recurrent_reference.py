@@ -1,7 +1,9 @@
-"""The specification of the ops of layers with recurrent state: causal convolution, gated delta rule, gated norm."""
+"""The specification of the ops of layers with recurrent state: causal convolution, gated delta rule, selective scan,
+gated norm."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -162,6 +164,22 @@ def delta_rule(
     _, heads, v_dim, k_dim = states.shape
     q, k, v = split_heads(qkv, num_k_heads, heads, k_dim, v_dim)
     out = qkv.new_empty(len(qkv), heads, v_dim)
+
+    def step(state: torch.Tensor, row: int) -> torch.Tensor:
+        state, out[row] = delta_step(state, q[row], k[row], v[row], g[row], beta[row], out.dtype)
+        return state
+
+    _row_by_row(step, states, rows, scratch_states)
+    return out
+
+
+def _row_by_row(
+    step: Callable[[torch.Tensor, int], torch.Tensor],
+    states: torch.Tensor,
+    rows: StateRows,
+    scratch_states: torch.Tensor | None,
+) -> None:
+    """Advances each request's state over its rows, by `step(state before, row) -> state after`, in float32."""
     starts = rows.row_starts.tolist()
     for request, slot in enumerate(rows.slots.tolist()):
         if starts[request] == starts[request + 1]:
@@ -171,7 +189,7 @@ def delta_rule(
         for place, row in enumerate(range(starts[request], starts[request + 1])):
             if place == snapshot_row:
                 states[snapshot_slot] = state.to(states.dtype)
-            state, out[row] = delta_step(state, q[row], k[row], v[row], g[row], beta[row], out.dtype)
+            state = step(state, row)
             if scratch_states is not None:
                 assert rows.scratch is not None
                 stored = state.to(states.dtype)
@@ -181,7 +199,6 @@ def delta_rule(
             states[snapshot_slot] = state.to(states.dtype)
         if scratch_states is None:
             states[slot] = state.to(states.dtype)
-    return out
 
 
 def split_heads(
@@ -219,17 +236,99 @@ def delta_step(
     return state, (state * q[..., None, :]).sum(-1).to(dtype)
 
 
+def selective_scan(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor,
+    num_groups: int,
+    states: torch.Tensor,
+    rows: StateRows,
+    scratch_states: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The selective state space of Mamba-2 (arXiv 2405.21060, section 2), row by row, in float32. Per head, with state
+    S [P, N], input x [P], and b and c [N] of the head's group:
+
+        step = softplus(dt + dt_bias);   S <- exp(step a) S + step x b^T;   out = S c + skip x
+
+    Args:
+        xbc: [T, H * P + 2 * G * N]; all inputs, all b, all c. Heads h share the group h // (H / G).
+        dt: [T, H].
+        a, dt_bias, skip: [H]; `a` is at most 0.
+        num_groups: G.
+        states: [S, H, P, N].
+        scratch_states: [P, W, H, P, N], in a verification, as in `delta_rule`.
+
+    Returns:
+        [T, H, P] in `xbc`'s dtype.
+    """
+    _, heads, head_dim, state_dim = states.shape
+    x, b, c = split_groups(xbc, num_groups, heads, head_dim, state_dim)
+    sizes, decays = scan_gates(dt, a, dt_bias)
+    out = xbc.new_empty(len(xbc), heads, head_dim)
+
+    def step(state: torch.Tensor, row: int) -> torch.Tensor:
+        state, out[row] = scan_step(state, x[row], b[row], c[row], sizes[row], decays[row], skip, out.dtype)
+        return state
+
+    _row_by_row(step, states, rows, scratch_states)
+    return out
+
+
+def split_groups(
+    xbc: torch.Tensor, num_groups: int, heads: int, head_dim: int, state_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [T, H, P], b and c [T, H, N], all float32, groups repeated."""
+    size = num_groups * state_dim
+    x, b, c = torch.split(xbc.float(), [heads * head_dim, size, size], dim=-1)
+    b, c = (y.reshape(-1, num_groups, state_dim).repeat_interleave(heads // num_groups, dim=1) for y in (b, c))
+    return x.reshape(-1, heads, head_dim), b, c
+
+
+def scan_gates(dt: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step sizes and decays of `selective_scan`; each [T, H] float32. They are computed in float64 and rounded: torch's
+    vector and scalar functions differ in the last bits, and which of them takes a row depends on the other rows."""
+    steps = F.softplus(dt.double() + dt_bias.double()).float()
+    return steps, (steps.double() * a.double()).exp().float()
+
+
+def scan_step(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    size: torch.Tensor,
+    decay: torch.Tensor,
+    skip: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row of `selective_scan` for any number of requests: the state after it, and its output in `dtype`.
+
+    Args:
+        state: [..., H, P, N] float32; x: [..., H, P]; b, c: [..., H, N]; size, decay: [..., H]; skip: [H].
+    """
+    state = state * decay[..., None, None] + (size[..., None] * x)[..., None] * b[..., None, :]
+    return state, ((state * c[..., None, :]).sum(-1) + skip.float()[:, None] * x).to(dtype)
+
+
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    silu: bool = True,
+    gate_first: bool = False,
 ) -> torch.Tensor:
     """RMS norm over the last dimension, times `silu(gate)`; float32 inside, returned in `x`'s dtype.
 
     Args:
         x, gate: [..., D].
-        weight: [D].
+        weight: [D]; or [H, D] for x [T, H, D], one for each group of a norm in groups.
         silu: False: times `sigmoid(gate)` instead.
+        gate_first: the norm is that of the product of x and the gate, as in Mamba-2.
     """
-    activation = F.silu if silu else torch.sigmoid
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * weight.float() * activation(gate.float())).to(x.dtype)
+    opened = (F.silu if silu else torch.sigmoid)(gate.float())
+    wide = x.float() * opened if gate_first else x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (normed if gate_first else normed * opened).to(x.dtype)

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import torch
+from sglang.srt.configs.hybrid_arch import mamba2_config
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -61,6 +62,8 @@ def why_not(runner: Any) -> str | None:
         return "LoRA adapters change it from batch to batch"
     if is_latent(runner.model_config):
         return "latent attention is not traced"
+    if mamba2_config(runner.model_config) is not None:
+        return "layers of Mamba-2 are not traced"
     if any(isinstance(module, FusedMoE) for module in runner.model.modules()):
         return "a mixture of experts reads on the host which experts were chosen"
     if any(isinstance(module, DFlashGroupedConv) for module in runner.model.modules()):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.layers.attention.mamba.mixer2_rms_norm_gated import Mixer2RMSNormGated
 from sglang.srt.layers.layernorm import Gemma4RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
@@ -32,6 +33,7 @@ def install() -> None:
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, key)
     BaseFusedOp.register_oot_forward(GemmaRMSNorm, gemma_rms_norm, key)
     BaseFusedOp.register_oot_forward(Gemma4RMSNorm, gemma4_rms_norm, key)
+    BaseFusedOp.register_oot_forward(Mixer2RMSNormGated, gated_group_norm, key)
     BaseFusedOp.register_oot_forward(MRotaryEmbedding, rotate_sections, key)
     for layer in ROTARY:
         BaseFusedOp.register_oot_forward(layer, rotate, key)
@@ -81,6 +83,16 @@ def gemma4_rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     weight = norm.weight.float() + norm.scale_shift if norm.scale_shift else norm.weight
     out: torch.Tensor = torch.ops.sglang_dflash.rms_norm(x, weight, norm.eps)
     return out
+
+
+def gated_group_norm(norm: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Computes `Mixer2RMSNormGated.forward_native` with our op where each rank has whole groups. x, gate: [T, H]."""
+    groups, shared = divmod(norm.n_groups, norm.tp_size)
+    if shared or not norm.use_rms_norm or not ops.serves(x.device, x.dtype, gate.dtype, norm.weight.dtype):
+        return norm.forward_native(x, gate)
+    in_groups = (part.unflatten(-1, (groups, -1)) for part in (x, gate, norm.weight))
+    out: torch.Tensor = torch.ops.sglang_dflash.gated_rms_norm(*in_groups, norm.variance_epsilon, True, True)
+    return out.flatten(1)
 
 
 def rotate_sections(

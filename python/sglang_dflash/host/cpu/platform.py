@@ -49,7 +49,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return SERVED.get(quantization)
 
     def support_mamba_cache_extra_buffer(self) -> bool:
-        """Whether recurrent layers keep snapshots of their states for the prefix cache (`CpuGatedDeltaBackend`)."""
+        """Whether recurrent layers keep snapshots of their states for the prefix cache (`CpuStateBackend`)."""
         return True
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:

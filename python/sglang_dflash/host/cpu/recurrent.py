@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
-from sglang.srt.configs.hybrid_arch import hybrid_kda_config, mambaish_config
+from sglang.srt.configs.hybrid_arch import hybrid_kda_config, mamba2_config, mambaish_config
 from sglang.srt.environ import envs
-from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend, MambaAttnBackendBase
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
+    HybridLinearAttnBackend,
+    Mamba2AttnBackend,
+    MambaAttnBackendBase,
+)
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_server_args
@@ -31,18 +35,17 @@ def wrap_backend(original: Any, runner: Any, full_attention: Any) -> Any:
     reason = refusal_on_cpu(runner.model_config)
     if reason is not None:
         raise ValueError(reason)
-    return CpuHybridBackend(full_attention, CpuGatedDeltaBackend(runner), config.full_attention_layer_ids)
+    backend = CpuGatedDeltaBackend if mamba2_config(runner.model_config) is None else CpuMamba2Backend
+    return CpuHybridBackend(full_attention, backend(runner), config.full_attention_layer_ids)
 
 
-class CpuGatedDeltaBackend(MambaAttnBackendBase):
-    """Layers of the gated delta rule: decode, verification and extend over the host's pools of states. In Kimi delta
-    attention each key dimension has a decay of its own, and the pools hold the inputs of convolutions channels last."""
+class CpuStateBackend(MambaAttnBackendBase):
+    """The rows of decode, verification and extend over the host's pools of states, for layers of either kind."""
 
     needs_cpu_seq_lens = False
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
-        self._kimi = hybrid_kda_config(model_runner.model_config) is not None
         cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
         self._ops = ops.choose_recurrent("cpu", model_runner.dtype, cache.conv[0].dtype, cache.temporal.dtype)
         self._rows: StateRows
@@ -85,6 +88,29 @@ class CpuGatedDeltaBackend(MambaAttnBackendBase):
             snapshot_slots=forward_batch.mamba_track_indices.long(),
         )
 
+    def _states_of(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """The layer's pools, of inputs of the convolution and of states; then the scratch of both, or None."""
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)
+        if self._rows.scratch is None:
+            return cache.conv[0], cache.temporal, None, None
+        return cache.conv[0], cache.temporal, cache.intermediate_conv_window[0], cache.intermediate_ssm
+
+    def _keep_snapshots(self, *pools: torch.Tensor) -> None:
+        """Copies the states that the prefix cache keeps after a decode."""
+        if self._tracked is not None:
+            source, target = self._tracked
+            for pool in pools:
+                pool[target] = pool[source]
+
+
+class CpuGatedDeltaBackend(CpuStateBackend):
+    """Layers of the gated delta rule. In Kimi delta attention each key dimension has a decay of its own, and the pools
+    hold the inputs of convolutions channels last."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._kimi = hybrid_kda_config(model_runner.model_config) is not None
+
     def forward_extend(
         self,
         *,
@@ -98,28 +124,55 @@ class CpuGatedDeltaBackend(MambaAttnBackendBase):
     ) -> torch.Tensor:
         """mixed_qkv: [T, C] before the convolution; a, b: [T, H]; in Kimi's layers a: T * H * K elements and b: T * H,
         of any shape. Returns [1, T, H, V]."""
-        cache, rows = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id), self._rows
-        windows = scratch = None
-        if rows.scratch is not None:
-            windows, scratch = cache.intermediate_conv_window[0], cache.intermediate_ssm
-        states = cache.conv[0], cache.temporal
+        inputs, states, windows, scratch = self._states_of(layer.layer_id)
         if self._kimi:
             a = a.reshape(len(mixed_qkv), layer.num_v_heads, layer.head_k_dim)
             b = b.reshape(len(mixed_qkv), layer.num_v_heads)
-            states = states[0].mT, states[1]
-            windows = None if windows is None else windows.mT
-        qkv = self._ops.causal_conv(mixed_qkv, layer.conv_weights, layer.bias, states[0], rows, windows)
+            inputs, windows = inputs.mT, None if windows is None else windows.mT
+        qkv = self._ops.causal_conv(mixed_qkv, layer.conv_weights, layer.bias, inputs, self._rows, windows)
         gates = self._ops.delta_gates(a, b, layer.A_log, layer.dt_bias)
-        out = self._ops.delta_rule(qkv, *gates, layer.num_k_heads, states[1], rows, scratch)
-        if self._tracked is not None:
-            source, target = self._tracked
-            for state in states:
-                state[target] = state[source]
+        out = self._ops.delta_rule(qkv, *gates, layer.num_k_heads, states, self._rows, scratch)
+        self._keep_snapshots(inputs, states)
         if linear_attn_output is None:
             return out[None]
         return linear_attn_output.copy_(out[None])
 
     forward_decode = forward_extend
+
+
+class CpuMamba2Backend(CpuStateBackend, Mamba2AttnBackend):
+    """Layers of Mamba-2. Their model calls `forward` with the whole layer, in every mode."""
+
+    def forward(
+        self,
+        mixer: Any,
+        hidden_states: torch.Tensor,
+        output: torch.Tensor | None,
+        layer_id: int,
+        forward_batch: ForwardBatch,
+        mup_vector: torch.Tensor | None = None,
+        use_triton_causal_conv: bool = False,
+    ) -> torch.Tensor:
+        """What `MambaMixer2.forward` computes, with our ops.
+
+        Args:
+            mixer: the host's `MambaMixer2`.
+            hidden_states: [T, H].
+            output: a buffer of accelerators' graphs, mup_vector: of Falcon; both None.
+            use_triton_causal_conv: ignored.
+        """
+        assert output is None and mup_vector is None and mixer.activation == "silu", mixer.activation
+        inputs, states, windows, scratch = self._states_of(layer_id)
+        ranks = mixer.tp_size
+        projected, _ = mixer.in_proj(hidden_states)
+        widths = [size // ranks for size in (mixer.intermediate_size, mixer.conv_dim, mixer.num_heads)]
+        gate, xbc, dt = projected.split(widths, dim=-1)
+        xbc = self._ops.causal_conv(xbc, mixer.conv1d.weight[:, 0], mixer.conv1d.bias, inputs, self._rows, windows)
+        layer = mixer.A, mixer.dt_bias, mixer.D, mixer.n_groups // ranks
+        out = self._ops.selective_scan(xbc, dt, *layer, states, self._rows, scratch)
+        self._keep_snapshots(inputs, states)
+        out, _ = mixer.out_proj(mixer.norm(out.flatten(1), gate))
+        return out
 
 
 class CpuHybridBackend(HybridLinearAttnBackend):
