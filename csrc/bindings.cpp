@@ -10,7 +10,7 @@ TORCH_LIBRARY(sglang_dflash, m) {
   m.def(
       "write_and_attend(Tensor q, Tensor k, Tensor v, Tensor slots, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor req_to_token, Tensor req_pool_indices, Tensor prefix_lens, Tensor row_starts, float scaling, "
-      "bool causal, int window_left, Tensor? sinks=None) -> Tensor");
+      "bool causal, int window_left, Tensor? row_mask, Tensor? sinks=None) -> Tensor");
   m.def(
       "block_layout(Tensor bonus_ids, Tensor prefix_lens, Tensor req_pool_indices, Tensor req_to_token, "
       "int block_size, int mask_token_id) -> (Tensor, Tensor, Tensor)");
@@ -40,4 +40,26 @@ TORCH_LIBRARY(sglang_dflash, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? addend) -> Tensor");
   m.def("row_argmax(Tensor logits) -> Tensor");
   m.def("accept_greedy(Tensor logits, Tensor ids) -> (Tensor, Tensor, Tensor)");
+  m.def("top_log_probs(Tensor logits, int count) -> (Tensor, Tensor)");
+  m.def("best_first(Tensor chances, int rows) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("ancestors(Tensor parents, int width) -> Tensor");
+  m.def(
+      "platt(Tensor log_probs, float slope, float[] depth_offsets, float others_offset, float[] request_offsets, "
+      "float max_logit) -> Tensor");
+  m.def(
+      "take_rows(Tensor parents, Tensor depths, Tensor ranks, int[] drafted, int[] lens, int batch) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "lay_out_trees(Tensor depths, Tensor ranks, Tensor requests, Tensor row_starts, int[] drafted, "
+      "Tensor candidate_ids, Tensor bonus_ids, Tensor prefix_lens, Tensor req_pool_indices, Tensor req_to_token) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def(
+      "exchange_slots(Tensor(a!) req_to_token, Tensor req_pool_indices, Tensor prefix_lens, Tensor path, "
+      "Tensor commit_lens, Tensor row_starts) -> ()");
+  m.def(
+      "accept_tree(Tensor target_ids, Tensor ids, Tensor parents, Tensor row_starts, int length) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "accept_tree_greedy(Tensor logits, Tensor ids, Tensor parents, Tensor row_starts, int length) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
 }

@@ -168,7 +168,7 @@ at::Tensor write_and_attend(const at::Tensor& q, const at::Tensor& k, const at::
                             const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& req_to_token,
                             const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
                             const at::Tensor& row_starts, double scaling, bool causal, int64_t window_left,
-                            const std::optional<at::Tensor>& sinks) {
+                            const std::optional<at::Tensor>& row_mask, const std::optional<at::Tensor>& sinks) {
   TORCH_CHECK(k_cache.dim() == 3 && v_cache.dim() == 3 && k_cache.size(0) == v_cache.size(0), "shapes of k_cache ",
               k_cache.sizes(), ", v_cache ", v_cache.sizes());
   TORCH_CHECK(q.dim() == 2 || q.dim() == 3, "q has shape ", q.sizes(), "; 2 or 3 dimensions are needed");
@@ -181,7 +181,7 @@ at::Tensor write_and_attend(const at::Tensor& q, const at::Tensor& k, const at::
   write_rows(k.view({rows, heads, dim}), slot, k_cache, "k");
   write_rows(v.view({rows, v_cache.size(1), v_cache.size(2)}), slot, v_cache, "v");
   return paged_attention(q.view({rows, q_heads, dim}), k_cache, v_cache, req_to_token, req_pool_indices, prefix_lens,
-                         row_starts, scaling, causal, window_left, std::nullopt, sinks)
+                         row_starts, scaling, causal, window_left, row_mask, sinks)
       .view({rows, q_heads * v_cache.size(2)});
 }
 

@@ -10,6 +10,7 @@
 namespace sglang_dflash {
 
 const Kernels TABLE = {TEXT(ISA), attention_workspace, attend, merge, norm,       norm_rope,   linear,
-                       conv,      delta,               scan,   gated_norm, kLinearRows, kLinearRowsBFloat16, argmax};
+                       conv,      delta,               scan,   gated_norm, kLinearRows, kLinearRowsBFloat16, argmax,
+                       top};
 
 }  // namespace sglang_dflash

@@ -147,6 +147,24 @@ struct Best {
   int64_t index;
 };
 
+// The best candidates of a row, best first, and the sum of exp(value - maximum) over all columns so far.
+struct Top {
+  float* values;  // [count]; -inf where there is no candidate
+  int64_t* ids;   // [count]; -1 there
+  int64_t count;
+  float maximum, sum;
+};
+
+// Adds a candidate behind those that are at least as good; the last one drops out. Always inlined, so that no unit's
+// copy is used by another.
+static inline __attribute__((always_inline)) void insert(Top& top, float value, int64_t id) {
+  int64_t place = top.count - 1;
+  if (!(value > top.values[place])) return;
+  for (; place > 0 && value > top.values[place - 1]; place--)
+    top.values[place] = top.values[place - 1], top.ids[place] = top.ids[place - 1];
+  top.values[place] = value, top.ids[place] = id;
+}
+
 struct Kernels {
   const char* name;
   int64_t (*attention_workspace)(const Attention&);                             // returns floats per thread
@@ -161,6 +179,7 @@ struct Kernels {
   void (*gated_norm)(const GatedNorm&, int64_t begin, int64_t end);             // rows, H for each token
   int64_t linear_rows, linear_rows_bfloat16;  // rows up to which it beats a BLAS, or one that emulates bfloat16
   Best (*argmax)(const void* values, Type, int64_t count);                      // lowest index of ties; NaN wins
+  void (*top)(const void* values, Type, int64_t first_id, int64_t count, Top&);  // adds columns; NaN counts as -inf
 };
 
 extern const Kernels kScalar;

@@ -1,4 +1,4 @@
-// Norms, rotary embedding and argmax of rows, for one instruction set. All sums are in float.
+// Norms, rotary embedding, argmax and best candidates of rows, for one instruction set. All sums are in float.
 #pragma once
 
 #include "vec.h"
@@ -158,6 +158,42 @@ Best first_largest(const T* values, int64_t size) {
 Best argmax(const void* values, Type type, int64_t size) {
   return type == Type::kFloat ? first_largest(static_cast<const float*>(values), size)
                               : first_largest(static_cast<const BFloat16*>(values), size);
+}
+
+// Adds `size` columns, whose ids start at `first_id`, to a row's candidates and softmax sum.
+template <typename T>
+void add_columns(const T* values, int64_t first_id, int64_t size, Top& top) {
+  for (int64_t block = 0; block < size; block += kScanned) {
+    const int64_t count = smaller(kScanned, size - block);
+    float x[kScanned + kLanes];
+    Vec largest = broadcast(-kInfinity);
+    each_vector(count, [&](int64_t i, int64_t some) {
+      Vec one = read(values + block + i, some);
+      one = one == one ? one : broadcast(-kInfinity);
+      store(x + i, one);
+      for (int64_t j = some; j < kLanes; j++) x[i + j] = -kInfinity;
+      largest = load(x + i) > largest ? load(x + i) : largest;
+    });
+    const float maximum_here = maximum(largest);
+    if (maximum_here == -kInfinity) continue;
+    if (maximum_here > top.maximum) {
+      top.sum = top.maximum == -kInfinity ? 0 : top.sum * exp_negative(top.maximum - maximum_here);
+      top.maximum = maximum_here;
+    }
+    Vec total = {};
+    for (int64_t i = 0; i < count; i += kLanes) total += exp_negative(load(x + i) - top.maximum);
+    top.sum += sum(total);
+    if (!(maximum_here > top.values[top.count - 1])) continue;
+    for (int64_t i = 0; i < count; i += kLanes) {
+      if (!(maximum(load(x + i)) > top.values[top.count - 1])) continue;
+      for (int64_t j = i; j < smaller(i + kLanes, count); j++) insert(top, x[j], first_id + block + j);
+    }
+  }
+}
+
+void top(const void* values, Type type, int64_t first_id, int64_t size, Top& top) {
+  type == Type::kFloat ? add_columns(static_cast<const float*>(values), first_id, size, top)
+                       : add_columns(static_cast<const BFloat16*>(values), first_id, size, top);
 }
 
 }  // namespace

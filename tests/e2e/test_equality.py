@@ -22,9 +22,9 @@ def test_tokens_equal_at_the_default(client: Client, baseline: Baseline, concurr
 
 @on_arms("default")
 def test_widths_are_reported(client: Client, server: Server, baseline: Baseline) -> None:
-    """Fails where `meta_info` lacks the rows of the steps, or the log does not say that widths adapt."""
+    """Fails where `meta_info` lacks the rows of the steps, or the log does not say that steps are planned."""
     widths_of(client, baseline.prompts[0])
-    assert f"verify 1 to {BLOCK_SIZE} rows" in server.log.read_text()
+    assert "verify the rows that pay, request by request, in trees" in server.log.read_text()
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])

@@ -21,7 +21,6 @@ from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_inf
 from stand_ins import Batch, make_req, make_row_sampler
 
 from sglang_dflash import ops
-from sglang_dflash.core.width import FullWidth
 from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_heads import DraftHead
 from sglang_dflash.host.draft_input import DraftInput
@@ -51,7 +50,7 @@ def worker_of(table: torch.Tensor, rows: ops.RowOps, sampler: Any = None, window
     worker._hidden_states = ReturnedHiddenStates(None)
     worker._sharded_logits = worker._plan_stream = worker._recurrent_state = None
     worker._rows, worker._accept_chain, worker._fuses_acceptance = rows, ops.accept_chain, True
-    worker._widths = FullWidth(BLOCK)
+    worker._planned = None
     return worker
 
 
@@ -156,6 +155,7 @@ def _draft(table: torch.Tensor, rows: ops.RowOps, generator: torch.Generator, wi
     out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
     runner = DraftRunner.__new__(DraftRunner)
     runner.model = SimpleNamespace(block_size=BLOCK)
+    runner.model.set_block_size = lambda rows: setattr(runner.model, "block_size", rows)
     runner.runner = SimpleNamespace(
         device=device.type,
         forward=lambda batch: out,
@@ -169,7 +169,9 @@ def _draft(table: torch.Tensor, rows: ops.RowOps, generator: torch.Generator, wi
     runner._context_kv = ContextKVWriter(model)
     runner._context_kv.bind(runner.runner.token_to_kv_pool)
     runner._window = DraftWindow(window, 1, table, torch.zeros_like(table)) if window else None
-    runner._spec_infos = {BLOCK: make_draft_block_spec_info(draft_token_num=BLOCK, device=device.type)}
+    runner._spec_infos = {
+        rows: make_draft_block_spec_info(draft_token_num=rows, device=device.type) for rows in range(2, BLOCK + 1)
+    }
     return runner
 
 

@@ -91,11 +91,11 @@ class Batch:
 
 
 def make_plan(ids: torch.Tensor, prefix_lens: torch.Tensor | None = None) -> VerifyPlan:
-    """ids: [B, W] int64."""
+    """Chains of equally many rows. ids: [B, W] int64."""
     if prefix_lens is None:
         prefix_lens = torch.full((len(ids),), 7)
-    positions = prefix_lens[:, None] + torch.arange(ids.shape[1])
-    return VerifyPlan(ids, positions, positions)
+    positions = (prefix_lens[:, None] + torch.arange(ids.shape[1])).flatten()
+    return VerifyPlan(ids.flatten(), positions, positions, ids.shape[1])
 
 
 def output_of(logits: torch.Tensor) -> LogitsProcessorOutput:

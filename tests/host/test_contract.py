@@ -59,6 +59,13 @@ RELIED_ON = [
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
+    # Trees of rows: how the host walks them for grammars, moves KV, and cuts logprobs and hidden states from a step.
+    "sglang.srt.speculative.spec_utils.generate_token_bitmask",
+    "sglang.srt.speculative.spec_utils.traverse_tree",
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
+    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.move_kv_cache",
+    "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.move_kv_cache",
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._apply_decode_logprobs",
     # What FP8 layers made dense say to an update; the draft's own way to context KV.
     "sglang.srt.model_executor.model_runner_components.weight_updater._unsupported_derived_weight_cache_error",
     "sglang.srt.models.dflash.DFlashAttention.kv_proj_only",
@@ -396,9 +403,19 @@ def test_hooks_reach_the_scheduler(probe):
 
 def test_builtin_worker_is_left_alone(monkeypatch):
     """Fails where `SGLANG_DFLASH_WORKER=builtin` still gets our worker or our request check."""
-    from sglang_dflash.host import block_results, capture, features, hooks, requests, sampler, sessions, weights
+    from sglang_dflash.host import (
+        block_results,
+        capture,
+        features,
+        hooks,
+        requests,
+        sampler,
+        sessions,
+        tree_verify,
+        weights,
+    )
 
-    modules = (block_results, capture, sampler, sessions, weights, features, requests)
+    modules = (block_results, capture, sampler, sessions, weights, features, requests, tree_verify)
     seams = [module.HOOKS for module in modules]
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *(target for seam in seams for target in seam)}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")

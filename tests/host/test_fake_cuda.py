@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -280,11 +281,11 @@ def test_the_watch_sees_what_it_should(wrong, watch):
 
     def planted(plan: Any, *rest: Any) -> Any:
         if wrong == "a value from the CPU":
-            plan.ids[0, 0] = torch.tensor(3)
+            plan.ids[0] = torch.tensor(3)
         elif wrong == "a read of a value":
             plan.ids[plan.ids > 3].sum()
         else:
-            plan = type(plan)(plan.ids + torch.ones(plan.width, dtype=torch.int64), plan.positions, plan.slots)
+            plan = replace(plan, ids=plan.ids + torch.ones(BATCH * BLOCK, dtype=torch.int64))
         return accept(plan, *rest)
 
     one._accept = planted

@@ -9,59 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from plain_decoding import PENALIZERS, Host, One
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.sampling.penaltylib import (
-    BatchedFrequencyPenalizer,
-    BatchedMinNewTokensPenalizer,
-    BatchedPenalizerOrchestrator,
-    BatchedPresencePenalizer,
-    BatchedRepetitionPenalizer,
-)
-from stand_ins import Batch, configured, make_req
+from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
+from stand_ins import Batch, configured, make_plan, make_req
 
 from sglang_dflash import ops
+from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host.block_results import order_penalizers
 from sglang_dflash.host.penalties import RequestPenalties, asks_for_penalties, stop_ids
-
-PENALIZERS = (
-    BatchedFrequencyPenalizer,
-    BatchedMinNewTokensPenalizer,
-    BatchedPresencePenalizer,
-    BatchedRepetitionPenalizer,
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _configured():
     with configured():
         yield
-
-
-class One:
-    """A batch of one request. The orchestrator holds only a weak reference to it."""
-
-    def __init__(self, req: Req) -> None:
-        self.reqs, self.device = [req], "cpu"
-
-
-class Host:
-    """What plain decoding without overlap does to one request's logits."""
-
-    def __init__(self, req: Req, vocab_size: int) -> None:
-        self._batch = One(req)
-        self.penalizers = BatchedPenalizerOrchestrator(vocab_size, self._batch, set(PENALIZERS))
-        order_penalizers(None, self.penalizers)
-
-    def emit(self, ids: Sequence[int]) -> Host:
-        for token in ids:
-            self.penalizers.cumulate_output_tokens(torch.tensor([token]))
-        return self
-
-    def penalized(self, row: torch.Tensor) -> torch.Tensor:
-        """[V] -> [V]."""
-        row = row.clone()[None]
-        self.penalizers.apply(row)
-        return row[0]
 
 
 def bits(x: torch.Tensor) -> list:
@@ -127,6 +89,49 @@ def test_every_row_is_the_hosts_bit_for_bit(seed):
             assert bits(logits[index, place]) == bits(host.penalized(before[index, place])), (index, place)
     for index in set(range(batch)) - set(asking):
         assert bits(logits[index]) == bits(before[index])
+
+
+def random_plan(rng: random.Random, anchors: list[int], few: int) -> VerifyPlan:
+    """Random trees of random sizes, with ids below `few`."""
+    parents: list[list[int]] = [[rng.randrange(row) for row in range(1, rng.randint(1, 9))] for _ in anchors]
+    width = 1 + max(map(len, parents))
+    padded = torch.tensor([[-1, *own, *[-1] * (width - 1 - len(own))] for own in parents], dtype=torch.int32)
+    depths = torch.zeros_like(padded)
+    for row in range(1, width):
+        depths[:, row] = 1 + depths.gather(1, padded[:, row : row + 1].long().clamp(min=0))[:, 0]
+    trees = ops.Trees(padded, depths, torch.zeros_like(padded), padded.float())
+    rows = ops.take_rows(trees, range(len(anchors)), [1 + len(own) for own in parents], len(anchors))
+    ids = [[anchor, *(rng.randrange(few) for _ in own)] for anchor, own in zip(anchors, parents, strict=True)]
+    flat = torch.tensor([token for own in ids for token in own])
+    return VerifyPlan(flat, flat, flat, rows.width, rows)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_of_a_tree_is_the_hosts_bit_for_bit(seed):
+    """Fails where a row of a tree differs by a bit from the host's penalizers, after they get the emitted tokens and
+    the drafts on the path to that row; or where a row of a request without penalties changes."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    vocab_size, batch = rng.randint(17, 200), rng.randint(1, 6)
+    few = rng.choice([2, 5, vocab_size])
+    emitted = [[rng.randrange(few) for _ in range(rng.randint(1, 12))] for _ in range(batch)]
+    reqs = [
+        make_req(slot=slot, vocab_size=vocab_size, output_ids=ids, eos_token_ids={5}, **ask(rng, vocab_size))
+        for slot, ids in enumerate(emitted)
+    ]
+    reqs[0].sampling_params.frequency_penalty = 0.3
+    held, penalties = Batch(reqs, vocab_size), RequestPenalties(vocab_size, 9, "cpu")
+    group, plan = penalties.prefill(held), random_plan(rng, [ids[-1] for ids in emitted], few)
+    logits = torch.randn(len(plan.ids), vocab_size, generator=generator) * rng.choice([0.1, 4.0, 100.0])
+    before = logits.clone()
+    penalties.apply(group, logits, plan)
+    first = 0
+    for req, ids, paths in zip(reqs, emitted, plan.drafts(), strict=True):
+        for row, path in enumerate(paths, first):
+            expected = before[row]
+            if asks_for_penalties(req.sampling_params):
+                expected = Host(req, vocab_size).emit(ids + path).penalized(before[row])
+            assert bits(logits[row]) == bits(expected), (ids, path)
+        first += len(paths)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -246,8 +251,8 @@ def test_running_requests_of_a_mixed_batch_keep_their_counts():
     group = penalties.prefill(mixed)
     assert mixed.sampling_info.acc_additive_penalties[1].nonzero().tolist() == [[3]]
     penalties.commit(group, torch.tensor([[5], [4]]), torch.tensor([1, 1]))
-    logits = torch.zeros(2, 2, 16)
+    logits = torch.zeros(4, 16)
     batch = Batch([running, new], 16)
-    penalties.apply(penalties.group(batch), logits, torch.tensor([[4, 4], [5, 6]]))
-    assert logits[0, 0, [3, 4, 5]].tolist() == [-1, -1, 0]
-    assert logits[1, 0, [3, 4, 5]].tolist() == [0, 0, -2]
+    penalties.apply(penalties.group(batch), logits, make_plan(torch.tensor([[4, 4], [5, 6]])))
+    assert logits[0, [3, 4, 5]].tolist() == [-1, -1, 0]
+    assert logits[2, [3, 4, 5]].tolist() == [0, 0, -2]

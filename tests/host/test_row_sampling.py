@@ -18,7 +18,7 @@ from stand_ins import Batch, configured, make_plan, make_req, make_row_sampler, 
 from sglang_dflash import ops
 from sglang_dflash.host import hidden_states
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
-from sglang_dflash.host.sampling import LOGPROBS, expand
+from sglang_dflash.host.sampling import LOGPROBS, Span, expand
 
 VOCAB = 16
 PROCESSOR = DisallowedTokensLogitsProcessor.to_str()
@@ -52,6 +52,11 @@ def info_of(*asked: dict[str, Any]) -> SamplingBatchInfo:
     return Batch([make_req(slot=i, vocab_size=VOCAB, **params) for i, params in enumerate(asked)], VOCAB).sampling_info
 
 
+def span_of(*lens: int) -> Span:
+    """All requests of a batch; lens: rows of each."""
+    return Span(slice(0, len(lens)), slice(0, sum(lens)), list(lens))
+
+
 def test_every_field_of_the_host_is_accounted_for():
     """Fails where a release of SGLang adds a field that `expand` would pass to rows unchanged."""
     groups = (ONCE_PER_ROW, IN_THE_LOGITS, OF_ROWS, OF_THE_BATCH, REFUSED, OTHER_DEVICES)
@@ -68,7 +73,7 @@ def test_each_row_has_its_requests_filters():
         {"temperature": 0.0, "min_p": 0.25, "logit_bias": {"3": 5.0}},
     )
     info = replace(info, sampling_seed=torch.tensor([5, 6, 7]), grammar_mask=object(), grammars=[None])
-    rows = expand(info, 2, None)
+    rows = expand(info, span_of(2, 2, 2), None)
     assert rows.temperatures.tolist() == [[0.5], [0.5], [1.5], [1.5], [1.0], [1.0]]
     assert rows.top_ks.tolist() == [3, 3, *[1 << 30] * 2, 1, 1]
     assert rows.top_ps.tolist() == [1, 1, 0.75, 0.75, 1, 1]
@@ -87,7 +92,7 @@ def test_requests_keep_their_fields():
     """Fails where the rows of one step change the info from which the next step starts."""
     info = info_of({"presence_penalty": 1.0, "logit_bias": {"3": 5.0}}, {"top_k": 4})
     before = {field.name: getattr(info, field.name) for field in fields(info)}
-    rows = expand(info, 4, None)
+    rows = expand(info, span_of(4, 4), None)
     rows.temperatures.fill_(9)
     assert all(getattr(info, name) is value for name, value in before.items())
     assert info.temperatures.tolist() == [[1.0], [1.0]]
@@ -95,7 +100,7 @@ def test_requests_keep_their_fields():
 
 def test_without_seeds_there_are_none():
     """Fails where sampling without seeds becomes seeded, or a batch without processors gets one."""
-    rows = expand(info_of({}, {}), 3, None)
+    rows = expand(info_of({}, {}), span_of(3, 3), None)
     assert rows.sampling_seed is None and rows.custom_logit_processor is None and rows.custom_params is None
 
 
@@ -119,7 +124,7 @@ def test_processors_see_the_rows_of_their_requests():
         2: ProcessorEntry(second, [2], torch.tensor([2])),
     }
     info = replace(info_of({}, {}, {}, {}), has_custom_logit_processor=True, custom_logit_processor=entries)
-    rows = expand(info, 3, [f"row {i}" for i in range(12)])
+    rows = expand(info, span_of(3, 3, 3, 3), [f"row {i}" for i in range(12)])
     logits = torch.arange(12.0)[:, None].repeat(1, VOCAB)
     apply_custom_logit_processor(logits, rows)
     ((seen, params),) = first.seen
@@ -172,7 +177,7 @@ def test_plain_rows_take_the_lowest_of_equals():
     logits[1, 12] = 1.0
     plan = make_plan(torch.zeros(2, 2, dtype=torch.int64))
     chosen = make_row_sampler(None, VOCAB, 2).choose(batch, plan, output_of(logits), None, None)
-    assert chosen.tolist() == [[5, 9], [3, 2]]
+    assert chosen.tolist() == [5, 9, 3, 2]
 
 
 def test_penalties_then_grammar_then_bias(monkeypatch):
@@ -192,7 +197,7 @@ def test_penalties_then_grammar_then_bias(monkeypatch):
     sampler.prefill(batch)
     sampler.prefilled(batch, torch.tensor([3]))
     out = output_of(torch.full((2, VOCAB), 4.0))
-    assert sampler.choose(batch, make_plan(torch.tensor([[3, 1]])), out, object(), None).tolist() == [[2, 2]]
+    assert sampler.choose(batch, make_plan(torch.tensor([[3, 1]])), out, object(), None).tolist() == [2, 2]
     assert seen["before the mask"][:, [1, 2, 3]].tolist() == [[4, 4, 3], [3, 4, 3]]
     assert out.next_token_logits[:, [1, 2, 3, 9]].tolist() == [[4, 4.5, 3, -torch.inf], [3, 4.5, 3, -torch.inf]]
 
@@ -220,8 +225,8 @@ def test_logprobs_stand_where_the_host_looks_for_them(temperature):
     expected = (expected / (temperature or 1.0)).log_softmax(-1)
     out = output_of(logits)
     chosen = sampler.choose(batch, make_plan(ids), out, None, None)
-    assert out.next_token_logprobs.shape == chosen.shape == (2, 3)
-    exact = expected.view(2, 3, VOCAB).gather(2, chosen[:, :, None])[:, :, 0]
+    assert out.next_token_logprobs.shape == chosen.shape == (6,)
+    exact = expected.gather(1, chosen[:, None])[:, 0]
     torch.testing.assert_close(out.next_token_logprobs, exact)
     for row in range(3):
         best = expected[row].topk(2)
@@ -292,7 +297,7 @@ def test_logits_may_be_a_slice_of_a_padded_vocabulary():
     logits = torch.zeros(2, 64)
     logits[:, 5] = 50.0
     chosen = sampler.choose(batch, make_plan(torch.tensor([[3, 1]])), output_of(logits[:, :VOCAB]), None, None)
-    assert chosen.tolist() == [[5, 5]]
+    assert chosen.tolist() == [5, 5]
 
 
 # Hidden states.
@@ -369,5 +374,5 @@ def test_a_processor_of_the_host_works_on_rows():
     logits[:, 7], logits[:, 8] = 2.0, 1.0
     plan = make_plan(torch.tensor([[1, 1], [2, 2], [3, 3]]))
     chosen = sampler.choose(batch, plan, output_of(logits), None, None)
-    assert chosen.tolist() == [[7, 7], [7, 7], [8, 8]]
+    assert chosen.tolist() == [7, 7, 7, 7, 8, 8]
     assert isinstance(next(iter(batch.sampling_info.custom_logit_processor.values())).processor, CustomLogitProcessor)

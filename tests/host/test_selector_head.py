@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.models.dflash import CandidateSelector, DFlashGroupedConv
-from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 from stand_in_worker import BATCH, COLUMNS, decode_batch, worker_of
 from stand_in_worker import HIDDEN as STAND_IN_HIDDEN
 from stand_ins import Group, configured, one_rank, split_head
@@ -157,11 +156,10 @@ def test_the_model_is_told_the_width() -> None:
 
         draft.model.set_block_size = set_block_size
         for rows in (3, 3, 8, 2):
-            draft._spec_infos[rows] = make_draft_block_spec_info(draft_token_num=rows, device="cpu")
             hidden = torch.zeros(BATCH * rows, STAND_IN_HIDDEN)
             out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
             draft.runner.forward = lambda _, out=out: out
             batch = decode_batch()
-            block = worker._lay_out_block(batch, rows)
+            block = worker._lay_out(batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, rows)
             assert draft.propose(block, batch, worker._plan_kv(block, batch)).shape == (BATCH, rows - 1)
         assert told == [3, 8, 2]

@@ -26,7 +26,7 @@ from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.worker import DFlashWorker
 
 BOXES = {
-    "block": (DFlashWorker, "_lay_out_block"),
+    "block": (DFlashWorker, "_lay_out"),
     "KV plan": (DFlashWorker, "_plan_kv"),
     "draft": (DraftRunner, "propose"),
     "verify": (DFlashWorker, "_verify"),

@@ -167,7 +167,7 @@ class Scheduler:
         choice = torch.where(accept, ids.roll(-1, 1), self.ids(*ids.shape))
         self.next_choice = choice.flatten().int()
         logits = torch.randint(-20, 20, (ids.numel(), VOCAB), generator=self.generator) / 4
-        target_ids = self.sampler.choose(batch, make_plan(ids), output_of(logits.clone()), None, None)
+        target_ids = self.sampler.choose(batch, make_plan(ids), output_of(logits.clone()), None, None).view(ids.shape)
         assert torch.equal(target_ids, choice)
         self._check_rows(ids, logits)
         accepted = ops.accept_chain(target_ids, ids)

@@ -74,19 +74,17 @@ def run(case: Case, *view, **options) -> torch.Tensor:
     return native_attention(case.q, case.k_cache, case.v_cache, case.rows, case.scaling, *view, **options)
 
 
-def refer(case: Case, *view, **options) -> torch.Tensor:
-    r = case.rows
-    tables = (r.req_to_token, r.req_pool_indices, r.prefix_lens, r.row_starts)
-    return reference.paged_attention(case.q, case.k_cache, case.v_cache, *tables, case.scaling, *view, **options)
+def refer(case: Case, causal: bool, window_left: int | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    r, view = case.rows, (causal, window_left, case.rows.row_mask, sinks)
+    return reference.paged_attention(case.q, case.k_cache, case.v_cache, *r.fields, case.scaling, *view)
 
 
-def exact(
-    case: Case,
-    causal: bool,
-    window_left: int | None,
-    row_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def masked(case: Case, row_mask: torch.Tensor | None) -> Case:
+    """row_mask: [B, W, W] bool."""
+    return replace(case, rows=replace(case.rows, row_mask=row_mask))
+
+
+def exact(case: Case, causal: bool, window_left: int | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """[T, Hq, Dv] float64, from the definition."""
     r, out = case.rows, []
     groups = case.q.shape[1] // case.k_cache.shape[1]
@@ -99,8 +97,8 @@ def exact(
         scores = torch.einsum("thd,shd->hts", case.q[starts[b] : starts[b + 1]].double(), k) * case.scaling
         i, j = torch.arange(prefix, prefix + count)[:, None], torch.arange(prefix + count)[None]
         visible = (j <= i) if causal else torch.ones(count, prefix + count, dtype=torch.bool)
-        if row_mask is not None:
-            own = row_mask[b, :count, :count]
+        if r.row_mask is not None:
+            own = r.row_mask[b, :count, :count]
             depth = own.sum(1) - 1
             visible = torch.cat((torch.ones(count, prefix, dtype=torch.bool), own), 1)
             i, j = prefix + depth[:, None], torch.cat((torch.arange(prefix), prefix + depth))[None]
@@ -186,7 +184,7 @@ def test_fuzzed_shapes(data):
         width = max(row_lens) + data.draw(st.integers(0, 2))
         mask = tree_mask(len(row_lens), width, data.draw(st.integers(0, 9)))
     with threads(data.draw(st.sampled_from([1, 3]))):
-        check(case, data.draw(st.booleans()), window, row_mask=mask)
+        check(masked(case, mask), data.draw(st.booleans()), window)
 
 
 def tree_mask(batch: int, width: int, seed: int) -> torch.Tensor:
@@ -206,27 +204,31 @@ def test_a_chain_as_a_row_mask_is_causal(window_left, dtype):
     """Fails where rows with a mask have other positions than the same rows without one. All bits must agree."""
     case = make([300, 0, 17], [8, 8, 8], (4, 2), (32, 32), dtype)
     chain = torch.ones(3, 8, 8).tril().bool()
-    assert torch.equal(run(case, True, window_left), run(case, False, window_left, row_mask=chain))
+    assert torch.equal(run(case, True, window_left), run(masked(case, chain), False, window_left))
 
 
 @DTYPES
 @pytest.mark.parametrize("window_left", [None, 1, 30])
 def test_trees(window_left, dtype):
-    """Fails where a row sees another branch than its own, or a window counts rows instead of depths."""
-    case = make([300, 0, 17], [16, 16, 16], (4, 2), (32, 32), dtype)
-    check(case, True, window_left, row_mask=tree_mask(3, 16, 0))
+    """Fails where a row sees another branch than its own, a request with fewer rows reads another line of the mask, or
+    a window counts rows instead of depths."""
+    for row_lens in ([16, 16, 16], [16, 1, 5]):
+        case = masked(make([300, 0, 17], row_lens, (4, 2), (32, 32), dtype), tree_mask(3, 16, 0))
+        check(case, True, window_left)
+        check(case, True, window_left, sinks=torch.tensor([-1.0, 2.5, 0.0, 9.0]))
 
 
 def test_what_a_row_does_not_see_changes_no_bit():
     """Fails where a hidden branch has any weight at all."""
-    case, mask = make([40], [8], (4, 2), (32, 32), torch.float32), tree_mask(1, 8, 3)
-    before = run(case, True, None, row_mask=mask)
+    mask = tree_mask(1, 8, 3)
+    case = masked(make([40], [8], (4, 2), (32, 32), torch.float32), mask)
+    before = run(case, True, None)
     for row in range(8):
         other = replace(case, k_cache=case.k_cache.clone(), v_cache=case.v_cache.clone())
         hidden = (~mask[0, row]).nonzero()[:, 0] + 40
         slots = case.rows.req_to_token[case.rows.req_pool_indices[0], hidden].long()
         other.k_cache[slots], other.v_cache[slots] = 7.0, -9.0
-        assert torch.equal(run(other, True, None, row_mask=mask)[row], before[row])
+        assert torch.equal(run(other, True, None)[row], before[row])
 
 
 @DTYPES
@@ -311,6 +313,10 @@ def test_strided_queries_and_caches():
         ),
         (lambda c: replace(c, rows=replace(c.rows, row_starts=c.rows.row_starts + 1)), "row_starts"),
         (lambda c: replace(c, rows=replace(c.rows, req_pool_indices=c.rows.req_pool_indices + 90)), "req_pool_indices"),
+        (lambda c: masked(c, tree_mask(2, 7, 0)), "has 8 rows; row_mask has 7"),
+        (lambda c: masked(c, tree_mask(1, 8, 0)), "row_mask is"),
+        (lambda c: masked(c, tree_mask(2, 8, 0).int()), "row_mask is"),
+        (lambda c: masked(c, tree_mask(2, 9, 0)[:, :8, :8]), "dense bool of"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
@@ -322,13 +328,14 @@ def test_wrong_arguments_are_named(change, message):
 def test_torch_can_trace_through_it():
     """Fails where the op's fake tensors or its schema do not match what it does."""
     case = make([40, 3], [8, 8], (4, 2), (16, 16), torch.float32)
-    r = case.rows
-    arguments = (case.q, case.k_cache, case.v_cache, r.req_to_token, r.req_pool_indices, r.prefix_lens, r.row_starts)
-    torch.library.opcheck(
-        torch.ops.sglang_dflash.paged_attention.default,
-        (*arguments, 0.2, True, -1, None),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    view, compiled = (*case.rows.fields, 0.2, True, -1, tree_mask(2, 8, 0)), torch.ops.sglang_dflash
+    own = (torch.randn(16, 64), torch.randn(16, 32), torch.randn(16, 32), torch.arange(16))
+    calls = {
+        compiled.paged_attention: (case.q, case.k_cache, case.v_cache, *view),
+        compiled.write_and_attend: (*own, case.k_cache.clone(), case.v_cache.clone(), *view),
+    }
+    for call, arguments in calls.items():
+        torch.library.opcheck(call.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -340,11 +347,15 @@ def test_torch_can_trace_through_it():
     causal=st.booleans(),
     window=st.sampled_from([None, 3]),
     apart=st.booleans(),
+    tree=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_write_and_attend(lens, heads, dims, dtype, causal, window, apart, seed):
-    """Fails where a row is not written to its slot, another slot changes, or attention runs before the write."""
+def test_write_and_attend(lens, heads, dims, dtype, causal, window, apart, tree, seed):
+    """Fails where a row is not written to its slot, another slot changes, attention runs before the write, or the row
+    mask is left out."""
     case = make([p for p, _ in lens], [n for _, n in lens], heads, dims, dtype, seed=seed)
+    if tree:
+        case = masked(case, tree_mask(len(lens), max((n for _, n in lens), default=0), seed))
     r, rows = case.rows, len(case.q)
     spans = [(row, p + i) for row, (p, n) in zip(r.req_pool_indices.tolist(), lens, strict=True) for i in range(n)]
     slots = torch.tensor([int(r.req_to_token[row, position]) for row, position in spans], dtype=torch.int64)
@@ -354,14 +365,15 @@ def test_write_and_attend(lens, heads, dims, dtype, causal, window, apart, seed)
     if not apart:
         q, k, v = q.contiguous(), k.unflatten(1, (heads[1], -1)).contiguous(), v.contiguous()
     caches = [[case.k_cache.clone(), case.v_cache.clone()] for _ in range(2)]
-    tables = (r.req_to_token, r.req_pool_indices, r.prefix_lens, r.row_starts)
-    expected = reference.write_and_attend(q, k, v, slots, *caches[0], *tables, case.scaling, causal, window)
-    got = native_write_and_attend(q, k, v, slots, *caches[1], r, case.scaling, causal, window)
+    view = (case.scaling, causal, window)
+    expected = reference.write_and_attend(q, k, v, slots, *caches[0], *r.fields, *view, r.row_mask)
+    got = native_write_and_attend(q, k, v, slots, *caches[1], r, *view)
     for ours, theirs in zip(caches[1], caches[0], strict=True):
         assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))  # including the NaN of other slots
     assert got.shape == expected.shape == (rows, heads[0] * dims[1])
     written = replace(case, q=q.reshape(rows, heads[0], dims[0]), k_cache=caches[1][0], v_cache=caches[1][1])
     assert torch.equal(got, run(written, causal, window).flatten(1))
+    assert torch.equal(expected, refer(written, causal, window).flatten(1))
 
 
 def test_write_and_attend_refuses():
@@ -385,3 +397,5 @@ def test_uniform_rows_are_laid_out_as_lists_are():
         for name in ("req_to_token", "req_pool_indices", "prefix_lens", "row_starts"):
             assert torch.equal(getattr(short, name), getattr(long, name))
             assert getattr(short, name).dtype == getattr(long, name).dtype
+        assert short.row_mask is None and long.row_mask is None
+        assert PagedTable.gather(table, requests, [2, 5], [width] * 2, row_mask=table).row_mask is table

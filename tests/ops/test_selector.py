@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -44,9 +46,9 @@ def test_logits_as_the_selector_adds_them() -> None:
 
 def _walk_in_loops(
     candidates: ops.Candidates, keys: torch.Tensor, anchor: int, predecessors: torch.Tensor, successors: torch.Tensor
-) -> list[int]:
-    """The same walk for one request, one row and candidate at a time; keys: [S, r]."""
-    path, previous = [], anchor
+) -> tuple[list[int], list[float]]:
+    """The same walk for one request, one row and candidate at a time; keys: [S, r]. Its ids and their chances."""
+    path, chances, previous = [], [], anchor
     for logits, tokens, key in zip(candidates.values.tolist(), candidates.ids.tolist(), keys, strict=True):
         scores = {
             token: logit + float((predecessors[previous] * key * successors[token]).sum())
@@ -54,13 +56,14 @@ def _walk_in_loops(
         }
         previous = min(scores, key=lambda token: (-scores[token], token))
         path.append(previous)
-    return path
+        chances.append(1 / sum(math.exp(score - scores[previous]) for score in scores.values()))
+    return path, chances
 
 
 @pytest.mark.parametrize(("batch", "slots", "count", "rank"), [(1, 1, 1, 1), (3, 7, 4, 5), (2, 3, 16, 2)])
 def test_walk_against_loops(batch: int, slots: int, count: int, rank: int) -> None:
-    """Fails where a row follows another row's choice, the anchor is not the first predecessor, or a tie goes to a
-    higher id: the small integers make many scores tie."""
+    """Fails where a row follows another row's choice, the anchor is not the first predecessor, a tie goes to a higher
+    id, or a chance is another row's or another candidate's: the small integers make many scores tie."""
     generator = torch.Generator().manual_seed(slots)
     vocab = 20
 
@@ -71,13 +74,15 @@ def test_walk_against_loops(batch: int, slots: int, count: int, rank: int) -> No
     ids = torch.stack([torch.randperm(vocab, generator=generator)[:count].sort().values for _ in range(batch * slots)])
     values, anchors = draw(batch * slots, count), torch.randint(vocab, (batch,), generator=generator)
     candidates = ops.Candidates(values, ids)
-    walked = ops.greedy_walk(candidates, keys.flatten(0, 1), anchors, predecessors, successors)
+    walked, log_probs = ops.greedy_walk(candidates, keys.flatten(0, 1), anchors, predecessors, successors)
     assert walked.dtype == torch.int64 and walked.shape == (batch, slots)
+    assert log_probs.dtype == torch.float32 and log_probs.shape == (batch, slots)
     for request, anchor in enumerate(anchors.tolist()):
         rows = slice(request * slots, (request + 1) * slots)
         own = ops.Candidates(values[rows], ids[rows])
-        expected = _walk_in_loops(own, keys[request], anchor, predecessors, successors)
+        expected, chances = _walk_in_loops(own, keys[request], anchor, predecessors, successors)
         assert walked[request].tolist() == expected
+        assert log_probs[request].exp().tolist() == pytest.approx(chances, rel=1e-5)
 
 
 def test_a_better_first_choice_can_lose() -> None:
@@ -86,8 +91,27 @@ def test_a_better_first_choice_can_lose() -> None:
     predecessors, successors = torch.zeros(8, 1), torch.zeros(8, 1)
     predecessors[4], successors[7] = 1.0, 3.0
     keys = torch.ones(2, 1)
-    assert ops.greedy_walk(candidates, keys, torch.tensor([0]), predecessors, successors).tolist() == [[4, 7]]
-    assert ops.greedy_walk(candidates, 0 * keys, torch.tensor([0]), predecessors, successors).tolist() == [[4, 6]]
+    ids, log_probs = ops.greedy_walk(candidates, keys, torch.tensor([0]), predecessors, successors)
+    assert ids.tolist() == [[4, 7]]
+    rows = torch.tensor([[1.0, 2.0], [5.0, 4.0 + 3.0]])
+    assert torch.allclose(log_probs[0], rows.softmax(-1).log()[:, 1])
+    ids, log_probs = ops.greedy_walk(candidates, 0 * keys, torch.tensor([0]), predecessors, successors)
+    assert ids.tolist() == [[4, 6]]
+    assert torch.allclose(log_probs[0], candidates.values.softmax(-1).log().amax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chances_are_float32_and_never_nan(dtype: torch.dtype) -> None:
+    """Fails where a row without a finite maximum gives a NaN, which would spoil the plan of every request, or where
+    codebooks of another dtype give chances of that dtype."""
+    inf = float("inf")
+    candidates = ops.Candidates(torch.tensor([[-inf, -inf], [1.0, inf], [0.0, 0.0]]), torch.tensor([[1, 2]] * 3))
+    tables = torch.zeros(3, 1, dtype=dtype), torch.zeros(3, 1, dtype=dtype)
+    ids, log_probs = ops.greedy_walk(candidates, torch.zeros(3, 1, dtype=dtype), torch.tensor([0, 0, 0]), *tables)
+    assert ids.tolist() == [[1], [2], [1]]
+    assert log_probs.dtype == torch.float32
+    assert log_probs[:2].isneginf().all()
+    assert log_probs[2].exp().tolist() == pytest.approx([0.5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -101,3 +101,11 @@ def test_no_requests():
         4,
         DIM,
     )
+
+
+def test_row_masks_are_refused():
+    """Fails where rows of a tree are computed as rows of a chain."""
+    mask, tables = torch.ones(1, 2, 2).bool(), (torch.zeros(1, 4, dtype=torch.int32), torch.tensor([0]))
+    rows = PagedRows.gather(*tables, [1], [2], row_mask=mask)
+    with pytest.raises(AssertionError):
+        invariant_attention(torch.zeros(2, 4, DIM), torch.zeros(1, 2, DIM), torch.zeros(1, 2, DIM), rows, SCALING, True)

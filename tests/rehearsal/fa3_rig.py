@@ -22,7 +22,6 @@ from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_inf
 from host.stand_ins import Batch, configured, make_req, one_rank
 from rehearsal.fa3_models import BLOCK, CONTEXT, GRAPH_SIZES, REQUESTS, VOCAB, AttentionModel, Graphs, Layer, Setup
 from sglang_dflash import ops
-from sglang_dflash.core.width import FullWidth
 from sglang_dflash.host.draft_input import DraftInput, reserve_lens
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.draft_window import DraftWindow
@@ -83,7 +82,7 @@ class Rig:
         worker._draft = self._make_draft_runner()
         worker._sampler = SimpleNamespace(plain=lambda batch: True, commit=_nothing, grammar_tree=_nothing)
         worker._hidden_states = SimpleNamespace(put=_nothing)
-        worker._rows, worker._fuses_acceptance, worker._widths = ops.TORCH_ROWS, True, FullWidth(BLOCK)
+        worker._rows, worker._fuses_acceptance, worker._planned = ops.TORCH_ROWS, True, None
         worker._plan_stream = worker._sharded_logits = worker._recurrent_state = None
         return worker
 

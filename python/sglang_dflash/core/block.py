@@ -1,10 +1,17 @@
-"""The values that the stages of a decode step pass on: the drafted block and the plan of the rows to verify."""
+"""The values that the stages of a decode step pass on: the drafted block and the rows to verify."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
 import torch
+
+from sglang_dflash import ops
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,15 +19,17 @@ class Block:
     """The rows the draft fills: `[bonus, MASK x (K-1)]` per request.
 
     Fields:
-        ids, positions, slots: [B, K] int64. Here K is the rows of this step: with adaptive widths it may be less than
-            the block size that the draft was trained for.
+        ids, positions, slots: [B, K] int64. Here K is the rows of this step: a planned step may fill fewer than the
+            draft was trained for, and blocks of some requests only.
         prefix_lens: [B] int64; committed tokens whose KV exists, the bonus not counted.
+        req_pool_indices: [B] int64; the requests' rows in the slot table.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     prefix_lens: torch.Tensor
+    req_pool_indices: torch.Tensor
 
     @property
     def block_size(self) -> int:
@@ -29,19 +38,56 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:
-    """The rows that the target verifies. They form a chain: the anchor, then the drafts.
+    """The rows that the target verifies, request by request.
 
     Fields:
-        ids, positions, slots: [B, W] int64, W <= K.
+        ids, positions, slots: [T] int64.
+        width: rows of each request; with trees, those of the request with the most.
+        trees: how the rows hang together; None: each request has a chain of `width` rows.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    width: int
+    trees: ops.PlannedRows | None = None
 
     @property
-    def width(self) -> int:
-        return self.ids.shape[1]
+    def batch(self) -> int:
+        return len(self.ids) // self.width if self.trees is None else len(self.trees.row_starts) - 1
+
+    @property
+    def lens(self) -> list[int]:
+        """Rows of each request."""
+        return [self.width] * self.batch if self.trees is None else self.trees.lens
+
+    def chains(self) -> torch.Tensor:
+        """[B, W] int64: the ids, where each request has a chain of `width` rows."""
+        assert self.trees is None
+        return self.ids.view(-1, self.width)
+
+    def repeat(self, values: torch.Tensor) -> torch.Tensor:
+        """[T, ...]: the rows' values, from one for each request ([B, ...])."""
+        if self.trees is None:
+            return values.repeat_interleave(self.width, 0)
+        return values[self.trees.requests]
+
+    def repeat_list(self, values: Sequence[T]) -> list[T]:
+        """`repeat` for a list."""
+        return [value for value, count in zip(values, self.lens, strict=True) for _ in range(count)]
+
+    def drafts(self) -> list[list[list[int]]]:
+        """The drafts on the path to each row of each request, the row's own last. On the CPU; waits for the ids."""
+        if self.trees is None:
+            return [[chain[1 : row + 1] for row in range(self.width)] for chain in self.chains().tolist()]
+        ids, parents = self.ids.tolist(), self.trees.parents.tolist()
+        paths = []
+        for first, end in pairwise(self.trees.row_starts.tolist()):
+            own: list[list[int]] = []
+            for row in range(first, end):
+                own.append([*own[parents[row]], ids[row]] if parents[row] >= 0 else [])
+            paths.append(own)
+        return paths
 
 
 def plan_chain(block: Block, draft_ids: torch.Tensor, width: int) -> VerifyPlan:
@@ -53,4 +99,5 @@ def plan_chain(block: Block, draft_ids: torch.Tensor, width: int) -> VerifyPlan:
     """
     assert 1 <= width <= block.block_size, (width, block.block_size)
     ids = torch.cat((block.ids[:, :1], draft_ids[:, : width - 1]), dim=1)
-    return VerifyPlan(ids, block.positions[:, :width], block.slots[:, :width])
+    positions, slots = (rows[:, :width].flatten() for rows in (block.positions, block.slots))
+    return VerifyPlan(ids.flatten(), positions, slots, width)

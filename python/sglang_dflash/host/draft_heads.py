@@ -15,6 +15,7 @@ from sglang_dflash import ops
 from sglang_dflash.host.sharded_logits import best_of_ranks
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
+Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class DraftHead:
@@ -47,11 +48,23 @@ class DraftHead:
         self._device = weight.device if self._dense else next(lm_head.parameters()).device
         self.captured_ids = torch.empty(0, dtype=torch.int64, device=self._device)
 
+    most_candidates: int | None = None  # of a row; None: as many as the vocabulary has
+
     def draft_ids(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """hidden: [B * K, H]; block_ids: [B, K] int64, the anchors first. Returns [B, K-1] int64."""
-        # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
-        rows = hidden.view(*block_ids.shape, -1)[:, 1:].reshape(-1, hidden.shape[-1])
+        rows = self._rows(hidden, block_ids)
         return self._choose(rows, self._logits(rows), block_ids[:, 0]).view(len(block_ids), -1)
+
+    def proposal(self, hidden: torch.Tensor, block_ids: torch.Tensor, count: int) -> ops.Proposal:
+        """`draft_ids` with the `count` best ids of each row and their log-probabilities: [B, K-1, count] each. On one
+        rank."""
+        rows = self._rows(hidden, block_ids)
+        shape = (len(block_ids), -1, count)
+        return ops.Proposal(*(field.view(shape) for field in ops.top_log_probs(self._logits(rows), count)))
+
+    def _rows(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
+        return hidden.view(*block_ids.shape, -1)[:, 1:].reshape(-1, hidden.shape[-1])
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [N, H]. Returns [N, V], V this rank's span of the vocabulary, without the host's padding."""
@@ -102,7 +115,18 @@ class SelectorHead(DraftHead):
         self._multiplier = model.draft_config.output_multiplier
         self._softcap = model.draft_config.final_logit_softcapping
 
+    most_candidates = 1
+
+    def proposal(self, hidden: torch.Tensor, block_ids: torch.Tensor, count: int) -> ops.Proposal:
+        assert count == 1, count
+        rows = self._rows(hidden, block_ids)
+        ids, log_probs = self._walk(rows, self._logits(rows), block_ids[:, 0])
+        return ops.Proposal(ids[:, :, None], log_probs[:, :, None])
+
     def _choose(self, rows: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
+        return self._walk(rows, logits, anchor_ids).ids
+
+    def _walk(self, rows: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> ops.Proposal:
         values, ids = self._candidates(logits)
         candidates = ops.Candidates(ops.candidate_logits(values, self._multiplier, self._softcap), ids)
         selector = self._selector
@@ -144,7 +168,25 @@ class DominoHead(DraftHead):
         self._gru, self._projector, self._embed = model.prefix_gru, model.embed_proj, embed
         self._first_row = 0 if model.shift_label else 1
 
+    most_candidates = 1
+
+    def proposal(self, hidden: torch.Tensor, block_ids: torch.Tensor, count: int) -> ops.Proposal:
+        assert count == 1, count
+        log_probs: list[torch.Tensor] = []
+
+        def best(logits: torch.Tensor) -> torch.Tensor:
+            ids, own = ops.top_log_probs(logits, 1)
+            log_probs.append(own)
+            return ids[:, 0]
+
+        ids = self._roll_out(hidden, block_ids, best)
+        return ops.Proposal(ids[:, :, None], torch.stack(log_probs, dim=1))
+
     def draft_ids(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        return self._roll_out(hidden, block_ids, self._argmax)
+
+    def _roll_out(self, hidden: torch.Tensor, block_ids: torch.Tensor, best: Choose) -> torch.Tensor:
+        """best: logits [B, V] to ids [B] int64. Returns [B, K-1] int64."""
         requests, block_size = block_ids.shape
         rows = hidden.view(requests, block_size, -1)[:, self._first_row :][:, : block_size - 1]
         gru, up = self._gru, self._projector[2].weight[self._first_id : self._first_id + self._vocab_size]
@@ -154,7 +196,7 @@ class DominoHead(DraftHead):
         def embed(ids: torch.Tensor) -> torch.Tensor:
             return self._embed(ids).to(up.dtype)
 
-        return ops.domino_rollout(weights, rows.to(up.dtype), logits, block_ids[:, 0], embed, self._argmax)
+        return ops.domino_rollout(weights, rows.to(up.dtype), logits, block_ids[:, 0], embed, best)
 
 
 def head_of(model: Any, lm_head: Any, block_size: int, embed: Embed) -> DraftHead:

@@ -29,6 +29,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_pp_context
 
+from sglang_dflash import ops
 from sglang_dflash.core.block import Block
 from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_heads import head_of
@@ -89,6 +90,11 @@ class DraftRunner:
             rows: make_draft_block_spec_info(draft_token_num=rows, device=self.runner.device)
             for rows in range(2, block_size + 1)
         }
+
+    @property
+    def most_candidates(self) -> int | None:
+        """Candidates that the draft's head gives for a row; None: any number."""
+        return self._head.most_candidates
 
     def use_mask_embedding(self, embedding: torch.Tensor | None) -> None:
         """Sets what the draft sees at a block's masks; None: the target's embedding of the mask token.
@@ -167,26 +173,43 @@ class DraftRunner:
         Returns:
             [B, K-1] int64: the drafts for positions 1..K-1.
         """
-        if self.model.block_size != block.block_size:  # DFlash2's convolutions end at a block's first row
-            self.model.set_block_size(block.block_size)
-        forward_batch = self._forward_batch(block, batch)
-        kv_plan.bind(forward_batch, self.runner.kv_index_translator)
-        with torch.inference_mode():
-            out = self.runner.forward(forward_batch)
+        kv_lens = known_kv_lens(batch, block.block_size)
+        out = self._forward(block, kv_plan, *kv_lens, batch.can_run_decode_cuda_graph)
         if out.can_run_graph:
             return self._head.captured_ids[: len(block.ids)]
         return self._head.draft_ids(out.logits_output.hidden_states, block.ids)
 
-    def _forward_batch(self, block: Block, batch: Any) -> ForwardBatch:
+    def propose_candidates(self, block: Block, kv_plan: Any, count: int) -> ops.Proposal:
+        """One draft forward over the block, on a CPU: [B, K-1, count] ids and log-probabilities.
+
+        Args:
+            block: [B, K]; of all requests of the batch, or of some.
+            kv_plan: the `KVLocPlan` over the block's slots.
+        """
+        kv_lens = block.prefix_lens + block.block_size
+        out = self._forward(block, kv_plan, kv_lens, int(kv_lens.sum()), False)
+        with torch.inference_mode():
+            return self._head.proposal(out.logits_output.hidden_states, block.ids, count)
+
+    def _forward(self, block: Block, kv_plan: Any, *options: Any) -> Any:
+        if self.model.block_size != block.block_size:  # DFlash2's convolutions end at a block's first row
+            self.model.set_block_size(block.block_size)
+        forward_batch = self._forward_batch(block, *options)
+        kv_plan.bind(forward_batch, self.runner.kv_index_translator)
+        with torch.inference_mode():
+            return self.runner.forward(forward_batch)
+
+    def _forward_batch(
+        self, block: Block, kv_lens_cpu: torch.Tensor, kv_lens_sum: int, can_run_graph: bool
+    ) -> ForwardBatch:
         embeds = self._embed(block.ids)
         if self._mask_rows is not None:
             embeds[:, 1:] = self._mask_rows[: block.block_size - 1]
         if self._embed_scale != 1.0:
             embeds = embeds * self._embed_scale
         kv_lens = block.prefix_lens
-        kv_lens_cpu, kv_lens_sum = known_kv_lens(batch, block.block_size)
         if self._window is not None:
-            kv_lens = self._window.lay_out(block, batch.req_pool_indices)
+            kv_lens = self._window.lay_out(block, block.req_pool_indices)
             kv_lens_cpu = kv_lens_cpu.clamp(max=self._window.max_len + block.block_size)
             kv_lens_sum = int(kv_lens_cpu.sum())
         num_rows = block.ids.numel()
@@ -194,7 +217,7 @@ class DraftRunner:
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(block.ids),
             input_ids=block.ids.flatten(),
-            req_pool_indices=batch.req_pool_indices,
+            req_pool_indices=block.req_pool_indices,
             seq_lens=kv_lens,
             out_cache_loc=block.slots.flatten(),
             seq_lens_sum=kv_lens_sum,
@@ -210,17 +233,20 @@ class DraftRunner:
                 else None
             ),
             global_num_token_non_padded_cpu=num_rows,
-            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+            can_run_decode_cuda_graph=can_run_graph,
         )
 
-    def write_context(self, hidden: torch.Tensor, positions: torch.Tensor, kv_plan: Any) -> None:
-        """Writes the draft's KV of the rows that the target has just run; see `ContextKVWriter.write`.
+    def slots_of(self, kv_plan: Any) -> torch.Tensor:
+        """[N] int64; the write ids of a `KVLocPlan`, as ids of the draft's pool."""
+        slots: torch.Tensor = kv_plan.write_ids(self.runner.kv_index_translator)
+        return slots
+
+    def write_context(self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Writes the draft's KV of rows that the target has just run; see `ContextKVWriter.write`.
 
         Args:
             hidden: [N or more, taps * H]; the host may pad after the rows.
-            positions: [N] int64.
-            kv_plan: the `KVLocPlan` whose write ids are the rows' slots.
+            positions, slots: [N] int64; slots of the draft's pool.
         """
-        slots = kv_plan.write_ids(self.runner.kv_index_translator)
         with torch.inference_mode():
             self._context_kv.write(self.runner.token_to_kv_pool, hidden, positions, slots)

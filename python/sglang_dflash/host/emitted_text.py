@@ -41,14 +41,14 @@ class EmittedText:
         self._pending.append(([(i, slot) for i, slot, _ in _tracked(batch)], ids, lens))
 
     def row_params(self, batch: Any, plan: VerifyPlan) -> list[Any]:
-        """Custom parameters of all B * W rows."""
+        """Custom parameters of all T rows."""
         self._read_pending()
         rows: list[Any] = []
-        for req, params, block in zip(batch.reqs, batch.sampling_info.custom_params, plan.ids.tolist(), strict=True):
+        for req, params, drafts in zip(batch.reqs, batch.sampling_info.custom_params, plan.drafts(), strict=True):
             if req.custom_logit_processor and isinstance(params, dict):
-                rows += [self._params(req, params, block[1:end]) for end in range(1, len(block) + 1)]
+                rows += [self._params(req, params, path) for path in drafts]
             else:
-                rows += [params] * len(block)
+                rows += [params] * len(drafts)
         return rows
 
     def _params(self, req: Any, params: dict[str, Any], drafts: list[int]) -> dict[str, Any]:

@@ -25,12 +25,19 @@ class ReturnedHiddenStates:
                 if isinstance(module, LogitsProcessor):
                     module.keep_last_hidden_states = True
 
-    def put(self, batch: Any, output: Any, rows_of_last_tokens: list[int] | None = None) -> None:
+    def put(
+        self,
+        batch: Any,
+        output: Any,
+        rows_of_last_tokens: list[int] | None = None,
+        path: torch.Tensor | None = None,
+    ) -> None:
         """Replaces the tapped layers in `output`, a `LogitsProcessorOutput`, by the last states if a request asks for
         them, else by None.
 
         Args:
             rows_of_last_tokens: for a prefill, the row of each request's last token; the host may want only these.
+            path: [B, L] int64; the accepted rows of trees, in whose order the host expects the states.
         """
         states: torch.Tensor | None = output.last_hidden_states
         output.hidden_states = output.last_hidden_states = None
@@ -38,6 +45,8 @@ class ReturnedHiddenStates:
             return
         if rows_of_last_tokens is not None and not max(batch.return_hidden_states_mode, self._server_mode).is_full():
             states = states[upload(torch.tensor(rows_of_last_tokens), states.device)]
+        elif path is not None:
+            states = states[path.flatten()]
         elif states.is_cuda:
             states = states.clone()  # a graph's output: the next replay may overwrite it before the host has copied it
         output.hidden_states = states

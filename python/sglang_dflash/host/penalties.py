@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_dflash import ops
+from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host.draft_input import upload
 
 Asking = tuple[int, int, Any]
@@ -106,9 +107,19 @@ class RequestPenalties:
     def _upload(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         return upload(torch.tensor(values, dtype=dtype), self._device)
 
-    def apply(self, group: Group, logits: torch.Tensor, block_ids: torch.Tensor) -> None:
-        """logits: [B, W, V], changed in place; block_ids: [B, W]."""
-        self._emitted.penalize(logits, group.requests, group.rows, block_ids, group.most, group.params)
+    def apply(self, group: Group, logits: torch.Tensor, plan: VerifyPlan) -> None:
+        """logits: [T, V], changed in place."""
+        if plan.trees is None:
+            rows = logits.view(plan.batch, plan.width, -1)
+            self._emitted.penalize(rows, group.requests, group.rows, plan.chains(), group.most, group.params)
+            return
+        counts = torch.tensor(plan.lens)[group.requests]
+        columns = torch.arange(plan.width)
+        columns = torch.where(columns < counts[:, None], columns, 0)  # [P, W]
+        tree_rows = plan.trees.row_starts[group.requests][:, None] + columns
+        seen = plan.trees.seen()[group.requests[:, None], columns]  # [P, W, W]
+        seen[:, :, 0] = False
+        self._emitted.penalize_trees(logits, tree_rows, group.rows, plan.ids[tree_rows], seen, group.most, group.params)
 
     def commit(self, group: Group, ids: torch.Tensor, lens: torch.Tensor) -> None:
         """Counts, for every request, the first `lens` ([B]) of its `ids` ([B, W])."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.constrained.base_grammar_backend import GrammarMask
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
@@ -32,7 +34,7 @@ LOGPROBS = {
 class RowSampler:
     """Samples each row as plain decoding would at that position, once the drafts before the row are emitted.
 
-    Our code applies penalties. The host applies grammar masks, filters, seeds, processors and logprobs, over B * W
+    Our code applies penalties. The host applies grammar masks, filters, seeds, processors and logprobs, over all T
     rows. A draft is accepted if it equals the row's token. Given the tokens before it, a draft is not random, so this
     leaves the sampled distribution unchanged.
     """
@@ -69,7 +71,9 @@ class RowSampler:
 
     def grammar_tree(self, batch: Any, plan: VerifyPlan) -> GrammarTree | None:
         """To be called before the verify forward is launched: otherwise the copy of the ids would wait for it."""
-        return GrammarTree.from_linear_chain(plan.ids) if batch.has_grammar else None
+        if not batch.has_grammar:
+            return None
+        return GrammarTree.from_linear_chain(plan.chains()) if plan.trees is None else _grammar_tree(plan)
 
     def choose(self, batch: Any, plan: VerifyPlan, target_out: Any, tree: GrammarTree | None, barrier: Any):
         """Chooses the target's token of every row; fills in `target_out`'s logprobs if a request asks for them.
@@ -79,45 +83,45 @@ class RowSampler:
             barrier: advances the grammars over the previous step's tokens; None without overlap.
 
         Returns:
-            [B, W] int64.
+            [T] int64.
         """
         info, logits = batch.sampling_info, target_out.next_token_logits
         if self.plain(batch):
-            return ops.row_argmax(logits).view(plan.ids.shape)  # ties: the lowest id wins
-        rows = logits.view(*plan.ids.shape, -1)  # [B, W, V]
+            return ops.row_argmax(logits)  # ties: the lowest id wins
         # In the host's order (SamplingBatchInfo.apply_logits_bias): penalties, grammar, bias.
         self._group = self._penalties.group(batch)
         if self._group is not None:
-            self._penalties.apply(self._group, rows, plan.ids)
+            self._penalties.apply(self._group, logits, plan)
         if tree is not None:
             mask = build_grammar_vocab_mask(
                 reqs=batch.reqs, tree=tree, sampling_info=info, device=logits.device, barrier=barrier
             )
             if mask is not None:
-                mask.apply(logits)
+                _rows_of(mask, plan).apply(logits)
         if info.logit_bias is not None:
-            rows.add_(info.logit_bias[:, None])
+            if plan.trees is None:
+                logits.view(plan.batch, plan.width, -1).add_(info.logit_bias[:, None])
+            else:
+                logits.add_(plan.repeat(info.logit_bias))
         params = self._text.row_params(batch, plan) if info.has_custom_logit_processor else None
-        at_once = max(1, self.sampled_rows // plan.width)
-        parts = [slice(i, min(i + at_once, len(batch.reqs))) for i in range(0, len(batch.reqs), at_once)]
-        outs = [LogitsProcessorOutput(next_token_logits=rows[part].flatten(0, 1)) for part in parts]
-        ids = torch.cat([self._sample(batch, plan, params, *both) for both in zip(parts, outs, strict=True)])
+        spans = _spans(plan.lens, self.sampled_rows)
+        outs = [LogitsProcessorOutput(next_token_logits=logits[span.rows]) for span in spans]
+        ids = torch.cat([self._sample(batch, plan, params, *both) for both in zip(spans, outs, strict=True)])
         if batch.return_logprob:
             _join_logprobs(target_out, outs)
-            target_out.next_token_logprobs = target_out.next_token_logprobs.view(plan.ids.shape)
-        return ids.view(plan.ids.shape).long()
+        return ids.long()
 
     def _sample(
-        self, batch: Any, plan: VerifyPlan, row_params: list[Any] | None, part: slice, out: LogitsProcessorOutput
+        self, batch: Any, plan: VerifyPlan, row_params: list[Any] | None, span: Span, out: LogitsProcessorOutput
     ) -> torch.Tensor:
-        """The token of every row of the requests `part`, [N] int; `out` has their logits and gets their logprobs."""
+        """The token of every row of a span, [N] int; `out` has their logits and gets their logprobs."""
         ids: torch.Tensor = self._runner.sampler(
             out,
-            expand(batch.sampling_info, plan.width, row_params, part),
+            expand(batch.sampling_info, span, row_params),
             batch.return_logprob,
-            _each(batch.top_logprobs_nums[part], plan.width) if batch.return_logprob else [],
-            _each(batch.token_ids_logprobs[part], plan.width) if batch.return_logprob else [],
-            plan.positions[part].flatten(),
+            span.repeat_list(batch.top_logprobs_nums) if batch.return_logprob else [],
+            span.repeat_list(batch.token_ids_logprobs) if batch.return_logprob else [],
+            plan.positions[span.rows],
         )
         return ids
 
@@ -130,35 +134,102 @@ class RowSampler:
             self._text.commit(batch, ids, lens)
 
 
-def expand(
-    info: SamplingBatchInfo, width: int, row_params: list[Any] | None, part: slice = slice(None)
-) -> SamplingBatchInfo:
-    """The sampling info of `width` rows per request, without what is already applied to the logits.
+class Span(NamedTuple):
+    """Some consecutive requests of a batch, and their rows.
 
-    Args:
-        row_params: custom parameters of every row of the batch; None without processors.
-        part: the requests whose rows are sampled.
+    Fields:
+        requests, rows: slices of the B requests and of the T rows.
+        lens: rows of each of these requests.
     """
 
-    def each(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values[part].repeat_interleave(width, 0)
+    requests: slice
+    rows: slice
+    lens: list[int]
 
+    def repeat(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """The rows' values, from one for each request of the batch."""
+        if values is None:
+            return None
+        own = values[self.requests]
+        if len(set(self.lens)) == 1:
+            return own.repeat_interleave(self.lens[0], 0)
+        return own.repeat_interleave(torch.tensor(self.lens, device=own.device), 0)
+
+    def repeat_list(self, values: list[Any]) -> list[Any]:
+        """`repeat` for a list."""
+        own = values[self.requests]
+        return [value for value, count in zip(own, self.lens, strict=True) for _ in range(count)]
+
+
+def _spans(lens: list[int], most: int) -> list[Span]:
+    """The requests in spans of at most `most` rows, or of one request that has more. lens: rows of each request."""
+    spans, first, row = [], 0, 0
+    while first < len(lens):
+        end, rows = first + 1, lens[first]
+        while end < len(lens) and rows + lens[end] <= most:
+            rows += lens[end]
+            end += 1
+        spans.append(Span(slice(first, end), slice(row, row + rows), lens[first:end]))
+        first, row = end, row + rows
+    return spans
+
+
+def _grammar_tree(plan: VerifyPlan) -> GrammarTree:
+    """The host's form of trees: each row's first child and next sibling, [B, W], -1 for none. Rows that a request lacks
+    hang nowhere."""
+    assert plan.trees is not None
+    shape = (plan.batch, plan.width)
+    children, siblings = torch.full(shape, -1), torch.full(shape, -1)
+    parents, first = plan.trees.parents.tolist(), 0
+    for request, count in enumerate(plan.trees.lens):
+        latest: dict[int, int] = {}  # of each parent, its last child so far
+        for row in range(1, count):
+            parent = parents[first + row]
+            before = latest.get(parent)
+            if before is None:
+                children[request, parent] = row
+            else:
+                siblings[request, before] = row
+            latest[parent] = row
+        first += count
+    ids = torch.zeros(shape, dtype=torch.int64)
+    ids[_places(plan)] = plan.ids
+    return GrammarTree.from_host(children, siblings, ids)
+
+
+def _places(plan: VerifyPlan) -> torch.Tensor:
+    """[B, W] bool: which places of a table with `width` columns the rows fill, in order."""
+    return torch.arange(plan.width) < torch.tensor(plan.lens)[:, None]
+
+
+def _rows_of(mask: GrammarMask, plan: VerifyPlan) -> GrammarMask:
+    """The T rows of a mask, which has `width` for each request."""
+    if plan.trees is None:
+        return mask
+    return GrammarMask(mask.grammar, mask.vocab_mask[_places(plan).flatten()])
+
+
+def expand(info: SamplingBatchInfo, span: Span, row_params: list[Any] | None) -> SamplingBatchInfo:
+    """The sampling info of each row of a span, without what is already applied to the logits.
+
+    row_params: custom parameters of every row of the batch; None without processors.
+    """
     processors = info.custom_logit_processor
     if processors is not None:
-        requests = range(len(info.temperatures))[part]
+        requests = range(len(info.temperatures))[span.requests]
         processors = {
-            key: _processor_of_rows(entry, requests, width, info.temperatures.device)
+            key: _processor_of_rows(entry, requests, span.lens, info.temperatures.device)
             for key, entry in processors.items()
             if any(row in requests for row in entry.rows)
         }
-        row_params = row_params and row_params[requests.start * width : requests.stop * width]
+        row_params = row_params and row_params[span.rows]
     return replace(
         info,
-        temperatures=each(info.temperatures),
-        top_ps=each(info.top_ps),
-        top_ks=each(info.top_ks),
-        min_ps=each(info.min_ps),
-        sampling_seed=each(info.sampling_seed),
+        temperatures=span.repeat(info.temperatures),
+        top_ps=span.repeat(info.top_ps),
+        top_ks=span.repeat(info.top_ks),
+        min_ps=span.repeat(info.min_ps),
+        sampling_seed=span.repeat(info.sampling_seed),
         custom_params=row_params,
         custom_logit_processor=processors,
         grammar_mask=None,
@@ -168,8 +239,10 @@ def expand(
     )
 
 
-def _processor_of_rows(entry: ProcessorEntry, requests: range, width: int, device: Any) -> ProcessorEntry:
-    rows = [(r - requests.start) * width + i for r in entry.rows if r in requests for i in range(width)]
+def _processor_of_rows(entry: ProcessorEntry, requests: range, lens: list[int], device: Any) -> ProcessorEntry:
+    firsts = [0, *accumulate(lens)]
+    asked = [r - requests.start for r in entry.rows if r in requests]
+    rows = [firsts[place] + i for place in asked for i in range(lens[place])]
     return ProcessorEntry(entry.processor, rows, upload(torch.tensor(rows, dtype=torch.int64), device))
 
 
@@ -187,5 +260,13 @@ def _join_logprobs(target_out: Any, outs: list[LogitsProcessorOutput]) -> None:
         setattr(target_out, name, joined)
 
 
-def _each(values: list[Any], width: int) -> list[Any]:
-    return [value for value in values for _ in range(width)]
+def follow(target_out: Any, path: torch.Tensor) -> None:
+    """Orders the rows' logprobs in `target_out`, a `LogitsProcessorOutput`, by the accepted rows ([B, L] int64)."""
+    if target_out.next_token_logprobs is None:
+        return
+    rows = path.flatten()
+    target_out.next_token_logprobs = target_out.next_token_logprobs[rows].view(path.shape)
+    for name in LOGPROBS:
+        values = getattr(target_out, name)
+        if values is not None:
+            setattr(target_out, name, [values[row] for row in rows.tolist()])

@@ -62,7 +62,7 @@ def measure_sampling(
 
 def rehearse(sampler: RowSampler, batch: int, width: int, vocab_size: int, seeded: bool, device: Any) -> None:
     """Samples `batch` requests of `width` rows with logprobs and the filters that take the most memory."""
-    ids = torch.zeros((batch, width), dtype=torch.int64, device=device)
+    ids = torch.zeros(batch * width, dtype=torch.int64, device=device)
     info = SamplingBatchInfo(
         temperatures=torch.ones((batch, 1), device=device),
         top_ps=torch.full((batch,), 0.95, device=device),
@@ -87,7 +87,7 @@ def rehearse(sampler: RowSampler, batch: int, width: int, vocab_size: int, seede
     )
     logits = torch.zeros((batch * width, vocab_size), device=device)
     out = LogitsProcessorOutput(next_token_logits=logits)
-    sampler.choose(asking, VerifyPlan(ids, ids, ids), out, None, None)
+    sampler.choose(asking, VerifyPlan(ids, ids, ids, width), out, None, None)
 
 
 def _peak_bytes(call: Callable[[], None]) -> int:

@@ -1,30 +1,31 @@
-"""Chooses the policy that sets the width of each step."""
+"""Chooses the policy that plans the rows of each step."""
 
 from __future__ import annotations
 
-import logging
 import os
 
-from sglang_dflash.core.width import AdaptiveWidth, FullWidth, WidthPolicy
+from sglang_dflash.core.plan import Planner, Policy
 from sglang_dflash.host import simulated
 
-logger = logging.getLogger(__name__)
-VARIABLE = "SGLANG_DFLASH_WIDTH"
+WIDTH, TREE = "SGLANG_DFLASH_WIDTH", "SGLANG_DFLASH_TREE"
 POLICIES = ("adaptive", "full")
 
 
 def check(device: str, tp_size: int) -> None:
-    """Raises ValueError if the variable is none of POLICIES, or is adaptive on a server that needs full width."""
-    asked = os.environ.get(VARIABLE, "")
+    """Raises ValueError if a variable has no allowed value, or asks for what this server does not serve."""
+    asked = os.environ.get(WIDTH, "")
     if asked and asked not in POLICIES:
-        raise ValueError(f"{VARIABLE} is {asked!r}; allowed: {', '.join(POLICIES)}.")
+        raise ValueError(f"{WIDTH} is {asked!r}; allowed: {', '.join(POLICIES)}.")
     reason = why_full(device, tp_size)
     if asked == "adaptive" and reason is not None:
-        raise ValueError(f"Adaptive width ({VARIABLE}) needs {reason}. Use full.")
+        raise ValueError(f"Adaptive width ({WIDTH}) needs {reason}. Use full.")
+    tree = os.environ.get(TREE, "")
+    if tree not in ("", "0", "1"):
+        raise ValueError(f"{TREE} is {tree!r}; allowed: 0 (chains), 1 (trees where they are served).")
 
 
 def why_full(device: str, tp_size: int) -> str | None:
-    """What adaptive width needs and this server lacks, and why; None if it lacks nothing."""
+    """What a planned step needs and this server lacks, and why; None if it lacks nothing."""
     if device != "cpu":
         return f"--device cpu, not {device}, because an accelerator's graphs are captured for whole blocks"
     if tp_size > 1:
@@ -34,10 +35,12 @@ def why_full(device: str, tp_size: int) -> str | None:
     return None
 
 
-def choose_width_policy(block_size: int, device: str, tp_size: int) -> WidthPolicy:
-    """The policy that the variable names; without it, adaptive if this server can adapt, else full."""
-    if os.environ.get(VARIABLE) == "full" or why_full(device, tp_size) is not None:
-        return FullWidth(block_size)
-    message = "Steps draft and verify 1 to %d rows, for the most tokens per second; %s=full fixes the width."
-    logger.info(message, block_size, VARIABLE)
-    return AdaptiveWidth(block_size)
+def choose_planner(block_size: int, device: str, tp_size: int) -> Policy | None:
+    """The policy that the variable names; without it, a planner if this server can plan. None: whole blocks."""
+    if os.environ.get(WIDTH) == "full" or why_full(device, tp_size) is not None:
+        return None
+    return Planner(block_size)
+
+
+def trees_wanted() -> bool:
+    return os.environ.get(TREE) != "0"

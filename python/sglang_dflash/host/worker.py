@@ -16,7 +16,6 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import spec_stage_span
 
@@ -28,11 +27,12 @@ from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 from sglang_dflash.host.plan_stream import PlanStream
+from sglang_dflash.host.planned_step import PlannedStep, TreeVerifyInput
 from sglang_dflash.host.recurrent_state import RecurrentState
-from sglang_dflash.host.sampling import RowSampler
+from sglang_dflash.host.sampling import RowSampler, follow
 from sglang_dflash.host.sampling_memory import measure_sampling
 from sglang_dflash.host.sharded_logits import ShardedLogits
-from sglang_dflash.host.widths import choose_width_policy
+from sglang_dflash.host.widths import choose_planner
 
 logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None] | None
@@ -67,7 +67,8 @@ class DFlashWorker(BaseSpecWorker):
         # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
         self._plan_stream: PlanStream | None = None
-        self._widths = choose_width_policy(self.block_size, self.device, get_parallel().tp_size)
+        planner = choose_planner(self.block_size, self.device, get_parallel().tp_size)
+        self._planned = None if planner is None else PlannedStep(planner, self._target, self._draft, self._lay_out)
 
     # What the scheduler needs from a worker besides steps.
 
@@ -149,8 +150,9 @@ class DFlashWorker(BaseSpecWorker):
         """
         if batch.forward_mode.is_decode():
             return self._decode(batch, on_publish, grammar_barrier)
-        self._widths.interrupt()
-        return (self._idle if batch.forward_mode.is_idle() else self._prefill)(batch, on_publish)
+        if self._planned is not None:
+            self._planned.interrupt()
+        return self._idle(on_publish) if batch.forward_mode.is_idle() else self._prefill(batch, on_publish)
 
     def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
         self._sampler.prefill(batch)
@@ -165,7 +167,7 @@ class DFlashWorker(BaseSpecWorker):
         self._sampler.prefilled(batch, result.next_token_ids)
         # Within this call: once prefill returns, another request may hit these tokens in the radix tree.
         positions = upload(ops.extend_positions(batch.prefix_lens, batch.extend_lens), self.device)
-        self._draft.write_context(result.logits_output.hidden_states, positions, kv_plan)
+        self._draft.write_context(result.logits_output.hidden_states, positions, self._draft.slots_of(kv_plan))
         logger.debug("draft KV of %d prompt tokens written", len(positions))
         self._hidden_states.put(batch, result.logits_output, [n - 1 for n in accumulate(batch.extend_lens)])
         result.next_draft_input = DraftInput.create(result.next_token_ids, batch.seq_lens)
@@ -174,36 +176,38 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(self, batch: Any, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())  # allocated on the schedule stream
-        width = self._widths.begin(len(batch.reqs))
-        block = self._lay_out_block(batch, width)
-        kv_plan = self._plan_kv(block, batch)
-        if self._plan_stream is not None:
-            self._plan_stream.mark()
-        draft_ids = block.ids[:, 1:]  # empty in a block of one row
-        if block.block_size > 1:
-            with spec_stage_span("draft"):
-                draft_ids = self._draft.propose(block, batch, kv_plan)
-        plan, forward_batch = self._plan(block, draft_ids, batch, kv_plan)
+        if self._planned is not None:
+            plan, kv_plan, forward_batch = *self._planned.propose(batch), None
+        else:
+            plan, kv_plan, forward_batch = self._propose(batch)
         grammar_tree = self._sampler.grammar_tree(batch, plan)
         with spec_stage_span("verify"):
             target = self._verify(plan, forward_batch, batch, kv_plan)
-        accepted = self._accept(plan, batch, target.logits_output, grammar_tree, grammar_barrier)
+        out = target.logits_output
+        accepted = self._accept(plan, batch, out, grammar_tree, grammar_barrier)
         self._sampler.commit(batch, accepted.out_ids, accepted.commit_lens)
         if self._recurrent_state is not None:
-            self._recurrent_state.commit(batch, accepted.commit_lens, plan.width)
-        prefix_lens = block.prefix_lens + accepted.commit_lens
+            self._recurrent_state.commit(batch, accepted.commit_lens, accepted.out_ids.shape[1])
+        prefix_lens = batch.seq_lens + accepted.commit_lens
+        path = None
+        if self._planned is None:
+            written = plan.positions, self._draft.slots_of(kv_plan)
+        else:
+            path = accepted.path
+            rows, *written = self._planned.commit(batch, plan, accepted)
+            out.hidden_states = out.hidden_states[rows]
         if on_publish is not None:
             on_publish(prefix_lens)
-        self._draft.write_context(target.logits_output.hidden_states, plan.positions.flatten(), kv_plan)
-        self._hidden_states.put(batch, target.logits_output)
-        if self._widths.adapts:
-            self._widths.end(accepted.commit_lens.tolist())
+        self._draft.write_context(out.hidden_states, *written)
+        self._hidden_states.put(batch, out, path=path)
+        if self._planned is not None:
+            self._planned.end(accepted)
         return GenerationBatchResult(
-            logits_output=target.logits_output,
+            logits_output=out,
             next_token_ids=accepted.out_ids.flatten(),
             accept_lens=accepted.commit_lens,
-            speculative_num_draft_tokens=plan.width,
-            cap_lens=torch.full_like(accepted.commit_lens, plan.width) if self._widths.adapts else None,
+            speculative_num_draft_tokens=accepted.out_ids.shape[1],
+            cap_lens=None if self._planned is None else torch.tensor(plan.lens, dtype=torch.int32),
             next_draft_input=DraftInput.create(accepted.bonus_ids, prefix_lens),
             new_seq_lens=prefix_lens,
             can_run_cuda_graph=target.can_run_cuda_graph,
@@ -211,32 +215,51 @@ class DFlashWorker(BaseSpecWorker):
             indexer_topk_output=target.indexer_topk_output,
         )
 
+    def _propose(self, batch: Any) -> tuple[VerifyPlan, Any, ForwardBatch | None]:
+        """A whole block for every request: the rows to verify, the host's KV plan and, with a plan stream, the forward
+        batch."""
+        requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
+        block = self._lay_out(*requests, self.block_size)
+        kv_plan = self._plan_kv(block, batch)
+        if self._plan_stream is not None:
+            self._plan_stream.mark()
+        with spec_stage_span("draft"):
+            draft_ids = self._draft.propose(block, batch, kv_plan)
+        plan, forward_batch = self._plan(block, draft_ids, batch, kv_plan)
+        return plan, kv_plan, forward_batch
+
     def _accept(
         self, plan: VerifyPlan, batch: Any, target_out: Any, grammar_tree: Any, grammar_barrier: Any
-    ) -> ops.GreedyAcceptance:
-        plain = self._sampler.plain(batch)
+    ) -> ops.GreedyAcceptance | ops.TreeAcceptance:
+        plain, trees = self._sampler.plain(batch), plan.trees
+        logits = target_out.next_token_logits
         if self._fuses_acceptance and plain:
-            return self._rows.accept_greedy(target_out.next_token_logits.view(*plan.ids.shape, -1), plan.ids)
+            if trees is not None:
+                return ops.accept_tree_greedy(logits, plan.ids, trees.parents, trees.row_starts, trees.length)
+            return self._rows.accept_greedy(logits.view(plan.batch, plan.width, -1), plan.chains())
         if self._sharded_logits is not None and plain:
-            target_ids = self._sharded_logits.argmax(target_out.next_token_logits).view(plan.ids.shape)
+            target_ids = self._sharded_logits.argmax(logits)
             target_out.next_token_logits = None  # a shard must not pass for logits
         else:
             if self._sharded_logits is not None:
-                target_out.next_token_logits = self._sharded_logits.gather(target_out.next_token_logits)
+                target_out.next_token_logits = self._sharded_logits.gather(logits)
             target_ids = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
-        return self._accept_chain(self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids), plan.ids)
+        if trees is not None:
+            accepted = ops.accept_tree(target_ids, plan.ids, trees.parents, trees.row_starts, trees.length)
+            follow(target_out, accepted.path)
+            return accepted
+        if target_out.next_token_logprobs is not None:
+            target_out.next_token_logprobs = target_out.next_token_logprobs.view(plan.batch, plan.width)
+        target_ids = self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids.view(plan.batch, plan.width))
+        return self._accept_chain(target_ids, plan.chains())
 
-    def _lay_out_block(self, batch: Any, block_size: int) -> Block:
-        prefix_lens = batch.seq_lens
-        ids, positions, slots = self._rows.block_layout(
-            batch.spec_info.bonus_tokens,
-            prefix_lens,
-            batch.req_pool_indices,
-            self._target.req_to_token_pool.req_to_token,
-            block_size,
-            self._mask_token_id,
-        )
-        return Block(ids, positions, slots, prefix_lens)
+    def _lay_out(
+        self, bonus_ids: torch.Tensor, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor, block_size: int
+    ) -> Block:
+        """bonus_ids, prefix_lens, req_pool_indices: [B]."""
+        table = self._target.req_to_token_pool.req_to_token
+        rows = self._rows.block_layout(bonus_ids, prefix_lens, req_pool_indices, table, block_size, self._mask_token_id)
+        return Block(*rows, prefix_lens, req_pool_indices)
 
     def _plan_kv(self, block: Block, batch: Any) -> Any:
         """The host's plan of this step's KV ids, shared by draft, verify and commit."""
@@ -258,23 +281,25 @@ class DFlashWorker(BaseSpecWorker):
         """
         if self._plan_stream is None:
             return plan_chain(block, draft_ids, block.block_size), None
-        plan = VerifyPlan(block.ids, block.positions, block.slots)
+        ids, positions, slots = (rows.flatten() for rows in (block.ids, block.positions, block.slots))
+        plan = VerifyPlan(ids, positions, slots, block.block_size)
         with self._plan_stream.work():
             forward_batch = self._prepare_verify(plan, batch, kv_plan)
         self._plan_stream.join()
-        plan.ids[:, 1:].copy_(draft_ids)
+        plan.chains()[:, 1:].copy_(draft_ids)
         return plan, forward_batch
 
     def _prepare_verify(self, plan: VerifyPlan, batch: Any, kv_plan: Any) -> ForwardBatch:
         """The target's `ForwardBatch` over the planned rows, and its attention metadata."""
-        verify_input = DFlashVerifyInput(
-            draft_token=plan.ids.flatten(),
-            positions=plan.positions.flatten(),
+        verify_input = TreeVerifyInput(
+            draft_token=plan.ids,
+            positions=plan.positions,
             draft_token_num=plan.width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=kv_plan,
+            trees=plan.trees,
         )
-        batch.out_cache_loc = plan.slots.flatten()
+        batch.out_cache_loc = plan.slots
         lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu, batch.seq_lens_sum = known_kv_lens(batch, plan.width)
         # Without graphs, the forward prepares the attention metadata itself.

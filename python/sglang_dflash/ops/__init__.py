@@ -1,15 +1,18 @@
-"""The public ops. `reference.py` specifies them; `block_conv.py`, `selector.py`, `domino.py` those of draft heads.
+"""The public ops. `reference.py` specifies them; `block_conv.py`, `selector.py`, `domino.py` those of draft heads;
+`tree.py` those over trees of rows.
 
-An op may have torch, native and Triton bodies. `row_argmax` and `accept_chain` choose theirs here at every call, by the
-tensors' device and dtype. The others are chosen in `bodies.py`, once, when a caller is constructed. The first choice of
-a Triton body imports Triton, so without a GPU nothing loads it.
+An op may have torch, native and Triton bodies. `row_argmax`, `accept_chain` and the ops over trees choose theirs here
+at every call, by the tensors' device and dtype. The others are chosen in `bodies.py`, once, when a caller is
+constructed. The first choice of a Triton body imports Triton, so without a GPU nothing loads it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from sglang_dflash.ops import reference
+from sglang_dflash.ops import reference, tree
 from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention, with_sink
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
 from sglang_dflash.ops.block_conv import grouped_conv
@@ -31,7 +34,14 @@ from sglang_dflash.ops.domino import DominoWeights, domino_rollout
 from sglang_dflash.ops.kv_buffers import KVBuffers, fits
 from sglang_dflash.ops.murmur import murmur_hash32
 from sglang_dflash.ops.native import install_linear, serves
-from sglang_dflash.ops.penalties import Emitted, EmittedTokens, PenaltyParams, penalize, penalties_of
+from sglang_dflash.ops.penalties import (
+    Emitted,
+    EmittedTokens,
+    PenaltyParams,
+    penalize,
+    penalize_trees,
+    penalties_of,
+)
 from sglang_dflash.ops.recurrent import TORCH_RECURRENT, RecurrentOps, choose_recurrent
 from sglang_dflash.ops.recurrent_reference import StateRows
 from sglang_dflash.ops.reference import (
@@ -51,6 +61,7 @@ from sglang_dflash.ops.selector import (
     top_candidates,
 )
 from sglang_dflash.ops.tiled_attention import invariant_attention
+from sglang_dflash.ops.tree import PlannedRows, Proposal, TreeAcceptance, Trees
 
 __all__ = [
     "INVARIANT_ATTENTION",
@@ -68,10 +79,18 @@ __all__ = [
     "PagedRows",
     "PagedTable",
     "PenaltyParams",
+    "PlannedRows",
+    "Proposal",
     "RecurrentOps",
     "RowOps",
     "StateRows",
+    "TreeAcceptance",
+    "Trees",
     "accept_chain",
+    "accept_tree",
+    "accept_tree_greedy",
+    "ancestors",
+    "best_first",
     "bodies",
     "by_id",
     "candidate_logits",
@@ -81,6 +100,7 @@ __all__ = [
     "context_kv",
     "domino_rollout",
     "emitted_tokens",
+    "exchange_slots",
     "extend_positions",
     "fits",
     "gather_slots",
@@ -89,19 +109,24 @@ __all__ = [
     "install_batch_invariant_kernels",
     "install_linear",
     "invariant_attention",
+    "lay_out_trees",
     "murmur_hash32",
     "native_attention",
     "native_write_and_attend",
     "paged_attention",
     "pair_scores",
     "penalize",
+    "penalize_trees",
     "penalties_of",
     "place_matters",
+    "platt",
     "project_context",
     "recent_slots",
     "row_argmax",
     "serves",
+    "take_rows",
     "top_candidates",
+    "top_log_probs",
     "warm_up",
     "with_sink",
 ]
@@ -126,6 +151,101 @@ def accept_chain(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptanc
 
         return triton_acceptance.accept_chain(target_ids, ids)
     return reference.accept_chain(target_ids, ids)
+
+
+def top_log_probs(logits: torch.Tensor, count: int) -> Proposal:
+    """See `tree.top_log_probs`."""
+    if serves(logits.device, logits.dtype):
+        return Proposal(*torch.ops.sglang_dflash.top_log_probs(logits, count))
+    return tree.top_log_probs(logits, count)
+
+
+def best_first(chances: torch.Tensor, rows: int) -> Trees:
+    """See `tree.best_first`."""
+    if serves("cpu"):
+        return Trees(*torch.ops.sglang_dflash.best_first(chances, rows))
+    return tree.best_first(chances, rows)
+
+
+def ancestors(parents: torch.Tensor, width: int) -> torch.Tensor:
+    """See `tree.ancestors`."""
+    if serves("cpu"):
+        masks: torch.Tensor = torch.ops.sglang_dflash.ancestors(parents, width)
+        return masks
+    return tree.ancestors(parents, width)
+
+
+def accept_tree(
+    target_ids: torch.Tensor, ids: torch.Tensor, parents: torch.Tensor, row_starts: torch.Tensor, length: int
+) -> TreeAcceptance:
+    """See `tree.accept_tree`."""
+    if serves("cpu"):
+        return TreeAcceptance(*torch.ops.sglang_dflash.accept_tree(target_ids, ids, parents, row_starts, length))
+    return tree.accept_tree(target_ids, ids, parents, row_starts, length)
+
+
+def accept_tree_greedy(
+    logits: torch.Tensor, ids: torch.Tensor, parents: torch.Tensor, row_starts: torch.Tensor, length: int
+) -> TreeAcceptance:
+    """See `tree.accept_tree_greedy`."""
+    if serves(logits.device, logits.dtype):
+        return TreeAcceptance(*torch.ops.sglang_dflash.accept_tree_greedy(logits, ids, parents, row_starts, length))
+    return tree.accept_tree_greedy(logits, ids, parents, row_starts, length)
+
+
+def platt(
+    log_probs: torch.Tensor,
+    slope: float,
+    depth_offsets: Sequence[float],
+    others_offset: float,
+    request_offsets: Sequence[float],
+    max_logit: float,
+) -> torch.Tensor:
+    """See `tree.platt`."""
+    body = torch.ops.sglang_dflash.platt if serves("cpu") else tree.platt
+    chances: torch.Tensor = body(log_probs, slope, depth_offsets, others_offset, request_offsets, max_logit)
+    return chances
+
+
+def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: int) -> PlannedRows:
+    """See `tree.take_rows`."""
+    if not serves("cpu"):
+        return tree.take_rows(trees, drafted, lens, batch)
+    taken = torch.ops.sglang_dflash.take_rows(*trees[:3], drafted, lens, batch)
+    parents, depths, ranks, requests, row_starts, mask, facts = taken
+    length, width, chains = facts.tolist()
+    return PlannedRows(parents, depths, ranks, requests, row_starts, None if chains else mask, length, width)
+
+
+def lay_out_trees(
+    rows: PlannedRows,
+    drafted: Sequence[int],
+    candidate_ids: torch.Tensor,
+    bonus_ids: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `tree.lay_out_trees`."""
+    requests = (bonus_ids, prefix_lens, req_pool_indices, req_to_token)
+    if not serves("cpu"):
+        return tree.lay_out_trees(rows, drafted, candidate_ids, *requests)
+    laid = torch.ops.sglang_dflash.lay_out_trees(*rows[1:5], drafted, candidate_ids, *requests)
+    ids, positions, slots = laid
+    return ids, positions, slots
+
+
+def exchange_slots(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    path: torch.Tensor,
+    commit_lens: torch.Tensor,
+    row_starts: torch.Tensor,
+) -> None:
+    """See `tree.exchange_slots`."""
+    body = torch.ops.sglang_dflash.exchange_slots if serves("cpu") else tree.exchange_slots
+    body(req_to_token, req_pool_indices, prefix_lens, path, commit_lens, row_starts)
 
 
 def warm_up(

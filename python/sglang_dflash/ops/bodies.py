@@ -29,19 +29,27 @@ class PagedTable:
         req_pool_indices: [B] int64; the batch's rows.
         prefix_lens: [B] int64; per request, the tokens before its first query row.
         row_starts: [B + 1] int64; request b has the rows `row_starts[b] : row_starts[b + 1]` of the query tensor.
+        row_mask: [B, W, W] bool, or None; see `reference.paged_attention`.
     """
 
     req_to_token: torch.Tensor
     req_pool_indices: torch.Tensor
     prefix_lens: torch.Tensor
     row_starts: torch.Tensor
+    row_mask: torch.Tensor | None = None
 
     @classmethod
     def gather(
-        cls, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: list[int], row_lens: list[int]
+        cls,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        prefix_lens: list[int],
+        row_lens: list[int],
+        row_mask: torch.Tensor | None = None,
     ) -> PagedTable:
         row_starts = torch.tensor([0, *row_lens]).cumsum(0)
-        return cls(req_to_token, req_pool_indices.long(), torch.tensor(prefix_lens, dtype=torch.int64), row_starts)
+        prefixes = torch.tensor(prefix_lens, dtype=torch.int64)
+        return cls(req_to_token, req_pool_indices.long(), prefixes, row_starts, row_mask)
 
     @classmethod
     def uniform(
@@ -53,7 +61,7 @@ class PagedTable:
 
     @property
     def fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The fields in the order of the native ops' arguments."""
+        """All but the mask, in the order of the native ops' arguments."""
         return self.req_to_token, self.req_pool_indices, self.prefix_lens, self.row_starts
 
 
@@ -70,7 +78,6 @@ def native_attention(
     scaling: float,
     causal: bool,
     window_left: int | None = None,
-    row_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`reference.paged_attention` in one native call that reads the pages in place.
@@ -86,7 +93,7 @@ def native_attention(
         scaling,
         causal,
         -1 if window_left is None else window_left,
-        row_mask,
+        rows.row_mask,
         None if sinks is None else sinks.float(),
     )
     return out
@@ -117,6 +124,7 @@ def native_write_and_attend(
         scaling,
         causal,
         -1 if window_left is None else window_left,
+        rows.row_mask,
         None if sinks is None else sinks.float(),
     )
     return out
@@ -128,7 +136,7 @@ class Attention:
 
     Fields:
         lay_out: called once per forward with (req_to_token, req_pool_indices, prefix_lens, row_lens), the last two
-            lists. Returns `rows`.
+            lists, and where rows form trees with `row_mask` by name. Returns `rows`.
         lay_out_uniform: the same if all requests have `width` rows: (..., prefix_lens [B] int, width).
         attend: called per layer with (q, k_cache, v_cache, rows, scaling, causal, window_left), and `sinks` by name.
         write_and_attend: `reference.write_and_attend` with `rows` in place of its tables; None if attention has no

@@ -24,6 +24,7 @@ LATEST = (
     "block_layout",
     "delta_rule",
     "selective_scan",
+    "accept_tree",
 )  # missing in a build from older sources
 
 

@@ -56,24 +56,64 @@ def penalize(
         requests: [P] int64; their indices among the B requests, each at most once.
         block_ids: [P, W] int64; anchor first, then the drafts.
     """
-    width = logits.shape[1]
+    columns = torch.arange(logits.shape[1], device=logits.device)
     entries = torch.cat((emitted.ids, block_ids), dim=1)  # [P, E]
-    times = drafted_before(entries, block_ids)  # [P, W, E]
+    # Indices into [B, W, V], not into a flat view: the host's float32 logits may be a slice of a padded vocabulary.
+    rows = (requests[:, None, None], columns[:, None])  # with ids, broadcast to [P, W, E]
+    _penalize(logits, rows, columns, entries, drafted_before(entries, block_ids), emitted, params)
+
+
+def penalize_trees(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    before: torch.Tensor,
+    emitted: Emitted,
+    params: PenaltyParams,
+) -> None:
+    """`penalize` where the rows of a request form a tree: the drafts on a row's path count as emitted.
+
+    Args:
+        logits: [T, V] float32.
+        rows: [P, W] int64; the requests' rows among the T. A request with fewer rows repeats its first one.
+        ids: [P, W] int64; the rows' ids.
+        before: [P, W, W] bool; the drafts on the path to each row, its own included and the anchor not.
+    """
+    entries = torch.cat((emitted.ids, ids), dim=1)  # [P, E]
+    equal = (entries[:, None] == ids[:, :, None]).float()  # [P, W, E]
+    times = torch.bmm(before.float(), equal).long()
+    _penalize(logits, (rows[:, :, None],), before.sum(-1), entries, times, emitted, params)
+
+
+def _penalize(
+    logits: torch.Tensor,
+    rows: tuple[torch.Tensor, ...],
+    drafted: torch.Tensor,
+    entries: torch.Tensor,
+    times: torch.Tensor,
+    emitted: Emitted,
+    params: PenaltyParams,
+) -> None:
+    """Changes the logits of the `entries` ([P, E] int64) and of the stop ids.
+
+    Args:
+        rows: indices of the rows in `logits`; with ids they broadcast to [P, W, E].
+        drafted: [W] or [P, W] int64; drafts before each row's token.
+        times: [P, W, E] int64; how often each entry is among them.
+    """
     seen = emitted.seen.gather(1, entries)[:, None] | (times > 0)
     sums = emitted.sums.gather(1, entries)[:, None].expand(times.shape)
-    for time in range(width - 1):  # one addition per occurrence: the sum is rounded as the host's is
+    for time in range(times.shape[1] - 1):  # one addition per occurrence: the sum is rounded as the host's is
         sums = torch.where(times > time, sums + params.frequency[:, None, None], sums)
     presence = torch.where(seen, params.presence[:, None, None], 0.0)
     repetition = torch.where(seen, params.repetition[:, None, None], 1.0)
 
-    # Indices into [B, W, V], not into a flat view: the host's float32 logits may be a slice of a padded vocabulary.
-    columns = torch.arange(width, device=logits.device)
-    where = (requests[:, None, None], columns[:, None], entries[:, None])  # broadcast to [P, W, E]
+    where = (*rows, entries[:, None])
     x = logits[where] - sums - presence
     logits[where] = torch.where(x < 0, x * repetition, x / repetition)  # equal entries write equal values
 
-    too_short = emitted.lens[:, None] + columns < params.min_new_tokens[:, None]  # [P, W], before the row's token
-    where = (requests[:, None, None], columns[:, None], params.stop_ids[:, None])  # broadcast to [P, W, S]
+    too_short = emitted.lens[:, None] + drafted < params.min_new_tokens[:, None]  # [P, W], before the row's token
+    where = (*rows, params.stop_ids[:, None])  # broadcast to [P, W, S]
     logits[where] = torch.where(too_short[:, :, None], float("-inf"), logits[where])
 
 
@@ -186,6 +226,19 @@ class EmittedTokens:
             block_ids: [B, W] int64.
         """
         penalize(logits, requests, block_ids[requests], self.of(rows, most), params)
+
+    def penalize_trees(
+        self,
+        logits: torch.Tensor,
+        tree_rows: torch.Tensor,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        before: torch.Tensor,
+        most: int,
+        params: PenaltyParams,
+    ) -> None:
+        """The function `penalize_trees`; `rows` and `most` as in `append`, `tree_rows` as its `rows`."""
+        penalize_trees(logits, tree_rows, ids, before, self.of(rows, most), params)
 
     def of(self, rows: torch.Tensor, most: int) -> Emitted:
         """The tokens of `rows` ([P] int64); `most` as in `append`."""

@@ -306,6 +306,7 @@ def write_and_attend(
     scaling: float,
     causal: bool,
     window_left: int | None = None,
+    row_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """An attention layer's work: writes the rows' own keys and values to their slots, then calls `paged_attention`.
@@ -323,7 +324,7 @@ def write_and_attend(
     q = q.flatten(1)
     q = q.reshape(len(q), q.shape[1] // k_cache.shape[2], k_cache.shape[2])
     rows = (req_to_token, req_pool_indices, prefix_lens, row_starts)
-    return paged_attention(q, k_cache, v_cache, *rows, scaling, causal, window_left, sinks=sinks).flatten(1)
+    return paged_attention(q, k_cache, v_cache, *rows, scaling, causal, window_left, row_mask, sinks).flatten(1)
 
 
 def attention_rows(

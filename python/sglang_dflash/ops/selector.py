@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_dflash.ops.tree import Proposal
+
 
 class Candidates(NamedTuple):
     """The candidates of each row.
@@ -78,15 +80,16 @@ def greedy_walk(
     anchor_ids: torch.Tensor,
     predecessors: torch.Tensor,
     successors: torch.Tensor,
-) -> torch.Tensor:
-    """From the anchor on, each row's best candidate behind the one chosen before it.
+) -> Proposal:
+    """From the anchor on, each row's best candidate behind the one chosen before it; and how it stands among the row's
+    candidates, the softmax of their scores.
 
     Args:
         candidates, keys: of B * S rows: S of a request, then those of the next one.
         anchor_ids: [B] int64.
 
     Returns:
-        [B, S] int64.
+        ids and log_probs, [B, S] each; a log-probability is -inf where the row's scores have no finite maximum.
     """
     requests, count = len(anchor_ids), candidates.ids.shape[1]
     ids = candidates.ids.view(requests, -1, count)
@@ -94,9 +97,12 @@ def greedy_walk(
     previous = torch.cat((anchors, ids[:, :-1]), dim=1)  # [B, S, k]
     scores = pair_scores(candidates, keys, previous.flatten(0, 1), predecessors, successors)
     best = scores.argmax(-1).view(requests, -1, count)  # for every previous candidate; the first of equals
+    log_probs = scores.log_softmax(-1).amax(-1).view(requests, -1, count)
+    log_probs = torch.where(log_probs.isnan(), float("-inf"), log_probs)
     place = best[:, 0, :1]
-    places = [place]
+    places, chosen = [place], [log_probs[:, 0, :1]]
     for slot in range(1, ids.shape[1]):
+        chosen.append(log_probs[:, slot].gather(1, place))
         place = best[:, slot].gather(1, place)
         places.append(place)
-    return ids.gather(2, torch.stack(places, dim=1))[:, :, 0]
+    return Proposal(ids.gather(2, torch.stack(places, dim=1))[:, :, 0], torch.cat(chosen, dim=1))

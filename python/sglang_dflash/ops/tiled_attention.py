@@ -31,7 +31,9 @@ def invariant_attention(
     """`paged_attention` for keys and values of the same head size, computed in float32 for every dtype.
 
     For 16-bit types torch's kernel packs the keys or not, depending on the amount of work, and then rounds differently.
+    It takes no row masks: in a tree, keys stand in another order than in a prefill.
     """
+    assert rows.row_mask is None
     out = torch.empty_like(q)
     start = 0
     for requests in _groups(rows):

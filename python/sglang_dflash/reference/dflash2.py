@@ -83,7 +83,7 @@ class CandidateSelector(nn.Module):
         """
         candidates = self._candidates(logits.flatten(0, 1))
         tables = (self.predecessor_codebook, self.successor_codebook)
-        return ops.greedy_walk(candidates, self.hidden_projection(hidden).flatten(0, 1), anchor_ids, *tables)
+        return ops.greedy_walk(candidates, self.hidden_projection(hidden).flatten(0, 1), anchor_ids, *tables).ids
 
     def scored(self, hidden: torch.Tensor, logits: torch.Tensor, previous_ids: torch.Tensor) -> Scored:
         """hidden: [N, H]; logits: [N, V]; previous_ids: [N] int64, the tokens before the rows."""

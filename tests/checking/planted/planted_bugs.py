@@ -68,19 +68,34 @@ def _plant(*arguments: Any) -> None:
 def _one_too_many(original: Any, now: Now) -> Any:
     def accept(worker: Any, plan: Any, batch: Any, target_out: Any, *rest: Any) -> Any:
         right = original(worker, plan, batch, target_out, *rest)
-        draft_ids, target_ids = plan.ids, target_out.next_token_logits.argmax(-1).view(plan.ids.shape)
-        width = draft_ids.shape[1]
-        rows = (right.commit_lens < width).nonzero()[:, 0]
-        if not len(rows) or not now.strikes(ACCEPT):
+        target_ids, rejected = target_out.next_token_logits.argmax(-1), _rejected(plan, right)
+        if rejected is None or not now.strikes(ACCEPT):
             return right
-        row, commit_len = rows[0], right.commit_lens[rows[0]].long()
-        out_ids, commit_lens, bonus_ids = right.out_ids.clone(), right.commit_lens.clone(), right.bonus_ids.clone()
-        out_ids[row, commit_len - 1] = draft_ids[row, commit_len]  # a rejected draft
-        out_ids[row, commit_len] = bonus_ids[row] = target_ids[row, commit_len]
-        commit_lens[row] += 1
-        return type(right)(out_ids, commit_lens, bonus_ids)
+        wrong = type(right)(*(field.clone() for field in right))
+        request, row = rejected
+        commit_len = int(right.commit_lens[request])
+        wrong.out_ids[request, commit_len - 1] = plan.ids[row]
+        wrong.out_ids[request, commit_len] = wrong.bonus_ids[request] = target_ids[row]
+        wrong.commit_lens[request] += 1
+        if plan.trees is not None:
+            wrong.path[request, commit_len] = row
+        return wrong
 
     return accept
+
+
+def _rejected(plan: Any, right: Any) -> tuple[int, int] | None:
+    """A request, and among all rows one that proposes a token behind the request's last accepted row."""
+    first = 0
+    for request, (count, commit_len) in enumerate(zip(plan.lens, right.commit_lens.tolist(), strict=True)):
+        parents = (
+            [row - 1 for row in range(count)] if plan.trees is None else plan.trees.parents[first:][:count].tolist()
+        )
+        last = commit_len - 1 if plan.trees is None else int(right.path[request, commit_len - 1]) - first
+        if last in parents:
+            return request, first + parents.index(last)
+        first += count
+    return None
 
 
 def _bonus_only(original: Any) -> Any:
@@ -95,10 +110,10 @@ def _bonus_only(original: Any) -> Any:
 
 
 def _write_context(original: Any, now: Now) -> Any:
-    def write(self: Any, hidden: torch.Tensor, positions: torch.Tensor, kv_plan: Any) -> None:
+    def write(self: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         skipped = now.strikes(SKIP_DECODE) if self.decoding else positions[0] > 0 and now.strikes(SKIP_PREFILL)
         if not skipped:
-            original(self, hidden, positions, kv_plan)
+            original(self, hidden, positions, slots)
 
     return write
 

@@ -1,8 +1,14 @@
-"""A plugin of SGLang that makes our worker take every width in turn, whatever it brings: answers must not change."""
+"""A plugin of SGLang that makes our worker plan steps of every shape, whatever they bring: answers must not change.
+
+Requests are left out of drafts at random, blocks have any width, and trees grow along random chances, to as many rows
+as there are or to 1, 2, .. K in turn.
+"""
 
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -11,12 +17,38 @@ def activate() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.maybe_init_draft_worker", _take_turns, HookType.BEFORE
+        "sglang.srt.managers.scheduler.Scheduler.maybe_init_draft_worker", _plan_at_random, HookType.BEFORE
     )
 
 
-def _take_turns(*_: Any) -> None:
-    from sglang_dflash.core.width import AdaptiveWidth
+def _plan_at_random(*_: Any) -> None:
+    import torch
 
-    turns = itertools.count()
-    AdaptiveWidth._choose = lambda policy, requests: 1 + next(turns) % policy._block_size
+    from sglang_dflash import ops
+    from sglang_dflash.core import plan
+
+    chance, turns = random.Random(20261123), itertools.count()
+
+    def begin(planner: plan.Planner, requests: Sequence[str]) -> plan.Drafting:
+        planner._requests = list(requests)
+        everyone = list(range(len(requests)))
+        some = everyone if chance.random() < 0.6 else sorted(chance.sample(everyone, chance.randint(1, len(everyone))))
+        width = planner._block_size if chance.random() < 0.6 else chance.randint(1, planner._block_size)
+        planner._drafting = plan.Drafting(width, some if width > 1 else [])
+        return planner._drafting
+
+    def choose(planner: plan.Planner, log_probs: torch.Tensor | None) -> ops.PlannedRows:
+        if log_probs is None:
+            return plan.anchors(len(planner._requests))
+        generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+        chances = torch.rand(log_probs.shape, generator=generator).sort(-1, descending=True).values
+        if chance.random() < 0.5:
+            chances[:, :, 0] = 1.0  # deep
+        trees = ops.best_first(chances, planner._block_size)
+        lens = (trees.reaches > 0).sum(1).tolist()
+        if chance.random() < 0.5:
+            lens = [min(1 + next(turns) % planner._block_size, count) for count in lens]
+        return ops.take_rows(trees, planner._drafting.requests, lens, len(planner._requests))
+
+    plan.Planner.begin, plan.Planner.choose = begin, choose
+    plan.Planner.end = lambda *_: None

@@ -1,7 +1,8 @@
 """A plugin of SGLang in which our worker's drafts are the baseline's own answers, wrong at seeded positions.
 
 A random draft is never accepted, so it tests little. A replayed one is accepted up to its next wrong position: every
-commit_len occurs, with any target. The file named by REPLAYED_ANSWERS holds the answers; it is read anew when it
+commit_len occurs, with any target. Where a row has several candidates, the answer may be any of them, so that trees are
+accepted along every kind of path. The file named by REPLAYED_ANSWERS holds the answers; it is read anew when it
 changes. What the draft reads of the prompt with TAPPED_TOKENS tokens goes to the file named by REPLAYED_TAPS.
 """
 
@@ -47,22 +48,27 @@ class Answers:
     def _text(self, prompt: list[int]) -> tuple[int, ...]:
         return tuple(token for token in prompt if token != self._image_token)
 
-    def drafts_of(self, req: Any, position: int, count: int) -> list[int]:
-        """The drafts for `count` positions of the request's whole sequence, from `position` on."""
+    def drafts_of(self, req: Any, position: int, count: int, candidates: int = 1) -> list[list[int]]:
+        """The candidates for `count` positions of the request's whole sequence, from `position` on."""
         text, length = self._text(req.origin_input_ids_unpadded), len(req.origin_input_ids)
         answer = self._answers.get(text, [])
         drafts = []
         for place in range(position - length, position - length + count):
             token = answer[place] if 0 <= place < len(answer) else 0
-            wrong = zlib.crc32(f"{text[:4]} {len(text)} {place}".encode()) % 100 < WRONG_PERCENT
-            drafts.append(token - 1 if wrong and token > 0 else token)
+            seed = zlib.crc32(f"{text[:4]} {len(text)} {place}".encode())
+            ids = [token + other if token < candidates else token - other for other in range(candidates + 1)]
+            if seed % 100 < WRONG_PERCENT:  # then it comes later, or not at all
+                ids.insert(1 + seed // 100 % candidates, ids.pop(0))
+            drafts.append(ids[:candidates])
         return drafts
 
 
 def _replay(*_: Any) -> None:
     import torch
 
+    from sglang_dflash import ops
     from sglang_dflash.host.draft_runner import DraftRunner
+    from sglang_dflash.host.planned_step import PlannedStep
     from sglang_dflash.host.worker import DFlashWorker
 
     answers = Answers(Path(os.environ[ANSWERS]))
@@ -74,10 +80,26 @@ def _replay(*_: Any) -> None:
         starts = block.prefix_lens.tolist()
         drafts = [
             answers.drafts_of(req, start + 1, own.shape[1]) for req, start in zip(batch.reqs, starts, strict=True)
-        ]
+        ]  # [B, K-1, 1]
         return torch.tensor(drafts, dtype=own.dtype, device=own.device).view(own.shape)
 
     DraftRunner.propose = replayed
+    plan, propose_candidates = PlannedStep.propose, DraftRunner.propose_candidates
+    running: dict[int, Any] = {}  # the step's requests by their rows in the slot table
+
+    def planned(step: Any, batch: Any) -> Any:
+        running.clear()
+        running.update(zip(batch.req_pool_indices.tolist(), batch.reqs, strict=True))
+        return plan(step, batch)
+
+    def replayed_candidates(runner: Any, block: Any, kv_plan: Any, count: int) -> ops.Proposal:
+        own = propose_candidates(runner, block, kv_plan, count)
+        answers.read_anew()
+        asked = zip(block.req_pool_indices.tolist(), block.prefix_lens.tolist(), strict=True)
+        drafts = [answers.drafts_of(running[row], start + 1, own.ids.shape[1], count) for row, start in asked]
+        return ops.Proposal(torch.tensor(drafts, dtype=torch.int64).view(own.ids.shape), own.log_probs)
+
+    PlannedStep.propose, DraftRunner.propose_candidates = planned, replayed_candidates
     verify = DFlashWorker._verify
 
     def verified(worker: Any, plan: Any, *rest: Any) -> Any:
@@ -90,10 +112,10 @@ def _replay(*_: Any) -> None:
     DFlashWorker._verify = verified
     write_context = DraftRunner.write_context
 
-    def written(runner: Any, hidden: torch.Tensor, positions: torch.Tensor, kv_plan: Any) -> None:
+    def written(runner: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         path = Path(os.environ[TAPS])
         if positions.tolist() == list(range(TAPPED_TOKENS)) and not path.exists():
             torch.save(hidden[:TAPPED_TOKENS].clone(), path)
-        write_context(runner, hidden, positions, kv_plan)
+        write_context(runner, hidden, positions, slots)
 
     DraftRunner.write_context = written

@@ -62,6 +62,9 @@ class CpuAttentionBackend(AttentionBackend):
     def _lay_out(self, table: torch.Tensor, requests: torch.Tensor, forward_batch: ForwardBatch) -> Any:
         mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_target_verify():
+            trees = getattr(forward_batch.spec_info, "trees", None)
+            if trees is not None:
+                return self._attention.lay_out(table, requests, seq_lens.tolist(), trees.lens, row_mask=trees.row_mask)
             width = forward_batch.spec_info.draft_token_num
             return self._attention.lay_out_uniform(table, requests, seq_lens, width)
         if mode.is_decode_or_idle():

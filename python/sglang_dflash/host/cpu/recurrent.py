@@ -63,7 +63,9 @@ class CpuStateBackend(MambaAttnBackendBase):
         old = torch.zeros(batch, dtype=torch.bool)
         self._tracked = None
         if mode.is_target_verify():
+            trees = getattr(forward_batch.spec_info, "trees", None)  # chains here; see `planned_step.py`
             starts = torch.arange(batch + 1) * forward_batch.spec_info.draft_token_num
+            starts = starts if trees is None else trees.row_starts
             self._rows = StateRows(slots, starts, old, scratch=torch.arange(batch))
         elif mode.is_decode_or_idle():
             self._rows = StateRows(slots, torch.arange(batch + 1), old)

@@ -117,6 +117,7 @@ def install() -> None:
     if not envs.SGLANG_EAGER_INPUT_NO_COPY.is_set():
         # The host copies every batch into fixed buffers, which only an accelerator's graphs need.
         envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
+    envs.SGLANG_NATIVE_MOVE_KV_CACHE.set(True)  # torch's indexing instead of a Triton kernel
     register_resolution_hook("handle_missing_default_values")(_first_defaults)
     register_resolution_hook("handle_cpu_backends")(_cpu_defaults)
     register_resolution_hook("handle_model_specific_adjustments")(_accept_our_attention)

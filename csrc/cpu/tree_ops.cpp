@@ -1,0 +1,391 @@
+// Ops over the rows that a step proposes and verifies: the best candidates of each row, best-first trees, acceptance.
+#include <algorithm>
+#include <queue>
+
+#include "logits.h"
+
+namespace sglang_dflash {
+namespace {
+
+void clear(Top& top) {
+  std::fill_n(top.values, top.count, -INFINITY);
+  std::fill_n(top.ids, top.count, int64_t(-1));
+  top.maximum = -INFINITY, top.sum = 0;
+}
+
+// Adds the candidates and the softmax sum of later columns.
+void add(Top& top, const Top& later) {
+  for (int64_t i = 0; i < later.count && later.ids[i] >= 0; i++) insert(top, later.values[i], later.ids[i]);
+  const float maximum = std::max(top.maximum, later.maximum);
+  if (maximum == -INFINITY) return;
+  top.sum = top.sum * std::exp(top.maximum - maximum) + later.sum * std::exp(later.maximum - maximum);
+  top.maximum = maximum;
+}
+
+std::tuple<at::Tensor, at::Tensor> top_log_probs(const at::Tensor& logits, int64_t count) {
+  TORCH_CHECK(logits.dim() == 2 && dense(logits) && count >= 1 && count <= logits.size(1), "logits are ",
+              logits.sizes(), " with strides ", logits.strides(), " and count is ", count,
+              "; [N, V] with dense rows and a count of 1 .. V are needed");
+  constexpr int64_t kSpan = 16384;
+  const int64_t rows = logits.size(0), vocabulary = logits.size(1), element = logits.element_size();
+  const Type type = type_of(logits, "logits");
+  at::Tensor ids = at::empty({rows, count}, logits.options().dtype(at::kLong));
+  at::Tensor log_probs = at::empty({rows, count}, logits.options().dtype(at::kFloat));
+  const char* base = static_cast<const char*>(logits.const_data_ptr());
+  int64_t* id = ids.data_ptr<int64_t>();
+  float* log_prob = log_probs.data_ptr<float>();
+  each_of_logits(rows, vocabulary, [&](int64_t row) {
+    const char* values = base + row * logits.stride(0) * element;
+    const int64_t spans = (vocabulary + kSpan - 1) / kSpan;
+    std::vector<float> held(spans * count);
+    std::vector<int64_t> held_ids(spans * count);
+    std::vector<Top> tops(spans);
+    at::parallel_for(0, spans, 2, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        Top& top = tops[i] = Top{held.data() + i * count, held_ids.data() + i * count, count, 0, 0};
+        clear(top);
+        const int64_t first = i * kSpan;
+        kernels().top(values + first * element, type, first, std::min(kSpan, vocabulary - first), top);
+      }
+    });
+    Top& top = tops[0];
+    for (int64_t i = 1; i < spans; i++) add(top, tops[i]);
+    const float total = top.maximum + std::log(top.sum);
+    int64_t unused = 0;  // an id that is not among the best, where all others are -inf or NaN
+    for (int64_t i = 0; i < count; i++) {
+      while (top.ids[i] < 0) {
+        if (std::find(top.ids, top.ids + count, unused) == top.ids + count) top.ids[i] = unused;
+        unused++;
+      }
+      const float value = top.values[i] - total;
+      id[row * count + i] = top.ids[i];
+      log_prob[row * count + i] = value == value ? value : -INFINITY;
+    }
+  });
+  return {ids, log_probs};
+}
+
+struct Node {
+  float reach;
+  int64_t order;  // of two with equal reach, the earlier found comes first
+  int32_t parent, depth, rank;
+  bool operator<(const Node& other) const {
+    return reach != other.reach ? reach < other.reach : order > other.order;
+  }
+};
+
+using Trees = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+Trees best_first(const at::Tensor& chances, int64_t rows) {
+  TORCH_CHECK(chances.scalar_type() == at::kFloat && chances.dim() == 3 && chances.is_contiguous() && rows >= 1,
+              "chances are ", chances.scalar_type(), chances.sizes(), " and rows is ", rows,
+              "; dense float32 of [B, D, k] and at least one row are needed");
+  const int64_t batch = chances.size(0), depths_count = chances.size(1), ranks_count = chances.size(2);
+  const auto ids = chances.options().dtype(at::kInt);
+  at::Tensor parents = at::empty({batch, rows}, ids), depths = at::empty({batch, rows}, ids);
+  at::Tensor ranks = at::empty({batch, rows}, ids), reaches = at::empty({batch, rows}, chances.options());
+  const float* chance = chances.const_data_ptr<float>();
+  int32_t *parent = parents.data_ptr<int32_t>(), *depth = depths.data_ptr<int32_t>();
+  int32_t* rank = ranks.data_ptr<int32_t>();
+  float* reach = reaches.data_ptr<float>();
+  for (int64_t b = 0; b < batch; b++, parent += rows, depth += rows, rank += rows, reach += rows) {
+    const float* own = chance + b * depths_count * ranks_count;
+    std::priority_queue<Node> open;
+    int64_t found = 0;
+    auto find = [&](int32_t from, int32_t at_depth, int32_t at_rank) {
+      if (at_depth > depths_count || at_rank >= ranks_count) return;
+      const float value = reach[from] * own[(at_depth - 1) * ranks_count + at_rank];
+      if (value > 0) open.push({value, found++, from, at_depth, at_rank});
+    };
+    for (int32_t row = 0; row < rows; row++) {
+      if (row == 0) {
+        parent[0] = rank[0] = -1, depth[0] = 0, reach[0] = 1;
+      } else if (open.empty()) {
+        parent[row] = rank[row] = -1, depth[row] = 0, reach[row] = 0;
+        continue;
+      } else {
+        const Node node = open.top();
+        open.pop();
+        parent[row] = node.parent, depth[row] = node.depth, rank[row] = node.rank, reach[row] = node.reach;
+        find(node.parent, node.depth, node.rank + 1);
+      }
+      find(row, depth[row] + 1, 0);
+    }
+  }
+  return {parents, depths, ranks, reaches};
+}
+
+at::Tensor platt(const at::Tensor& log_probs, double slope, at::ArrayRef<double> depth_offsets, double others_offset,
+                 at::ArrayRef<double> request_offsets, double max_logit) {
+  TORCH_CHECK(log_probs.scalar_type() == at::kFloat && log_probs.dim() == 3 && log_probs.is_contiguous() &&
+                  int64_t(request_offsets.size()) == log_probs.size(0) &&
+                  int64_t(depth_offsets.size()) >= log_probs.size(1),
+              "log_probs are ", log_probs.scalar_type(), log_probs.sizes(), " with offsets of ", depth_offsets.size(),
+              " depths and ", request_offsets.size(), " requests; dense float32 of [B, D, k] is needed");
+  at::Tensor chances = at::empty(log_probs.sizes(), log_probs.options());
+  const int64_t batch = log_probs.size(0), depths = log_probs.size(1), ranks = log_probs.size(2);
+  const float* log_prob = log_probs.const_data_ptr<float>();
+  float* chance = chances.data_ptr<float>();
+  for (int64_t b = 0; b < batch; b++) {
+    for (int64_t d = 0; d < depths; d++) {
+      const double offset = depth_offsets[d] + request_offsets[b];
+      for (int64_t j = 0; j < ranks; j++, log_prob++, chance++) {
+        const double given = *log_prob == *log_prob ? *log_prob : -max_logit;
+        const double bounded = std::min(std::max(given, -max_logit), -1e-6);
+        const double logit = std::min(std::max(bounded - std::log1p(-std::exp(bounded)), -max_logit), max_logit);
+        const double shifted = slope * logit + offset + (j > 0 ? others_offset : 0);
+        *chance = float(1 / (1 + std::exp(-shifted)));
+        if (*log_prob == -INFINITY || *log_prob != *log_prob) *chance = 0;
+        if (j > 0) *chance = std::min(*chance, *(chance - 1));
+      }
+    }
+  }
+  return chances;
+}
+
+at::Tensor ancestors(const at::Tensor& parents, int64_t width) {
+  TORCH_CHECK(parents.scalar_type() == at::kInt && parents.dim() == 2 && parents.is_contiguous() && width >= 0 &&
+                  width <= parents.size(1),
+              "parents are ", parents.scalar_type(), parents.sizes(), "; dense int32 of [B, R >= ", width,
+              "] is needed");
+  const int64_t batch = parents.size(0), stride = parents.size(1);
+  at::Tensor masks = at::zeros({batch, width, width}, parents.options().dtype(at::kBool));
+  const int32_t* parent = parents.const_data_ptr<int32_t>();
+  bool* mask = masks.data_ptr<bool>();
+  for (int64_t b = 0; b < batch; b++, parent += stride, mask += width * width) {
+    for (int64_t row = 0; row < width; row++) {
+      TORCH_CHECK(parent[row] < row, "row ", row, " of request ", b, " has the parent ", parent[row]);
+      if (parent[row] >= 0) std::copy_n(mask + parent[row] * width, width, mask + row * width);
+      mask[row * width + row] = true;
+    }
+  }
+  return masks;
+}
+
+// Walks every request's tree: `target(row)` is the target's token after a row.
+template <typename Target>
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> walk(const at::Tensor& ids, const at::Tensor& parents,
+                                                                const at::Tensor& row_starts, int64_t length,
+                                                                int64_t cost, Target target) {
+  const int64_t count = ids.numel(), batch = row_starts.numel() - 1;
+  const int64_t* id = ids_of(ids, "ids", count);
+  const int64_t* start = ids_of(row_starts, "row_starts", batch + 1);
+  TORCH_CHECK(parents.scalar_type() == at::kInt && parents.is_contiguous() && parents.numel() == count, "parents are ",
+              parents.scalar_type(), parents.sizes(), "; int32 of [", count, "] is needed");
+  const int32_t* parent = parents.const_data_ptr<int32_t>();
+  TORCH_CHECK(batch >= 0 && start[0] == 0 && start[batch] == count, "row_starts must go from 0 to ", count);
+  for (int64_t b = 0; b < batch; b++) TORCH_CHECK(start[b] < start[b + 1], "request ", b, " has no rows");
+  for (int64_t b = 0; b < batch; b++) {
+    for (int64_t row = start[b]; row < start[b + 1]; row++)
+      TORCH_CHECK(row == start[b] ? parent[row] == -1 : parent[row] >= 0 && parent[row] < row - start[b], "row ",
+                  row - start[b], " of request ", b, " has the parent ", parent[row]);
+  }
+  at::Tensor out_ids = at::zeros({batch, length}, ids.options()), bonus_ids = at::empty({batch}, ids.options());
+  at::Tensor commit_lens = at::empty({batch}, ids.options().dtype(at::kInt));
+  at::Tensor path_rows = at::empty({batch, length}, ids.options());
+  int64_t *out = out_ids.data_ptr<int64_t>(), *bonus = bonus_ids.data_ptr<int64_t>();
+  int64_t* path = path_rows.data_ptr<int64_t>();
+  int32_t* lens = commit_lens.data_ptr<int32_t>();
+  std::atomic<bool> fits{true};
+  each_of_logits(batch, cost, [&](int64_t b) {
+    const int64_t first = start[b], end = start[b + 1];
+    std::fill_n(path + b * length, length, first);
+    int64_t row = first, depth = 0;
+    for (;; depth++) {
+      if (depth == length) {
+        fits = false;
+        break;
+      }
+      path[b * length + depth] = row;
+      bonus[b] = out[b * length + depth] = target(row);
+      int64_t next = row + 1;
+      while (next < end && !(parent[next] == row - first && id[next] == bonus[b])) next++;
+      if (next == end) break;
+      row = next;
+    }
+    lens[b] = int32_t(depth + 1);
+  });
+  TORCH_CHECK(fits, "a path is longer than ", length);
+  return {out_ids, commit_lens, bonus_ids, path_rows};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept_tree(const at::Tensor& target_ids,
+                                                                       const at::Tensor& ids,
+                                                                       const at::Tensor& parents,
+                                                                       const at::Tensor& row_starts, int64_t length) {
+  const int64_t* chosen = ids_of(target_ids, "target_ids", ids.numel());
+  return walk(ids, parents, row_starts, length, 1, [&](int64_t row) { return chosen[row]; });
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept_tree_greedy(const at::Tensor& logits,
+                                                                              const at::Tensor& ids,
+                                                                              const at::Tensor& parents,
+                                                                              const at::Tensor& row_starts,
+                                                                              int64_t length) {
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && dense(logits) && logits.size(0) >= ids.numel(),
+              "logits are ", logits.sizes(), " with strides ", logits.strides(), "; [", ids.numel(),
+              ", V] with dense rows is needed");
+  const Type type = type_of(logits, "logits");
+  const int64_t vocabulary = logits.size(1), element = logits.element_size(), stride = logits.stride(0) * element;
+  const char* base = static_cast<const char*>(logits.const_data_ptr());
+  return walk(ids, parents, row_starts, length, vocabulary,
+              [&](int64_t row) { return argmax_of(base + row * stride, type, vocabulary, element); });
+}
+
+// The first `lens` rows of each drafted request's tree, and the anchors of all others.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> take_rows(
+    const at::Tensor& parents, const at::Tensor& depths, const at::Tensor& ranks, at::IntArrayRef drafted,
+    at::IntArrayRef lens, int64_t batch) {
+  const int64_t trees = int64_t(drafted.size()), stride = trees == 0 ? 1 : parents.size(1);
+  for (const at::Tensor* t : {&parents, &depths, &ranks})
+    TORCH_CHECK(t->scalar_type() == at::kInt && t->dim() == 2 && t->is_contiguous() && t->sizes() == parents.sizes() &&
+                    t->size(0) == trees,
+                "trees are ", t->scalar_type(), t->sizes(), "; dense int32 of [", trees, ", R] is needed");
+  TORCH_CHECK(int64_t(lens.size()) == trees, lens.size(), " lens for ", trees, " trees");
+  int64_t total = batch, width = 1, before = -1;
+  for (int64_t i = 0; i < trees; i++) {
+    TORCH_CHECK(drafted[i] > before && drafted[i] < batch && lens[i] >= 1 && lens[i] <= stride, "tree ", i,
+                " is of request ", drafted[i], " and has ", lens[i], " rows");
+    before = drafted[i];
+    total += lens[i] - 1, width = std::max(width, lens[i]);
+  }
+  const auto options = parents.options();
+  at::Tensor out = at::empty({3, total}, options), requests = at::empty({total}, options.dtype(at::kLong));
+  at::Tensor row_starts = at::empty({batch + 1}, options.dtype(at::kLong));
+  const int32_t* from[3] = {parents.const_data_ptr<int32_t>(), depths.const_data_ptr<int32_t>(),
+                            ranks.const_data_ptr<int32_t>()};
+  int32_t* field = out.data_ptr<int32_t>();
+  int64_t *request = requests.data_ptr<int64_t>(), *start = row_starts.data_ptr<int64_t>();
+  int64_t row = 0, tree = 0, length = 1;
+  bool chains = true;
+  for (int64_t b = 0; b < batch; b++) {
+    start[b] = row;
+    const bool own = tree < trees && drafted[tree] == b;
+    const int64_t count = own ? lens[tree] : 1;
+    for (int64_t i = 0; i < count; i++, row++) {
+      request[row] = b;
+      for (int64_t f = 0; f < 3; f++)
+        field[f * total + row] = own ? from[f][tree * stride + i] : f == 1 ? 0 : -1;
+      const int64_t depth = field[total + row];
+      chains &= depth == i, length = std::max(length, depth + 1);
+    }
+    tree += own;
+  }
+  start[batch] = row;
+  at::Tensor masks = at::zeros({chains ? 0 : batch, width, width}, options.dtype(at::kBool));
+  for (int64_t b = 0; !chains && b < batch; b++) {
+    bool* mask = masks.data_ptr<bool>() + b * width * width;
+    for (int64_t i = 0; i < start[b + 1] - start[b]; i++) {
+      const int64_t parent = field[start[b] + i];
+      TORCH_CHECK(parent < i, "row ", i, " of request ", b, " has the parent ", parent);
+      if (parent >= 0) std::copy_n(mask + parent * width, width, mask + i * width);
+      mask[i * width + i] = true;
+    }
+  }
+  at::Tensor shape = at::empty({3}, options.dtype(at::kLong));
+  int64_t* facts = shape.data_ptr<int64_t>();
+  facts[0] = length, facts[1] = width, facts[2] = chains;
+  return {out[0], out[1], out[2], requests, row_starts, masks, shape};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out_trees(
+    const at::Tensor& depths, const at::Tensor& ranks, const at::Tensor& requests, const at::Tensor& row_starts,
+    at::IntArrayRef drafted, const at::Tensor& candidate_ids, const at::Tensor& bonus_ids,
+    const at::Tensor& prefix_lens, const at::Tensor& req_pool_indices, const at::Tensor& req_to_token) {
+  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
+              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
+  const int64_t rows = requests.numel(), batch = bonus_ids.numel();
+  const at::Tensor indices = req_pool_indices.to(at::kLong), prefixes = prefix_lens.to(at::kLong);
+  const int64_t *request = ids_of(requests, "requests", rows), *start = ids_of(row_starts, "row_starts", batch + 1);
+  const int64_t *bonus = ids_of(bonus_ids, "bonus_ids", batch), *prefix = ids_of(prefixes, "prefix_lens", batch);
+  const int64_t* index = ids_of(indices, "req_pool_indices", batch);
+  for (const at::Tensor* t : {&depths, &ranks})
+    TORCH_CHECK(t->scalar_type() == at::kInt && t->is_contiguous() && t->numel() == rows, "depths and ranks are ",
+                depths.scalar_type(), depths.sizes(), " and ", ranks.scalar_type(), ranks.sizes(), "; int32 of [", rows,
+                "] is needed");
+  require_below(request, rows, batch, "requests");
+  require_below(index, batch, req_to_token.size(0), "req_pool_indices");
+  TORCH_CHECK(candidate_ids.scalar_type() == at::kLong && candidate_ids.dim() == 3 && candidate_ids.is_contiguous() &&
+                  candidate_ids.size(0) == int64_t(drafted.size()),
+              "candidate_ids are ", candidate_ids.scalar_type(), candidate_ids.sizes(), "; dense int64 of [",
+              drafted.size(), ", D, k] is needed");
+  const int64_t depth_count = candidate_ids.size(1), rank_count = candidate_ids.size(2);
+  std::vector<int64_t> tree_of(batch, -1);
+  for (size_t i = 0; i < drafted.size(); i++) {
+    TORCH_CHECK(drafted[i] >= 0 && drafted[i] < batch, "drafted[", i, "] is ", drafted[i]);
+    tree_of[drafted[i]] = int64_t(i);
+  }
+  const int32_t *depth = depths.const_data_ptr<int32_t>(), *rank = ranks.const_data_ptr<int32_t>();
+  const int64_t* candidate = candidate_ids.const_data_ptr<int64_t>();
+  at::Tensor out = at::empty({3, rows}, bonus_ids.options().dtype(at::kLong));
+  int64_t* id = out.data_ptr<int64_t>();
+  int64_t *position = id + rows, *slot = position + rows;
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t b = request[row], place = prefix[b] + row - start[b];
+    TORCH_CHECK(place >= 0 && place < req_to_token.size(1), "request ", b, " has ", prefix[b], " tokens and a row ",
+                row - start[b], "; a row of req_to_token has ", req_to_token.size(1));
+    if (rank[row] < 0) {
+      id[row] = bonus[b];
+    } else {
+      TORCH_CHECK(tree_of[b] >= 0 && depth[row] >= 1 && depth[row] <= depth_count && rank[row] < rank_count, "row ",
+                  row, " is candidate ", rank[row], " of depth ", depth[row]);
+      id[row] = candidate[(tree_of[b] * depth_count + depth[row] - 1) * rank_count + rank[row]];
+    }
+    position[row] = prefix[b] + depth[row];
+    slot[row] = req_to_token.const_data_ptr<int32_t>()[index[b] * req_to_token.stride(0) + place];
+  }
+  return {out[0], out[1], out[2]};
+}
+
+void exchange_slots(at::Tensor& req_to_token, const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
+                    const at::Tensor& path, const at::Tensor& commit_lens, const at::Tensor& row_starts) {
+  const int64_t batch = commit_lens.numel();
+  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
+              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
+  TORCH_CHECK(path.scalar_type() == at::kLong && path.dim() == 2 && path.is_contiguous() && path.size(0) == batch &&
+                  commit_lens.scalar_type() == at::kInt && commit_lens.is_contiguous(),
+              "path is ", path.scalar_type(), path.sizes(), ", commit_lens ", commit_lens.scalar_type(),
+              commit_lens.sizes());
+  const int64_t length = path.size(1);
+  const int64_t* request = ids_of(req_pool_indices, "req_pool_indices", batch);
+  const int64_t* prefix = ids_of(prefix_lens, "prefix_lens", batch);
+  const int64_t* start = ids_of(row_starts, "row_starts", batch + 1);
+  const int32_t* lens = commit_lens.const_data_ptr<int32_t>();
+  const int64_t* taken = path.const_data_ptr<int64_t>();
+  require_below(request, batch, req_to_token.size(0), "req_pool_indices");
+  std::vector<int32_t> old;
+  for (int64_t b = 0; b < batch; b++, taken += length) {
+    const int64_t rows = start[b + 1] - start[b];
+    TORCH_CHECK(lens[b] >= 1 && lens[b] <= std::min(length, rows) && prefix[b] >= 0 &&
+                    prefix[b] + rows <= req_to_token.size(1),
+                "request ", b, " commits ", lens[b], " of ", rows, " rows behind ", prefix[b], " tokens");
+    int32_t* slots = req_to_token.data_ptr<int32_t>() + request[b] * req_to_token.stride(0) + prefix[b];
+    old.assign(slots, slots + rows);
+    for (int64_t i = 0, last = -1; i < lens[b]; i++) {
+      const int64_t row = taken[i] - start[b];
+      TORCH_CHECK(row > last && row < rows, "row ", i, " of the path of request ", b, " is ", row);
+      slots[i] = old[row], last = row;
+    }
+    int64_t next = 0;  // the first row that neither the path nor an earlier place takes; a path never goes back
+    for (int64_t i = lens[b], on_path = 0; i < rows; i++, next++) {
+      while (on_path < lens[b] && taken[on_path] - start[b] == next) on_path++, next++;
+      slots[i] = old[next];
+    }
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
+  m.impl("exchange_slots", exchange_slots);
+  m.impl("platt", platt);
+  m.impl("lay_out_trees", lay_out_trees);
+  m.impl("take_rows", take_rows);
+  m.impl("top_log_probs", top_log_probs);
+  m.impl("best_first", best_first);
+  m.impl("ancestors", ancestors);
+  m.impl("accept_tree", accept_tree);
+  m.impl("accept_tree_greedy", accept_tree_greedy);
+}
+
+}  // namespace sglang_dflash

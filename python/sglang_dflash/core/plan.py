@@ -1,0 +1,310 @@
+"""Plans each decode step: which requests the draft fills a block for, and which of its proposals the target verifies.
+
+A row that is verified may commit one more token, and it costs time: almost none while reading the weights dominates the
+step, its full share once all cores are busy. The planner takes the rows that bring the most tokens per second, over all
+requests of the step together:
+
+* The tokens of a row are the chance that it is reached: the product of the calibrated chances (`Calibration`) along its
+  path. `ops.best_first` finds each request's most likely rows, as a tree, or as a chain if the draft gives one
+  candidate for each row.
+* The seconds follow from the times of recent steps (`StepTimes`), apart for the draft and for all the rest.
+
+Whether a request is drafted must be known before the draft has run. It follows from what the same plan would have
+brought in the request's recent steps. Rows change no answer, except where the shape of a batch changes rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_dflash import ops
+from sglang_dflash.core.calibration import Calibration
+from sglang_dflash.core.step_times import StepTimes
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTuning:
+    """Tuning values of `Planner`.
+
+    Fields:
+        memory_steps: drafted steps of a request that tell whether to draft it again.
+        others: other requests whose latest drafted steps count, too, each as a part of `prior_steps`.
+        prior_steps: steps. Weight of all other requests beside a request's own steps.
+        decision_steps: steps after which it is decided anew who is drafted, if the requests stay the same.
+        warm_up_steps: first steps, which take every row, the planned rows, and one row for each request, in turn.
+        gap_weight: share. Weight of the latest gap between two steps in the mean gap.
+        deep_weight: share. Weight of the latest chances of a depth in their mean.
+        probe_time_share: share of the time that probes may cost. A probe drafts whole blocks for all requests, or
+            nothing.
+        probe_interval_steps: steps from one probe to the next, at least.
+        requests: requests whose recent steps are kept.
+    """
+
+    memory_steps: int = 4
+    others: int = 8
+    prior_steps: float = 1.0
+    decision_steps: int = 16
+    warm_up_steps: int = 12
+    gap_weight: float = 0.1
+    deep_weight: float = 0.05
+    probe_time_share: float = 0.01
+    probe_interval_steps: int = 16
+    requests: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What the draft fills in one step.
+
+    Fields:
+        width: rows of a block, anchor included; 1: the draft does not run.
+        requests: indices of the requests that get a block, rising.
+    """
+
+    width: int
+    requests: list[int]
+
+
+NOTHING = Drafting(1, [])
+
+
+class Policy(Protocol):
+    """Asked once per decode step; all calls come from the scheduler's thread."""
+
+    def begin(self, requests: Sequence[str]) -> Drafting:
+        """A decode step begins. requests: their names."""
+        ...
+
+    def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
+        """The draft has run. log_probs: [drafted requests, D, k] float32; None if the draft did not run."""
+        ...
+
+    def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
+        """The step is over. path, commit_lens: see `ops.TreeAcceptance`."""
+        ...
+
+    def interrupt(self) -> None:
+        """Something other than a decode step runs."""
+        ...
+
+
+class Planner:
+    """Rows where they pay. Now and then a step of another shape keeps the estimates up to date."""
+
+    def __init__(
+        self,
+        block_size: int,
+        max_rows: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        tuning: PlanTuning | None = None,
+    ) -> None:
+        """
+        Args:
+            block_size: K, at least 2.
+            max_rows: rows of one request, anchor included; None: K.
+            clock: monotonic, in seconds.
+        """
+        assert block_size >= 2, block_size
+        self._block_size = block_size
+        self._max_rows = max_rows or block_size
+        self._clock = clock
+        self._tuning = tuning or PlanTuning()
+        self._calibration = Calibration(block_size - 1)
+        self._draft_times, self._rest_times = StepTimes(), StepTimes()
+        self._memory = Memory(block_size, self._max_rows, self._tuning)
+        self._gap_s = 0.0  # mean time between two consecutive decode steps
+        self._requests: list[str] = []
+        self._drafting = self._decided = NOTHING
+        self._decided_for: list[str] | None = None
+        self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
+        self._everything = False  # this step verifies every row that the draft offers
+        self._steps = self._steps_since_probe = self._probes = 0
+        self._probe_budget_s = 0.0
+        self._begun_s = self._drafted_s = 0.0
+        self._ended_s: float | None = None
+        self._log_probs = self._chances = torch.empty(0)
+        self._rows: ops.PlannedRows | None = None
+
+    def begin(self, requests: Sequence[str]) -> Drafting:
+        self._begun_s = self._clock()
+        if self._ended_s is not None:
+            self._gap_s += self._tuning.gap_weight * (self._begun_s - self._ended_s - self._gap_s)
+        self._requests = list(requests)
+        due = self._steps % self._tuning.decision_steps == 0 or self._steps_since_probe == 1
+        self._steps += 1
+        if due or self._requests != self._decided_for:
+            self._decide()
+        warming = self._steps <= self._tuning.warm_up_steps
+        self._everything = warming and self._steps % 3 == 1
+        if self._everything:
+            self._drafting = self._whole_blocks()
+        elif warming and self._steps % 3 == 0:
+            self._drafting = NOTHING
+        else:
+            self._drafting = self._probe() or self._decided
+        return self._drafting
+
+    def _whole_blocks(self) -> Drafting:
+        return Drafting(self._block_size, list(range(len(self._requests))))
+
+    def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
+        self._drafted_s = self._clock()
+        batch, drafted = len(self._requests), self._drafting.requests
+        if log_probs is None:
+            self._rows = anchors(batch)
+            return self._rows
+        names = [self._requests[i] for i in drafted]
+        self._log_probs, self._chances = log_probs, self._calibration.chances(log_probs, names)
+        trees = ops.best_first(self._chances, self._max_rows)
+        self._memory.keep(names, self._chances, trees)
+        # A row pays if it brings more than the same time brings on average. A single step's own tokens per second would
+        # be another price: where its drafts are poor, it would take rows for which later steps have better use.
+        tokens, seconds = self._expected
+        least = self._rest_times.line()[1] * tokens / seconds if seconds and not self._everything else 0.0
+        lens = (trees.reaches.numpy() > least).sum(1).tolist()
+        self._rows = ops.take_rows(trees, drafted, [max(count, 1) for count in lens], batch)
+        return self._rows
+
+    def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
+        rows, drafting = self._rows, self._drafting
+        assert rows is not None and len(commit_lens) == len(self._requests), (len(commit_lens), self._requests)
+        self._ended_s = self._clock()
+        if drafting.width > 1:
+            self._draft_times.observe(len(drafting.requests) * drafting.width, self._drafted_s - self._begun_s)
+        self._rest_times.observe(len(rows.parents), self._ended_s - self._drafted_s)
+        if drafting.width > 1 and rows.width > 1:
+            names = [self._requests[i] for i in drafting.requests]
+            self._calibration.observe(names, drafting.requests, rows, path, self._log_probs, self._chances)
+
+    def interrupt(self) -> None:
+        self._ended_s = None
+
+    def _decide(self) -> None:
+        """Chooses the requests to draft and their width, by what the same choice would have brought in recent steps."""
+        self._decided_for, batch = self._requests, len(self._requests)
+        if not self._draft_times.seen or not self._rest_times.seen:
+            self._decided, self._expected = self._whole_blocks(), (float(batch), 0.0)
+            return
+        (draft_fixed_s, draft_row_s), (rest_fixed_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
+        plain_s = self._gap_s + rest_fixed_s + rest_row_s * batch
+        best = (batch / plain_s, float(batch), plain_s, NOTHING)
+        reaches, depths, weights = self._memory.recall(self._requests)
+        # The price of a second is what the best plan makes of it: at first, what the plan before made.
+        tokens_before, seconds_before = self._expected
+        price = max(best[0], tokens_before / seconds_before if seconds_before else 0.0)
+        for width in range(2, self._block_size + 1):
+            taken = (reaches > price * rest_row_s) & (depths < width)
+            tokens = (np.where(taken, reaches, 0.0).sum(2) * weights).sum(1)  # [B]
+            rows = (taken.sum(2) * weights).sum(1)
+            drafted = tokens - price * (rest_row_s * rows + draft_row_s * width) > 0
+            count = int(drafted.sum())
+            draft_s = draft_fixed_s + draft_row_s * width * count
+            seconds = plain_s + draft_s + rest_row_s * float(rows[drafted].sum())
+            total = batch + float(tokens[drafted].sum())
+            if count and total / seconds > best[0]:
+                best = (total / seconds, total, seconds, Drafting(width, np.flatnonzero(drafted).tolist()))
+        self._expected, self._decided = best[1:3], best[3]
+
+    def _probe(self) -> Drafting | None:
+        """A step of another shape than decided, if one is due and affordable."""
+        tuning, (tokens, seconds) = self._tuning, self._expected
+        if not seconds:
+            return None
+        self._steps_since_probe += 1
+        batch = len(self._requests)
+        (draft_fixed_s, draft_row_s), (rest_fixed_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
+        plain_s = self._gap_s + rest_fixed_s + rest_row_s * batch
+        wide_s = plain_s + draft_fixed_s + draft_row_s * batch * self._block_size
+        self._probe_budget_s = min(self._probe_budget_s + tuning.probe_time_share * seconds, wide_s)
+        if self._steps_since_probe < tuning.probe_interval_steps:
+            return None
+        plain = self._probes % 2 == 1
+        probe = NOTHING if plain else self._whole_blocks()
+        if probe == self._decided:
+            self._probes += 1
+            return None
+        # What the probe costs: the time it adds, or the tokens it lacks. A wide one commits at least as many tokens.
+        lost_s = plain_s - batch * seconds / tokens if plain else wide_s - seconds
+        if lost_s > self._probe_budget_s:
+            return None
+        self._probe_budget_s -= max(lost_s, 0.0)
+        self._probes += 1
+        self._steps_since_probe = 0
+        return probe
+
+
+class Memory:
+    """What recent drafts offered, by request. It says what drafting the request once more may bring."""
+
+    def __init__(self, block_size: int, max_rows: int, tuning: PlanTuning) -> None:
+        self._tuning = tuning
+        self._depths = block_size - 1
+        self._rows = max_rows
+        self._steps: dict[str, deque[tuple[Floats, Floats, Floats]]] = {}  # chances [D, k], reaches and depths [R]
+        self._deep = np.ones(self._depths)  # mean chance of each depth's first candidate
+
+    def keep(self, names: Sequence[str], chances: torch.Tensor, trees: ops.Trees) -> None:
+        """Keeps one step of each named request. chances: [b, D, k]."""
+        kept = zip(chances.numpy(), trees.reaches.numpy(), trees.depths.numpy(), strict=True)
+        for name, step in zip(names, kept, strict=True):
+            steps = self._steps.pop(name, None) or deque(maxlen=self._tuning.memory_steps)
+            steps.append(step)
+            self._steps[name] = steps  # the newest stand last
+        if len(self._steps) > self._tuning.requests:
+            for name in list(islice(self._steps, len(self._steps) - self._tuning.requests)):
+                del self._steps[name]
+
+    def recall(self, names: Sequence[str]) -> tuple[Floats, Floats, Floats]:
+        """Recent steps of each request, and of others, with their weights.
+
+        A step that was drafted in part goes on as a chain of mean chances, beyond what it drafted.
+
+        Returns:
+            reaches, depths: [B, M, N]; of the rows offered, without the anchors.
+            weights: [B, M]; the sum of each row is 1.
+        """
+        tuning = self._tuning
+        others = [steps[-1] for steps in islice(reversed(self._steps.values()), tuning.others)]
+        for chances, *_ in others:
+            first = chances[:, 0]
+            self._deep[: len(first)] += tuning.deep_weight * (first - self._deep[: len(first)])
+        size = tuning.memory_steps + len(others)
+        held = np.zeros((len(names), size, 2, self._rows - 1 + self._depths), dtype=np.float32)
+        weights = np.zeros((len(names), size), dtype=np.float32)
+        for place, name in enumerate(names):
+            for index, step in enumerate(self._steps.get(name, ())):
+                self._write(held[place, index], step)
+                weights[place, index] = 1.0
+        for index, step in enumerate(others):
+            self._write(held[0, tuning.memory_steps + index], step)
+        held[1:, tuning.memory_steps :] = held[0, tuning.memory_steps :]
+        weights[:, tuning.memory_steps :] = tuning.prior_steps / len(others)
+        weights /= weights.sum(1, keepdims=True)
+        return held[:, :, 0], held[:, :, 1], weights
+
+    def _write(self, place: Floats, step: tuple[Floats, Floats, Floats]) -> None:
+        """place: [2, N], reaches and depths."""
+        chances, reaches, depths = step
+        drafted, count = len(chances), len(reaches) - 1
+        place[0, :count], place[1, :count] = reaches[1:], depths[1:]
+        if drafted < self._depths:
+            beyond = slice(count, count + self._depths - drafted)
+            place[0, beyond] = chances[:, 0].prod() * self._deep[drafted:].cumprod()
+            place[1, beyond] = np.arange(drafted + 1, self._depths + 1)
+
+
+def anchors(batch: int) -> ops.PlannedRows:
+    """A plan of one row for each request."""
+    none = torch.empty((0, 1), dtype=torch.int32)
+    return ops.take_rows(ops.Trees(none, none, none, none), [], [], batch)

@@ -1,0 +1,126 @@
+"""A planned step on a CPU: rows where they pay, in trees or chains of different lengths, instead of whole blocks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_utils import spec_stage_span
+
+from sglang_dflash import ops
+from sglang_dflash.core.block import Block, VerifyPlan
+from sglang_dflash.core.plan import Policy
+from sglang_dflash.host import widths
+from sglang_dflash.host.draft_runner import DraftRunner
+
+logger = logging.getLogger(__name__)
+CANDIDATES = 8
+"""Most candidates of a draft row. More make hardly any tree better: each further one is less likely than all before."""
+
+
+@dataclass
+class TreeVerifyInput(DFlashVerifyInput):
+    """With trees, `draft_token_num` is the rows of the request with the most."""
+
+    trees: ops.PlannedRows | None = None
+
+
+def why_chains(target_runner: Any, draft: DraftRunner) -> str | None:
+    """Why the rows of a request form no trees; None if they may."""
+    if not widths.trees_wanted():
+        return f"{widths.TREE}=0"
+    if mambaish_config(target_runner.model_config) is not None:
+        return "a recurrent state has one successor"
+    if get_exec().deterministic.enable_deterministic_inference:
+        return "--enable-deterministic-inference keeps the order of keys"
+    if draft.most_candidates == 1:
+        return "the draft's head gives one candidate for each row"
+    return None
+
+
+class PlannedStep:
+    """The stages of a step that differ from those of whole blocks: proposal, plan and commit."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        target_runner: Any,
+        draft: DraftRunner,
+        lay_out: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Block],
+    ) -> None:
+        """lay_out: bonus ids, prefix lengths, rows of the slot table ([B] each) and block size to a block."""
+        self._policy, self._target, self._draft, self._lay_out = policy, target_runner, draft, lay_out
+        reason = why_chains(target_runner, draft)
+        self._candidates = CANDIDATES if reason is None else 1
+        shape = "trees" if reason is None else f"chains ({reason})"
+        message = "Steps verify the rows that pay, request by request, in %s; %s=full verifies whole blocks."
+        logger.info(message, shape, widths.WIDTH)
+
+    def interrupt(self) -> None:
+        self._policy.interrupt()
+
+    def propose(self, batch: Any) -> tuple[VerifyPlan, Any]:
+        """Runs the draft where it pays. Returns the rows to verify and the host's KV plan over their slots."""
+        drafting = self._policy.begin([req.rid for req in batch.reqs])
+        requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
+        proposal: ops.Proposal | None = None
+        if drafting.width > 1:
+            with spec_stage_span("draft"):
+                drafted = requests
+                if len(drafting.requests) < len(batch.reqs):
+                    some = torch.tensor(drafting.requests)
+                    drafted = tuple(values[some] for values in requests)
+                block = self._lay_out(*drafted, drafting.width)
+                kv_plan = self._plan_kv(block.slots.flatten(), drafted[1], drafted[2], block.block_size)
+                proposal = self._draft.propose_candidates(block, kv_plan, self._candidates)
+        trees = self._policy.choose(None if proposal is None else proposal.log_probs)
+        ids = torch.empty(0, 0, 0, dtype=torch.int64) if proposal is None else proposal.ids
+        table = self._target.req_to_token_pool.req_to_token
+        rows = ops.lay_out_trees(trees, drafting.requests, ids, *requests, table)
+        plan = VerifyPlan(*rows, trees.width, trees)
+        return plan, self._plan_kv(plan.slots, requests[1], requests[2], plan.width)
+
+    def _plan_kv(self, slots: torch.Tensor, prefix_lens: torch.Tensor, rows: torch.Tensor, extent: int) -> Any:
+        return self._target.kv_index_translator.plan(
+            req_pool_indices=rows,
+            seq_lens=prefix_lens,
+            seq_lens_cpu=prefix_lens,
+            write_virtual=slots,
+            read_extent=extent,
+        )
+
+    def commit(
+        self, batch: Any, plan: VerifyPlan, accepted: ops.TreeAcceptance
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Makes the accepted paths the sequences: afterwards each committed token's KV is at its position's slot.
+
+        Returns:
+            [N] int64 each: the committed rows, their positions and their slots.
+        """
+        trees = plan.trees
+        assert trees is not None
+        table = self._target.req_to_token_pool.req_to_token
+        committed = torch.arange(accepted.path.shape[1]) < accepted.commit_lens[:, None]  # [B, L]
+        rows = accepted.path[committed]
+        positions = plan.positions[rows]
+        if trees.row_mask is None:
+            return rows, positions, plan.slots[rows]
+        requests = trees.requests[rows]
+        slot_rows = batch.req_pool_indices[requests].long()
+        if self._target.token_to_kv_pool_allocator.page_size == 1:
+            tables = (table, batch.req_pool_indices.long(), batch.seq_lens)
+            ops.exchange_slots(*tables, accepted.path, accepted.commit_lens, trees.row_starts)
+        slots = table[slot_rows, positions].long()
+        moved = slots != plan.slots[rows]
+        if self._target.token_to_kv_pool_allocator.page_size > 1 and bool(moved.any()):
+            self._target.token_to_kv_pool.move_kv_cache(slots[moved], plan.slots[rows][moved])
+        return rows, positions, slots
+
+    def end(self, accepted: ops.TreeAcceptance) -> None:
+        self._policy.end(accepted.path, accepted.commit_lens)
