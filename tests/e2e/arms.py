@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,17 @@ def assert_same_steps(answer: Answer, commit_lens: Sequence[int]) -> None:
     assert (answer.steps, padded) == (len(commit_lens), counts)
 
 
-def widths_of(client: Client, prompt: list[int]) -> list[int]:
-    """Counts of a request's steps with 0, 1, .. K rows."""
-    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS}}
-    meta = client.post("/generate", body).raise_for_status().json()["meta_info"]
-    widths = meta["spec_cap_lens_histogram"]
-    assert sum(widths) == meta["spec_verify_ct"] and widths[0] == 0
-    assert meta["spec_cap_length"] == pytest.approx(sum(w * n for w, n in enumerate(widths)) / sum(widths))
-    return widths
+def widths_of(client: Client, *prompts: list[int]) -> list[int]:
+    """Counts of the requests' steps with 0, 1, .. K rows."""
+    of_requests = []
+    for prompt in prompts:
+        body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS}}
+        meta = client.post("/generate", body).raise_for_status().json()["meta_info"]
+        widths = meta["spec_cap_lens_histogram"]
+        assert sum(widths) == meta["spec_verify_ct"] and widths[0] == 0
+        assert meta["spec_cap_length"] == pytest.approx(sum(w * n for w, n in enumerate(widths)) / sum(widths))
+        of_requests.append(widths)
+    return [sum(steps) for steps in zip_longest(*of_requests, fillvalue=0)]
 
 
 def pick(prompts: Sequence[HeldOutPrompt], per_kind: int) -> list[HeldOutPrompt]:

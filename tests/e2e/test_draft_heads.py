@@ -75,7 +75,7 @@ def test_weights_of_heads_change(
 @on_arms("dflash2 at every width")
 def test_heads_at_every_width(client: Client, baseline: Baseline) -> None:
     """Fails where a step of fewer rows than the trained block changes an answer, or has useless drafts."""
-    widths = widths_of(client, baseline.prompts[0])
+    widths = widths_of(client, *baseline.prompts[:10])
     assert all(widths[1 : BLOCK_SIZE + 1]), widths
     assert_served(client, baseline, 1.7)
     assert_pool_empties(client)
