@@ -7,14 +7,13 @@ results, the reference may be exact by luck.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tree_cases import threads
 
 from sglang_dflash.ops import PagedTable, native, native_attention, native_write_and_attend, reference
 
@@ -32,14 +31,6 @@ class Case:
     v_cache: torch.Tensor
     rows: PagedTable
     scaling: float = 0.2
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_recurrent import POOL, rows_of
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 
 from sglang_dflash.ops import choose_recurrent, native
 from sglang_dflash.ops import recurrent_reference as reference
 from sglang_dflash.ops.recurrent import TORCH_RECURRENT, RecurrentOps
-from sglang_dflash.ops.recurrent_reference import StateRows
 
-GROUPS, HEADS, POOL = 3, 6, 12
+GROUPS, HEADS = 3, 6
 # Head and state dimensions: whole vectors, and a part of a state or of a vector left over.
 SIZES = [(16, 32), (21, 19)]
 sizes = pytest.mark.parametrize(("head_dim", "state_dim"), SIZES)
@@ -26,21 +26,6 @@ def ops(request: pytest.FixtureRequest) -> RecurrentOps:
     if native.isa() is None:
         pytest.skip("the native ops are not built")
     return choose_recurrent("cpu", torch.float32)
-
-
-def rows_of(lens: list[int], fresh: tuple[int, ...] = (), snapshots: dict[int, int] | None = None) -> StateRows:
-    """Requests with so many rows; `snapshots`: request -> rows."""
-    order = torch.randperm(POOL, generator=torch.Generator().manual_seed(0))
-    count = len(lens)
-    rows = StateRows(
-        slots=order[:count],
-        row_starts=torch.tensor([0, *lens]).cumsum(0),
-        fresh=torch.tensor([request in fresh for request in range(count)], dtype=torch.bool),
-    )
-    if snapshots is None:
-        return rows
-    taken = torch.tensor([snapshots.get(request, -1) for request in range(count)])
-    return replace(rows, snapshot_rows=taken, snapshot_slots=order[count : 2 * count])
 
 
 def inputs(total: int, head_dim: int, state_dim: int, dtype: torch.dtype = torch.float32):
@@ -68,7 +53,7 @@ def test_each_body_equals_the_specification(ops: RecurrentOps, case: str, head_d
     """Fails where a body computes something else, a state is read from or written to a wrong slot, or a snapshot is
     wrong."""
     lens, fresh, snapshots = CASES[case]
-    rows = rows_of(lens, fresh, snapshots)
+    rows = rows_of(lens, fresh=fresh, snapshots=snapshots)
     row_inputs, layer, states = inputs(sum(lens), head_dim, state_dim)
     expected_states = states.clone()
     expected = reference.selective_scan(*row_inputs, *layer, expected_states, rows)

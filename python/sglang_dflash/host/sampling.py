@@ -119,8 +119,8 @@ class RowSampler:
             out,
             expand(batch.sampling_info, span, row_params),
             batch.return_logprob,
-            span.repeat_list(batch.top_logprobs_nums) if batch.return_logprob else [],
-            span.repeat_list(batch.token_ids_logprobs) if batch.return_logprob else [],
+            plan.repeat_list(batch.top_logprobs_nums)[span.rows] if batch.return_logprob else [],
+            plan.repeat_list(batch.token_ids_logprobs)[span.rows] if batch.return_logprob else [],
             plan.positions[span.rows],
         )
         return ids
@@ -154,11 +154,6 @@ class Span(NamedTuple):
         if len(set(self.lens)) == 1:
             return own.repeat_interleave(self.lens[0], 0)
         return own.repeat_interleave(torch.tensor(self.lens, device=own.device), 0)
-
-    def repeat_list(self, values: list[Any]) -> list[Any]:
-        """`repeat` for a list."""
-        own = values[self.requests]
-        return [value for value, count in zip(own, self.lens, strict=True) for _ in range(count)]
 
 
 def _spans(lens: list[int], most: int) -> list[Span]:

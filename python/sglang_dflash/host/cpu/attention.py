@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_exec
 
 from sglang_dflash import ops
 from sglang_dflash.host.cpu import mla
+from sglang_dflash.host.tree_verify import trees_of
 
 
 class CpuAttentionBackend(AttentionBackend):
@@ -62,7 +63,7 @@ class CpuAttentionBackend(AttentionBackend):
     def _lay_out(self, table: torch.Tensor, requests: torch.Tensor, forward_batch: ForwardBatch) -> Any:
         mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_target_verify():
-            trees = getattr(forward_batch.spec_info, "trees", None)
+            trees = trees_of(forward_batch)
             if trees is not None:
                 return self._attention.lay_out(table, requests, seq_lens.tolist(), trees.lens, row_mask=trees.row_mask)
             width = forward_batch.spec_info.draft_token_num

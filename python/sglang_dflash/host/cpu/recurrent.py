@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_exec, get_server_args
 
 from sglang_dflash import ops
 from sglang_dflash.host.cpu.shims import Unpinned
+from sglang_dflash.host.tree_verify import trees_of
 from sglang_dflash.ops import StateRows
 
 WRAP_BACKEND = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
@@ -63,7 +64,7 @@ class CpuStateBackend(MambaAttnBackendBase):
         old = torch.zeros(batch, dtype=torch.bool)
         self._tracked = None
         if mode.is_target_verify():
-            trees = getattr(forward_batch.spec_info, "trees", None)  # chains here; see `planned_step.py`
+            trees = trees_of(forward_batch)  # chains here; see `planned_step.py`
             starts = torch.arange(batch + 1) * forward_batch.spec_info.draft_token_num
             starts = starts if trees is None else trees.row_starts
             self._rows = StateRows(slots, starts, old, scratch=torch.arange(batch))
