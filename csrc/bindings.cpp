@@ -42,13 +42,12 @@ TORCH_LIBRARY(sglang_dflash, m) {
   m.def("accept_greedy(Tensor logits, Tensor ids) -> (Tensor, Tensor, Tensor)");
   m.def("top_log_probs(Tensor logits, int count) -> (Tensor, Tensor)");
   m.def("best_first(Tensor chances, int rows) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("ancestors(Tensor parents, int width) -> Tensor");
   m.def(
       "platt(Tensor log_probs, float slope, float[] depth_offsets, float others_offset, float[] request_offsets, "
       "float max_logit) -> Tensor");
   m.def(
       "take_rows(Tensor parents, Tensor depths, Tensor ranks, int[] drafted, int[] lens, int batch) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int)");
   m.def(
       "lay_out_trees(Tensor depths, Tensor ranks, Tensor requests, Tensor row_starts, int[] drafted, "
       "Tensor candidate_ids, Tensor bonus_ids, Tensor prefix_lens, Tensor req_pool_indices, Tensor req_to_token) -> "
@@ -56,6 +55,9 @@ TORCH_LIBRARY(sglang_dflash, m) {
   m.def(
       "exchange_slots(Tensor(a!) req_to_token, Tensor req_pool_indices, Tensor prefix_lens, Tensor path, "
       "Tensor commit_lens, Tensor row_starts) -> ()");
+  m.def(
+      "committed_rows(Tensor req_to_token, Tensor req_pool_indices, Tensor prefix_lens, Tensor path, "
+      "Tensor commit_lens) -> (Tensor, Tensor, Tensor)");
   m.def(
       "accept_tree(Tensor target_ids, Tensor ids, Tensor parents, Tensor row_starts, int length) -> "
       "(Tensor, Tensor, Tensor, Tensor)");

@@ -16,12 +16,9 @@ constexpr int64_t kSpanColumns = kAccumulators;        // must be a multiple of 
 constexpr int tile_width(int height) { return height == 1 ? 6 : kAccumulators / height; }
 INLINE int64_t passes_of(const Linear& l) { return (l.rows + kTileHeight - 1) / kTileHeight; }
 
-// How a tile prefetches its share of the next span's weights, so that memory is never idle. Weight rows of a page or
-// more are left to the processor's prefetchers: there, a tile's prefetches would evict data that it still needs.
-enum class Fetch { kNothing, kPerVector, kAtOnce };
-constexpr int64_t kPageBytes = 4096;
-constexpr int64_t kLineBytes = 64;
-constexpr int64_t kLinesAtOnce = 6;  // lines of each weight row; with more, a tile waits for them
+// A tile prefetches its share of the next span's weights, so that memory is never idle. Into the L2 cache: it has room
+// for them, and of fetches into the L1 cache a core has too few in flight to use the whole bandwidth of its memory.
+constexpr int kIntoL2 = 2;
 
 struct Ahead {
   int64_t columns;  // from a column to the same column of the next span
@@ -31,7 +28,7 @@ struct Ahead {
 
 // Computes [HEIGHT, WIDTH] elements of the result. Each element has one vector accumulator, which runs over the inner
 // dimension from start to end in every tile shape. So a row's bits depend neither on other rows nor on the threads.
-template <int HEIGHT, int WIDTH, Fetch FETCH, typename T>
+template <int HEIGHT, int WIDTH, typename T>
 INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahead& ahead) {
   const float* x[HEIGHT];
   const T *w[WIDTH], *next[WIDTH];
@@ -41,15 +38,11 @@ INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahea
     w[j] = static_cast<const T*>(l.weight) + (column + j) * l.weight_stride;
     next[j] = w[j] + ahead.columns * l.weight_stride + row / kTileHeight * ahead.part;
   }
-  if constexpr (FETCH == Fetch::kAtOnce)
-    for (int64_t part = 0; part < ahead.part; part += kLineBytes / int64_t(sizeof(T)))
-      for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next[j] + part);
   int64_t k = 0;
   for (; k + kLanes <= l.inner; k += kLanes) {
     Vec weight[WIDTH];
     for (int j = 0; j < WIDTH; j++) weight[j] = load(w[j] + k);
-    if constexpr (FETCH == Fetch::kPerVector)
-      for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next[j]), next[j] += ahead.step;
+    for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next[j], 0, kIntoL2), next[j] += ahead.step;
     for (int i = 0; i < HEIGHT; i++) {
       const Vec value = load(x[i] + k);
       for (int j = 0; j < WIDTH; j++) acc[i][j] += value * weight[j];
@@ -75,16 +68,16 @@ INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahea
   }
 }
 
-template <int HEIGHT, Fetch FETCH, typename T>
+template <int HEIGHT, typename T>
 INLINE void linear_columns(const Linear& l, int64_t row, int64_t begin, int64_t end, const Ahead& ahead) {
   constexpr int kWidth = tile_width(HEIGHT);
   int64_t column = begin;
-  for (; column + kWidth <= end; column += kWidth) linear_tile<HEIGHT, kWidth, FETCH, T>(l, row, column, ahead);
-  for (; column < end; column++) linear_tile<HEIGHT, 1, FETCH, T>(l, row, column, ahead);
+  for (; column + kWidth <= end; column += kWidth) linear_tile<HEIGHT, kWidth, T>(l, row, column, ahead);
+  for (; column < end; column++) linear_tile<HEIGHT, 1, T>(l, row, column, ahead);
 }
 
-template <Fetch FETCH, typename T>
-void linear_span(const Linear& l, int64_t begin, int64_t end) {
+template <typename T>
+void linear_of(const Linear& l, int64_t begin, int64_t end) {
   const int64_t passes = passes_of(l);
   const int64_t fit = kSpanBytes / int64_t(sizeof(T)) / larger(l.inner, 1) / kSpanColumns;
   const int64_t span = larger(fit, 1) * kSpanColumns;
@@ -93,24 +86,13 @@ void linear_span(const Linear& l, int64_t begin, int64_t end) {
     const int64_t stop = smaller(column + span, end);
     int64_t row = 0;
     for (; row + kTileHeight <= l.rows; row += kTileHeight)
-      linear_columns<kTileHeight, FETCH, T>(l, row, column, stop, ahead);
+      linear_columns<kTileHeight, T>(l, row, column, stop, ahead);
     switch (l.rows - row) {
-      case 1: linear_columns<1, FETCH, T>(l, row, column, stop, ahead); break;
-      case 2: linear_columns<2, FETCH, T>(l, row, column, stop, ahead); break;
-      case 3: linear_columns<3, FETCH, T>(l, row, column, stop, ahead); break;
+      case 1: linear_columns<1, T>(l, row, column, stop, ahead); break;
+      case 2: linear_columns<2, T>(l, row, column, stop, ahead); break;
+      case 3: linear_columns<3, T>(l, row, column, stop, ahead); break;
     }
   }
-}
-
-template <typename T>
-void linear_of(const Linear& l, int64_t begin, int64_t end) {
-  const int64_t bytes = l.inner * int64_t(sizeof(T));
-  if (bytes >= kPageBytes)
-    linear_span<Fetch::kNothing, T>(l, begin, end);
-  else if (bytes <= passes_of(l) * kLinesAtOnce * kLineBytes)
-    linear_span<Fetch::kAtOnce, T>(l, begin, end);
-  else
-    linear_span<Fetch::kPerVector, T>(l, begin, end);
 }
 
 // Computes columns begin .. end - 1 of the result.

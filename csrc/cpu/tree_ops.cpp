@@ -143,25 +143,6 @@ at::Tensor platt(const at::Tensor& log_probs, double slope, at::ArrayRef<double>
   return chances;
 }
 
-at::Tensor ancestors(const at::Tensor& parents, int64_t width) {
-  TORCH_CHECK(parents.scalar_type() == at::kInt && parents.dim() == 2 && parents.is_contiguous() && width >= 0 &&
-                  width <= parents.size(1),
-              "parents are ", parents.scalar_type(), parents.sizes(), "; dense int32 of [B, R >= ", width,
-              "] is needed");
-  const int64_t batch = parents.size(0), stride = parents.size(1);
-  at::Tensor masks = at::zeros({batch, width, width}, parents.options().dtype(at::kBool));
-  const int32_t* parent = parents.const_data_ptr<int32_t>();
-  bool* mask = masks.data_ptr<bool>();
-  for (int64_t b = 0; b < batch; b++, parent += stride, mask += width * width) {
-    for (int64_t row = 0; row < width; row++) {
-      TORCH_CHECK(parent[row] < row, "row ", row, " of request ", b, " has the parent ", parent[row]);
-      if (parent[row] >= 0) std::copy_n(mask + parent[row] * width, width, mask + row * width);
-      mask[row * width + row] = true;
-    }
-  }
-  return masks;
-}
-
 // Walks every request's tree: `target(row)` is the target's token after a row.
 template <typename Target>
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> walk(const at::Tensor& ids, const at::Tensor& parents,
@@ -233,7 +214,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept_tree_greedy(co
 }
 
 // The first `lens` rows of each drafted request's tree, and the anchors of all others.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> take_rows(
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, int64_t> take_rows(
     const at::Tensor& parents, const at::Tensor& depths, const at::Tensor& ranks, at::IntArrayRef drafted,
     at::IntArrayRef lens, int64_t batch) {
   const int64_t trees = int64_t(drafted.size()), stride = trees == 0 ? 1 : parents.size(1);
@@ -282,10 +263,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       mask[i * width + i] = true;
     }
   }
-  at::Tensor shape = at::empty({3}, options.dtype(at::kLong));
-  int64_t* facts = shape.data_ptr<int64_t>();
-  facts[0] = length, facts[1] = width, facts[2] = chains;
-  return {out[0], out[1], out[2], requests, row_starts, masks, shape};
+  return {out[0], out[1], out[2], requests, row_starts, masks, length};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out_trees(
@@ -337,16 +315,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out_trees(
   return {out[0], out[1], out[2]};
 }
 
-void exchange_slots(at::Tensor& req_to_token, const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
-                    const at::Tensor& path, const at::Tensor& commit_lens, const at::Tensor& row_starts) {
-  const int64_t batch = commit_lens.numel();
+void require_paths(const at::Tensor& req_to_token, const at::Tensor& path, const at::Tensor& commit_lens) {
   TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
               "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
-  TORCH_CHECK(path.scalar_type() == at::kLong && path.dim() == 2 && path.is_contiguous() && path.size(0) == batch &&
-                  commit_lens.scalar_type() == at::kInt && commit_lens.is_contiguous(),
+  TORCH_CHECK(path.scalar_type() == at::kLong && path.dim() == 2 && path.is_contiguous() &&
+                  path.size(0) == commit_lens.numel() && commit_lens.scalar_type() == at::kInt &&
+                  commit_lens.is_contiguous(),
               "path is ", path.scalar_type(), path.sizes(), ", commit_lens ", commit_lens.scalar_type(),
               commit_lens.sizes());
-  const int64_t length = path.size(1);
+}
+
+void exchange_slots(at::Tensor& req_to_token, const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
+                    const at::Tensor& path, const at::Tensor& commit_lens, const at::Tensor& row_starts) {
+  const int64_t batch = commit_lens.numel(), length = path.size(1);
+  require_paths(req_to_token, path, commit_lens);
   const int64_t* request = ids_of(req_pool_indices, "req_pool_indices", batch);
   const int64_t* prefix = ids_of(prefix_lens, "prefix_lens", batch);
   const int64_t* start = ids_of(row_starts, "row_starts", batch + 1);
@@ -374,16 +356,44 @@ void exchange_slots(at::Tensor& req_to_token, const at::Tensor& req_pool_indices
   }
 }
 
+// The accepted rows, their positions, and the slots of these positions.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> committed_rows(const at::Tensor& req_to_token,
+                                                              const at::Tensor& req_pool_indices,
+                                                              const at::Tensor& prefix_lens, const at::Tensor& path,
+                                                              const at::Tensor& commit_lens) {
+  const int64_t batch = commit_lens.numel();
+  require_paths(req_to_token, path, commit_lens);
+  const int64_t* request = ids_of(req_pool_indices, "req_pool_indices", batch);
+  const int64_t* prefix = ids_of(prefix_lens, "prefix_lens", batch);
+  const int32_t* lens = commit_lens.const_data_ptr<int32_t>();
+  require_below(request, batch, req_to_token.size(0), "req_pool_indices");
+  int64_t total = 0;
+  for (int64_t b = 0; b < batch; b++) {
+    TORCH_CHECK(lens[b] >= 1 && lens[b] <= path.size(1) && prefix[b] >= 0 &&
+                    prefix[b] + lens[b] <= req_to_token.size(1),
+                "request ", b, " commits ", lens[b], " rows behind ", prefix[b], " tokens");
+    total += lens[b];
+  }
+  at::Tensor out = at::empty({3, total}, path.options());
+  int64_t *row = out.data_ptr<int64_t>(), *position = row + total, *slot = position + total;
+  const int64_t* taken = path.const_data_ptr<int64_t>();
+  for (int64_t b = 0; b < batch; b++, taken += path.size(1)) {
+    const int32_t* slots = req_to_token.const_data_ptr<int32_t>() + request[b] * req_to_token.stride(0) + prefix[b];
+    for (int64_t i = 0; i < lens[b]; i++) *row++ = taken[i], *position++ = prefix[b] + i, *slot++ = slots[i];
+  }
+  return {out[0], out[1], out[2]};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
+  m.impl("committed_rows", committed_rows);
   m.impl("exchange_slots", exchange_slots);
   m.impl("platt", platt);
   m.impl("lay_out_trees", lay_out_trees);
   m.impl("take_rows", take_rows);
   m.impl("top_log_probs", top_log_probs);
   m.impl("best_first", best_first);
-  m.impl("ancestors", ancestors);
   m.impl("accept_tree", accept_tree);
   m.impl("accept_tree_greedy", accept_tree_greedy);
 }

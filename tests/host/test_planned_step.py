@@ -164,9 +164,10 @@ def _as_a_chain(original: Any, plan: VerifyPlan) -> list[list[list[int]]]:
     ]
 
 
-def _at_the_rows_slots(original: Any, step: Any, batch: Any, plan: VerifyPlan, accepted: Any) -> Any:
-    rows, positions, _ = original(step, batch, plan, accepted)
-    return rows, positions, plan.slots[rows]
+def _at_the_rows_slots(original: Any, step: Any, batch: Any, plan: VerifyPlan, accepted: Any, *rest: Any) -> Any:
+    hidden, positions, _ = original(step, batch, plan, accepted, *rest)
+    committed = torch.arange(accepted.path.shape[1]) < accepted.commit_lens[:, None]
+    return hidden, positions, plan.slots[accepted.path[committed]]
 
 
 def _no_siblings(original: Any, plan: VerifyPlan) -> Any:

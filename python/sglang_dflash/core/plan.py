@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import Protocol
 
@@ -304,7 +305,8 @@ class Memory:
             place[1, beyond] = np.arange(drafted + 1, self._depths + 1)
 
 
+@lru_cache(maxsize=256)
 def anchors(batch: int) -> ops.PlannedRows:
-    """A plan of one row for each request."""
+    """A plan of one row for each request. Its tensors are shared; nobody writes to them."""
     none = torch.empty((0, 1), dtype=torch.int32)
     return ops.take_rows(ops.Trees(none, none, none, none), [], [], batch)

@@ -15,6 +15,8 @@ from sglang_dflash import ops
 logger = logging.getLogger(__name__)
 LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, each [N, Hkv, D]
 ROWS = 2048  # rows of one product; bounds the temporary memory of a long prefill
+DEFERRED_ROWS = 64  # from here on, one more row costs as much as in a product of its own
+DEFERRED_STEPS = 32
 
 
 class ContextKVWriter:
@@ -127,3 +129,24 @@ def _can_be_stacked(attention: Any) -> bool:
     rotary = attention.rotary_emb
     dense, _ = can_dflash_slice_qkv_weight(attention.qkv_proj)
     return dense and rotary.is_neox_style and hasattr(rotary, "cos_sin_cache")
+
+
+class DeferredRows:
+    """Rows of consecutive steps whose context KV is not written yet; all steps ran the same requests."""
+
+    def __init__(self, requests: list[str]) -> None:
+        """requests: the names of the batch."""
+        self.requests = requests
+        self._steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._rows = 0
+
+    def keep(self, *step: torch.Tensor) -> bool:
+        """Adds a step's hidden states, positions and slots ([N, ...]). Returns whether it is time to write."""
+        self._steps.append(step)
+        self._rows += len(step[0])
+        return self._rows >= DEFERRED_ROWS or len(self._steps) >= DEFERRED_STEPS
+
+    def joined(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All rows, in the order of the steps."""
+        hidden, positions, slots = (torch.cat(field) for field in zip(*self._steps, strict=True))
+        return hidden, positions, slots

@@ -31,7 +31,7 @@ from sglang.srt.speculative.spec_utils import draft_pp_context
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block
-from sglang_dflash.host.context_kv import ContextKVWriter
+from sglang_dflash.host.context_kv import ContextKVWriter, DeferredRows
 from sglang_dflash.host.draft_heads import head_of
 from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_window import DraftWindow
@@ -85,6 +85,7 @@ class DraftRunner:
         self._mask_rows: torch.Tensor | None = None
         self._head = head_of(self.model, unwrap_lora_layer(target_model.lm_head), block_size, self._embed)
         self._context_kv = ContextKVWriter(self.model)
+        self._deferred: DeferredRows | None = None
         self._window: DraftWindow | None = None
         self._spec_infos = {
             rows: make_draft_block_spec_info(draft_token_num=rows, device=self.runner.device)
@@ -192,6 +193,7 @@ class DraftRunner:
             return self._head.proposal(out.logits_output.hidden_states, block.ids, count)
 
     def _forward(self, block: Block, kv_plan: Any, *options: Any) -> Any:
+        self.write_deferred_context()
         if self.model.block_size != block.block_size:  # DFlash2's convolutions end at a block's first row
             self.model.set_block_size(block.block_size)
         forward_batch = self._forward_batch(block, *options)
@@ -248,5 +250,30 @@ class DraftRunner:
             hidden: [N or more, taps * H]; the host may pad after the rows.
             positions, slots: [N] int64; slots of the draft's pool.
         """
+        self.write_deferred_context()
         with torch.inference_mode():
             self._context_kv.write(self.runner.token_to_kv_pool, hidden, positions, slots)
+
+    def defer_context(
+        self, requests: list[str], hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """`write_context`, but perhaps later: one product over the rows of several steps reads the weights once.
+
+        Written are the rows at the latest before the draft's KV is read or other rows are written, which every prefill
+        does. A request that leaves may give its slots to another: so they are also written before rows of other
+        `requests`, the names of the whole batch, are kept.
+        """
+        deferred = self._deferred
+        if deferred is not None and deferred.requests != requests:
+            self.write_deferred_context()
+            deferred = None
+        if deferred is None:
+            deferred = self._deferred = DeferredRows(requests)
+        if deferred.keep(hidden[: len(slots)], positions, slots):
+            self.write_deferred_context()
+
+    def write_deferred_context(self) -> None:
+        if self._deferred is not None:
+            rows, self._deferred = self._deferred.joined(), None
+            with torch.inference_mode():
+                self._context_kv.write(self.runner.token_to_kv_pool, *rows)

@@ -96,31 +96,31 @@ class PlannedStep:
         )
 
     def commit(
-        self, batch: Any, plan: VerifyPlan, accepted: ops.TreeAcceptance
+        self, batch: Any, plan: VerifyPlan, accepted: ops.TreeAcceptance, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Makes the accepted paths the sequences: afterwards each committed token's KV is at its position's slot.
 
+        Args:
+            hidden: [T or more, taps * H]; the target's tapped layers.
+
         Returns:
-            [N] int64 each: the committed rows, their positions and their slots.
+            Of the N committed rows: `hidden`, positions and slots ([N] int64).
         """
         trees = plan.trees
         assert trees is not None
-        table = self._target.req_to_token_pool.req_to_token
-        committed = torch.arange(accepted.path.shape[1]) < accepted.commit_lens[:, None]  # [B, L]
-        rows = accepted.path[committed]
-        positions = plan.positions[rows]
-        if trees.row_mask is None:
-            return rows, positions, plan.slots[rows]
-        requests = trees.requests[rows]
-        slot_rows = batch.req_pool_indices[requests].long()
-        if self._target.token_to_kv_pool_allocator.page_size == 1:
-            tables = (table, batch.req_pool_indices.long(), batch.seq_lens)
+        if plan.width == 1:  # every row is committed
+            return hidden, plan.positions, plan.slots
+        tables = (self._target.req_to_token_pool.req_to_token, batch.req_pool_indices.long(), batch.seq_lens)
+        paged = self._target.token_to_kv_pool_allocator.page_size > 1
+        if trees.row_mask is not None and not paged:
             ops.exchange_slots(*tables, accepted.path, accepted.commit_lens, trees.row_starts)
-        slots = table[slot_rows, positions].long()
-        moved = slots != plan.slots[rows]
-        if self._target.token_to_kv_pool_allocator.page_size > 1 and bool(moved.any()):
-            self._target.token_to_kv_pool.move_kv_cache(slots[moved], plan.slots[rows][moved])
-        return rows, positions, slots
+        rows, positions, slots = ops.committed_rows(*tables, accepted.path, accepted.commit_lens)
+        if trees.row_mask is not None and paged:
+            written = plan.slots[rows]
+            moved = slots != written
+            if bool(moved.any()):
+                self._target.token_to_kv_pool.move_kv_cache(slots[moved], written[moved])
+        return hidden[rows], positions, slots
 
     def end(self, accepted: ops.TreeAcceptance) -> None:
         self._policy.end(accepted.path, accepted.commit_lens)

@@ -189,17 +189,17 @@ class DFlashWorker(BaseSpecWorker):
         if self._recurrent_state is not None:
             self._recurrent_state.commit(batch, accepted.commit_lens, accepted.out_ids.shape[1])
         prefix_lens = batch.seq_lens + accepted.commit_lens
-        path = None
         if self._planned is None:
-            written = plan.positions, self._draft.slots_of(kv_plan)
+            committed = out.hidden_states, plan.positions, self._draft.slots_of(kv_plan)
         else:
-            path = accepted.path
-            rows, *written = self._planned.commit(batch, plan, accepted)
-            out.hidden_states = out.hidden_states[rows]
+            committed = self._planned.commit(batch, plan, accepted, out.hidden_states)
         if on_publish is not None:
             on_publish(prefix_lens)
-        self._draft.write_context(out.hidden_states, *written)
-        self._hidden_states.put(batch, out, path=path)
+        if plan.width == 1:  # nothing was drafted, and perhaps nothing will be for a while
+            self._draft.defer_context([req.rid for req in batch.reqs], *committed)
+        else:
+            self._draft.write_context(*committed)
+        self._hidden_states.put(batch, out, path=None if self._planned is None else accepted.path)
         if self._planned is not None:
             self._planned.end(accepted)
         return GenerationBatchResult(

@@ -89,7 +89,6 @@ __all__ = [
     "accept_chain",
     "accept_tree",
     "accept_tree_greedy",
-    "ancestors",
     "best_first",
     "bodies",
     "by_id",
@@ -97,6 +96,7 @@ __all__ = [
     "choose_attention",
     "choose_recurrent",
     "choose_rows",
+    "committed_rows",
     "context_kv",
     "domino_rollout",
     "emitted_tokens",
@@ -167,14 +167,6 @@ def best_first(chances: torch.Tensor, rows: int) -> Trees:
     return tree.best_first(chances, rows)
 
 
-def ancestors(parents: torch.Tensor, width: int) -> torch.Tensor:
-    """See `tree.ancestors`."""
-    if serves("cpu"):
-        masks: torch.Tensor = torch.ops.sglang_dflash.ancestors(parents, width)
-        return masks
-    return tree.ancestors(parents, width)
-
-
 def accept_tree(
     target_ids: torch.Tensor, ids: torch.Tensor, parents: torch.Tensor, row_starts: torch.Tensor, length: int
 ) -> TreeAcceptance:
@@ -212,9 +204,13 @@ def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: 
     if not serves("cpu"):
         return tree.take_rows(trees, drafted, lens, batch)
     taken = torch.ops.sglang_dflash.take_rows(*trees[:3], drafted, lens, batch)
-    parents, depths, ranks, requests, row_starts, mask, facts = taken
-    length, width, chains = facts.tolist()
-    return PlannedRows(parents, depths, ranks, requests, row_starts, None if chains else mask, length, width)
+    parents, depths, ranks, requests, row_starts, mask, length = taken
+    row_lens = [1] * batch
+    for request, count in zip(drafted, lens, strict=True):
+        row_lens[request] = count
+    chains = mask.numel() == 0
+    shape = (row_lens, None if chains else mask, length, max(row_lens, default=1))
+    return PlannedRows(parents, depths, ranks, requests, row_starts, *shape)
 
 
 def lay_out_trees(
@@ -246,6 +242,19 @@ def exchange_slots(
     """See `tree.exchange_slots`."""
     body = torch.ops.sglang_dflash.exchange_slots if serves("cpu") else tree.exchange_slots
     body(req_to_token, req_pool_indices, prefix_lens, path, commit_lens, row_starts)
+
+
+def committed_rows(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    path: torch.Tensor,
+    commit_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `tree.committed_rows`."""
+    body = torch.ops.sglang_dflash.committed_rows if serves("cpu") else tree.committed_rows
+    rows, positions, slots = body(req_to_token, req_pool_indices, prefix_lens, path, commit_lens)
+    return rows, positions, slots
 
 
 def warm_up(

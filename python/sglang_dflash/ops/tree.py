@@ -52,6 +52,7 @@ class PlannedRows(NamedTuple):
         depths, ranks: [T] int32; a row proposes candidate `rank` of its depth. -1 for the anchor.
         requests: [T] int64; the request of each row.
         row_starts: [B + 1] int64.
+        lens: rows of each request, at least 1.
         row_mask: [B, W, W] bool: the rows of its request that each row sees; None if all requests have chains.
         length: rows on the longest path.
         width: W, rows of the request with the most.
@@ -62,14 +63,10 @@ class PlannedRows(NamedTuple):
     ranks: torch.Tensor
     requests: torch.Tensor
     row_starts: torch.Tensor
+    lens: list[int]
     row_mask: torch.Tensor | None
     length: int
     width: int
-
-    @property
-    def lens(self) -> list[int]:
-        """Rows of each request, at least 1."""
-        return [end - begin for begin, end in pairwise(self.row_starts.tolist())]
 
     def seen(self) -> torch.Tensor:
         """[B, W, W] bool: `row_mask`, also of chains."""
@@ -207,7 +204,8 @@ def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: 
             padded[request, :count] = parents[starts[request] : starts[request] + count]
         mask = ancestors(padded, width) & (torch.arange(width) < torch.tensor(row_lens)[:, None])[:, :, None]
     requests = torch.tensor(fields[3], dtype=torch.int64)
-    return PlannedRows(parents, depths, ranks, requests, torch.tensor(starts), mask, 1 + max(fields[1]), width)
+    length = 1 + max(fields[1])
+    return PlannedRows(parents, depths, ranks, requests, torch.tensor(starts), row_lens, mask, length, width)
 
 
 def lay_out_trees(
@@ -323,3 +321,28 @@ def exchange_slots(
         begin = int(prefix_lens[request])
         slots = req_to_token[int(req_pool_indices[request])]
         slots[begin : begin + rows] = slots[begin : begin + rows][order]
+
+
+def committed_rows(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    path: torch.Tensor,
+    commit_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The accepted rows of all requests, as indices among all T rows; their positions; the slots of these positions.
+
+    Args:
+        req_to_token: [R, C] int32.
+        req_pool_indices: [B] int64; the requests' rows in the table.
+        prefix_lens: [B] int64.
+        path, commit_lens: of a `TreeAcceptance`.
+
+    Returns:
+        [N] int64 each; N: the sum of `commit_lens`.
+    """
+    places = torch.arange(path.shape[1])
+    committed = places < commit_lens[:, None]  # [B, L]
+    positions = prefix_lens[:, None] + places
+    requests = req_pool_indices[:, None].expand_as(path)[committed]
+    return path[committed], positions[committed], req_to_token[requests, positions[committed]].long()

@@ -64,7 +64,7 @@ class CpuAttentionBackend(AttentionBackend):
         mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_target_verify():
             trees = trees_of(forward_batch)
-            if trees is not None:
+            if trees is not None and trees.width > 1:
                 return self._attention.lay_out(table, requests, seq_lens.tolist(), trees.lens, row_mask=trees.row_mask)
             width = forward_batch.spec_info.draft_token_num
             return self._attention.lay_out_uniform(table, requests, seq_lens, width)
