@@ -288,7 +288,6 @@ def test_their_schemas_are_right():
         compiled.accept_tree: (ids, ids, parents, row_starts, 4),
         compiled.accept_tree_greedy: (torch.randn(7, 5), ids, parents, row_starts, 4),
         compiled.exchange_slots: (*tables, accepted.path, accepted.commit_lens, row_starts),
-        compiled.committed_rows: (*tables, accepted.path, accepted.commit_lens),
     }
     for call, arguments in calls.items():
         torch.library.opcheck(call.default, arguments, test_utils=("test_schema",))

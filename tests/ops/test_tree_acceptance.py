@@ -263,3 +263,31 @@ def test_exchanges_are_refused(path, count, prefix, row, message):
             torch.tensor([count], dtype=torch.int32),
             torch.tensor([0, 4]),
         )
+
+
+@BODIES
+@settings(max_examples=60, deadline=None)
+@given(row_lens=st.lists(st.integers(1, 9), min_size=1, max_size=5), tokens=st.integers(1, 4), seed=st.integers(0, 999))
+def test_committed_rows(body, row_lens, tokens, seed):
+    """Fails where a row that is not committed is listed, one is missing, or a position or slot is another row's."""
+    ids, parents, row_starts = make_rows(row_lens, tokens, seed)
+    target_ids = torch.randint(tokens, ids.shape, generator=torch.Generator().manual_seed(seed + 1))
+    accepted = tree.accept_tree(target_ids, ids, parents, row_starts, 12)
+    table, requests, prefixes = make_tables(row_lens, seed)
+    fields = body.committed_rows(table, requests, prefixes, accepted.path, accepted.commit_lens)
+    expected = [
+        (int(accepted.path[b, place]), int(prefixes[b]) + place, int(table[requests[b], int(prefixes[b]) + place]))
+        for b, count in enumerate(accepted.commit_lens.tolist())
+        for place in range(count)
+    ]
+    assert list(zip(*(field.tolist() for field in fields), strict=True)) == expected
+    assert all(field.dtype == torch.int64 for field in fields)
+
+
+@NATIVE
+@pytest.mark.parametrize(("count", "prefix", "row"), [(5, 0, 0), (0, 0, 0), (4, 3, 0), (1, -1, 0), (1, 0, 2)])
+def test_rows_outside_the_table_are_refused(count, prefix, row):
+    """Fails where memory beside a row of the table or the path would be read."""
+    arguments = (torch.tensor([row]), torch.tensor([prefix]), torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match=r"commits|req_pool_indices"):
+        ops.committed_rows(torch.zeros(2, 6, dtype=torch.int32), *arguments, torch.tensor([count], dtype=torch.int32))
