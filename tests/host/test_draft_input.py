@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
 
+from sglang_dflash.host import draft_input
 from sglang_dflash.host.draft_input import DraftInput, reserve_lens
 
 
@@ -80,3 +81,50 @@ def test_merging_appends_the_other_batch():
     state = DraftInput.create(torch.tensor([5, 6]), torch.tensor([10, 20]))
     state.merge_batch(DraftInput.create(torch.tensor([8]), torch.tensor([3])))
     assert state.bonus_tokens.tolist() == [5, 6, 8]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_slots_ahead(page_size, monkeypatch):
+    """Fails where most steps allocate although there is room, a step lacks slots, a row overflows, or the last slots of
+    a small pool are taken for tokens that no step needs yet."""
+    reserve, width = 16, 256
+    monkeypatch.setattr(draft_input, "get_alloc_reserve_per_decode", lambda: reserve)
+    taken: list[int] = []
+
+    def allocate(self, batch, allocated, reserved):
+        taken.append(sum(reserved) - sum(allocated))
+        batch.token_to_kv_pool_allocator.free -= taken[-1]
+        for req, owned in zip(batch.reqs, reserved, strict=True):
+            req.kv.kv_allocated_len = owned
+
+    monkeypatch.setattr(DraftInput, "_allocate", allocate)
+
+    def run(free: int) -> list[int]:
+        pool = SimpleNamespace(page_size=page_size, free=free)
+        pool.available_size = lambda: pool.free
+        reqs = [
+            SimpleNamespace(
+                kv=SimpleNamespace(kv_committed_len=first, kv_allocated_len=-(-first // page_size) * page_size)
+            )
+            for first in (5, 40, 70)
+        ]
+        for req in reqs:
+            req.decode_batch_idx = 0
+        table = SimpleNamespace(req_to_token=torch.zeros(4, width))
+        batch = SimpleNamespace(
+            reqs=reqs, token_to_kv_pool_allocator=pool, req_to_token_pool=table, maybe_evict_swa=lambda: None
+        )
+        taken.clear()
+        state, steps = DraftInput.create(torch.zeros(3), torch.zeros(3)), 0
+        while max(req.kv.kv_committed_len for req in reqs) + reserve < width - page_size:
+            state.prepare_for_decode(batch)
+            assert batch.seq_lens_cpu.tolist() == [req.kv.kv_committed_len for req in reqs]
+            for req in reqs:
+                assert req.kv.kv_committed_len + reserve <= req.kv.kv_allocated_len <= width
+                req.kv.kv_committed_len += 1
+            steps += 1
+        return [steps, len(taken), sum(taken)]
+
+    steps, often, most = run(100_000)
+    assert often <= steps / 10
+    assert run(most)[1] > often, "the pool's last slots were taken ahead"

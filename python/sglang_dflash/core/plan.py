@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,9 @@ class PlanTuning:
         others: other requests whose latest drafted steps count, too, each as a part of `prior_steps`.
         prior_steps: steps. Weight of all other requests beside a request's own steps.
         decision_steps: steps after which it is decided anew who is drafted, if the requests stay the same.
+        patience_steps: steps for which a decision that drafts nobody holds although a few requests are others.
+        least_gain: share. Tokens per second that a plan must promise beyond plain steps: the best of several uncertain
+            promises is mostly too high, and a plan that is taken now and then costs more than one taken every time.
         warm_up_steps: first steps, which take every row, the planned rows, and one row for each request, in turn.
         gap_weight: share. Weight of the latest gap between two steps in the mean gap.
         deep_weight: share. Weight of the latest chances of a depth in their mean.
@@ -56,6 +59,8 @@ class PlanTuning:
     others: int = 8
     prior_steps: float = 1.0
     decision_steps: int = 16
+    patience_steps: int = 4
+    least_gain: float = 0.04
     warm_up_steps: int = 12
     gap_weight: float = 0.1
     deep_weight: float = 0.05
@@ -130,7 +135,7 @@ class Planner:
         self._decided_for: list[str] | None = None
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
         self._everything = False  # this step verifies every row that the draft offers
-        self._steps = self._steps_since_probe = self._probes = 0
+        self._steps = self._decided_at = self._steps_since_probe = self._probes = 0
         self._probe_budget_s = 0.0
         self._begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
@@ -142,11 +147,13 @@ class Planner:
         if self._ended_s is not None:
             self._gap_s += self._tuning.gap_weight * (self._begun_s - self._ended_s - self._gap_s)
         self._requests = list(requests)
-        due = self._steps % self._tuning.decision_steps == 0 or self._steps_since_probe == 1
-        self._steps += 1
-        if due or self._requests != self._decided_for:
+        tuning, since = self._tuning, self._steps - self._decided_at
+        due = since >= tuning.decision_steps or self._steps_since_probe == 1
+        if due or (self._requests != self._decided_for and not (since < tuning.patience_steps and self._holds())):
+            self._decided_at = self._steps
             self._decide()
-        warming = self._steps <= self._tuning.warm_up_steps
+        self._steps += 1
+        warming = self._steps <= tuning.warm_up_steps
         self._everything = warming and self._steps % 3 == 1
         if self._everything:
             self._drafting = self._whole_blocks()
@@ -155,6 +162,14 @@ class Planner:
         else:
             self._drafting = self._probe() or self._decided
         return self._drafting
+
+    def _holds(self) -> bool:
+        """Whether the decision drafts nobody and still holds, because few other requests have come and none has left
+        its place empty."""
+        before = self._decided_for
+        if before is None or self._decided.width > 1 or len(self._requests) < len(before):
+            return False
+        return 4 * len(set(self._requests).intersection(before)) >= 3 * len(self._requests)
 
     def _whole_blocks(self) -> Drafting:
         return Drafting(self._block_size, list(range(len(self._requests))))
@@ -199,23 +214,25 @@ class Planner:
             return
         (draft_fixed_s, draft_row_s), (rest_fixed_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
         plain_s = self._gap_s + rest_fixed_s + rest_row_s * batch
-        best = (batch / plain_s, float(batch), plain_s, NOTHING)
+        tokens_before, seconds_before = self._expected
+        self._expected, self._decided = (float(batch), plain_s), NOTHING
         reaches, depths, weights = self._memory.recall(self._requests)
         # The price of a second is what the best plan makes of it: at first, what the plan before made.
-        tokens_before, seconds_before = self._expected
-        price = max(best[0], tokens_before / seconds_before if seconds_before else 0.0)
-        for width in range(2, self._block_size + 1):
-            taken = (reaches > price * rest_row_s) & (depths < width)
-            tokens = (np.where(taken, reaches, 0.0).sum(2) * weights).sum(1)  # [B]
-            rows = (taken.sum(2) * weights).sum(1)
-            drafted = tokens - price * (rest_row_s * rows + draft_row_s * width) > 0
-            count = int(drafted.sum())
-            draft_s = draft_fixed_s + draft_row_s * width * count
-            seconds = plain_s + draft_s + rest_row_s * float(rows[drafted].sum())
-            total = batch + float(tokens[drafted].sum())
-            if count and total / seconds > best[0]:
-                best = (total / seconds, total, seconds, Drafting(width, np.flatnonzero(drafted).tolist()))
-        self._expected, self._decided = best[1:3], best[3]
+        price = max(batch / plain_s, tokens_before / seconds_before if seconds_before else 0.0)
+        widths = np.arange(2, self._block_size + 1)
+        taken = (reaches > price * rest_row_s) * weights[:, :, None]  # [B, M, N]; how often each row is taken
+        within = depths < widths[:, None, None, None]  # [W, B, M, N]
+        tokens = np.where(within, taken * reaches, 0.0).sum((2, 3))  # [W, B]
+        rows = np.where(within, taken, 0.0).sum((2, 3))
+        drafted = tokens - price * (rest_row_s * rows + draft_row_s * widths[:, None]) > 0
+        counts = drafted.sum(1)
+        seconds = plain_s + draft_fixed_s + draft_row_s * widths * counts + rest_row_s * (rows * drafted).sum(1)
+        totals = batch + (tokens * drafted).sum(1)
+        rates = np.where(counts > 0, totals / seconds, 0.0)
+        best = int(rates.argmax())
+        if rates[best] > (1 + self._tuning.least_gain) * batch / plain_s:
+            self._expected = float(totals[best]), float(seconds[best])
+            self._decided = Drafting(int(widths[best]), np.flatnonzero(drafted[best]).tolist())
 
     def _probe(self) -> Drafting | None:
         """A step of another shape than decided, if one is due and affordable."""
@@ -245,26 +262,44 @@ class Planner:
         return probe
 
 
+class Offer(NamedTuple):
+    """What one step of a request offered.
+
+    Fields:
+        reaches, depths: [R - 1]; of the rows of its tree, without the anchor.
+        drafted: depths that were drafted.
+        through: chance that the first candidates of all these depths are accepted.
+    """
+
+    reaches: Floats
+    depths: npt.NDArray[np.int32]
+    drafted: int
+    through: float
+
+
 class Memory:
     """What recent drafts offered, by request. It says what drafting the request once more may bring."""
 
     def __init__(self, block_size: int, max_rows: int, tuning: PlanTuning) -> None:
         self._tuning = tuning
         self._depths = block_size - 1
-        self._rows = max_rows
-        self._steps: dict[str, deque[tuple[Floats, Floats, Floats]]] = {}  # chances [D, k], reaches and depths [R]
-        self._deep = np.ones(self._depths)  # mean chance of each depth's first candidate
+        self._nothing = Offer(np.zeros(max_rows - 1, np.float32), np.zeros(max_rows - 1, np.int32), self._depths, 0.0)
+        self._offers: dict[str, deque[Offer]] = {}
+        self._deep = np.ones(self._depths, dtype=np.float32)  # mean chance of each depth's first candidate
 
     def keep(self, names: Sequence[str], chances: torch.Tensor, trees: ops.Trees) -> None:
         """Keeps one step of each named request. chances: [b, D, k]."""
-        kept = zip(chances.numpy(), trees.reaches.numpy(), trees.depths.numpy(), strict=True)
-        for name, step in zip(names, kept, strict=True):
-            steps = self._steps.pop(name, None) or deque(maxlen=self._tuning.memory_steps)
-            steps.append(step)
-            self._steps[name] = steps  # the newest stand last
-        if len(self._steps) > self._tuning.requests:
-            for name in list(islice(self._steps, len(self._steps) - self._tuning.requests)):
-                del self._steps[name]
+        first = chances[:, :, 0].numpy()
+        drafted = first.shape[1]
+        self._deep[:drafted] += self._tuning.deep_weight * (first.mean(0) - self._deep[:drafted])
+        rows = trees.reaches.numpy()[:, 1:], trees.depths.numpy()[:, 1:]
+        for name, reaches, depths, through in zip(names, *rows, first.prod(1).tolist(), strict=True):
+            offers = self._offers.pop(name, None) or deque(maxlen=self._tuning.memory_steps)
+            offers.append(Offer(reaches, depths, drafted, through))
+            self._offers[name] = offers  # the newest stand last
+        if len(self._offers) > self._tuning.requests:
+            for name in list(islice(self._offers, len(self._offers) - self._tuning.requests)):
+                del self._offers[name]
 
     def recall(self, names: Sequence[str]) -> tuple[Floats, Floats, Floats]:
         """Recent steps of each request, and of others, with their weights.
@@ -276,33 +311,30 @@ class Memory:
             weights: [B, M]; the sum of each row is 1.
         """
         tuning = self._tuning
-        others = [steps[-1] for steps in islice(reversed(self._steps.values()), tuning.others)]
-        for chances, *_ in others:
-            first = chances[:, 0]
-            self._deep[: len(first)] += tuning.deep_weight * (first - self._deep[: len(first)])
-        size = tuning.memory_steps + len(others)
-        held = np.zeros((len(names), size, 2, self._rows - 1 + self._depths), dtype=np.float32)
-        weights = np.zeros((len(names), size), dtype=np.float32)
-        for place, name in enumerate(names):
-            for index, step in enumerate(self._steps.get(name, ())):
-                self._write(held[place, index], step)
-                weights[place, index] = 1.0
-        for index, step in enumerate(others):
-            self._write(held[0, tuning.memory_steps + index], step)
-        held[1:, tuning.memory_steps :] = held[0, tuning.memory_steps :]
-        weights[:, tuning.memory_steps :] = tuning.prior_steps / len(others)
-        weights /= weights.sum(1, keepdims=True)
-        return held[:, :, 0], held[:, :, 1], weights
+        others = [offers[-1] for offers in islice(reversed(self._offers.values()), tuning.others)]
+        listed, places = [self._nothing, *others], []
+        for name in names:
+            own = self._offers.get(name, ())
+            first = len(listed)
+            listed += own
+            places.append([*range(first, first + len(own)), *([0] * (tuning.memory_steps - len(own)))])
+        kept = np.array(places)  # [B, own steps]
+        all_places = np.concatenate((kept, np.tile(np.arange(1, 1 + len(others)), (len(names), 1))), axis=1)
+        weights = np.concatenate(
+            (kept > 0, np.full((len(names), len(others)), tuning.prior_steps / max(len(others), 1))), axis=1
+        ).astype(np.float32)
+        reaches, depths, drafted, through = (np.array(field) for field in zip(*listed, strict=True))
+        beyond = through[:, None] * self._chains()[drafted]
+        reaches = np.concatenate((reaches, beyond), axis=1, dtype=np.float32)
+        depths = np.concatenate((depths, np.tile(np.arange(1, self._depths + 1), (len(listed), 1))), axis=1)
+        return reaches[all_places], depths[all_places], weights / weights.sum(1, keepdims=True)
 
-    def _write(self, place: Floats, step: tuple[Floats, Floats, Floats]) -> None:
-        """place: [2, N], reaches and depths."""
-        chances, reaches, depths = step
-        drafted, count = len(chances), len(reaches) - 1
-        place[0, :count], place[1, :count] = reaches[1:], depths[1:]
-        if drafted < self._depths:
-            beyond = slice(count, count + self._depths - drafted)
-            place[0, beyond] = chances[:, 0].prod() * self._deep[drafted:].cumprod()
-            place[1, beyond] = np.arange(drafted + 1, self._depths + 1)
+    def _chains(self) -> Floats:
+        """[D + 1, D]: the reaches of a chain of mean chances behind d drafted depths; 0 where drafted."""
+        chains = np.zeros((self._depths + 1, self._depths), dtype=np.float32)
+        for drafted in range(self._depths):
+            chains[drafted, drafted:] = self._deep[drafted:].cumprod()
+        return chains
 
 
 @lru_cache(maxsize=256)

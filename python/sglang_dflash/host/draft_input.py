@@ -11,6 +11,11 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2, _get_overlap_plan_stream
 from sglang.srt.utils.common import is_pin_memory_available
 
+AHEAD = 16
+"""Tokens, beyond what the next step may need, for which slots are allocated while there is room."""
+ROOM = 4
+"""There is room while the pool has this many times the slots asked for. Otherwise other requests may need them."""
+
 
 class DraftInput(DFlashDraftInputV2):
     """SGLang's DFLASH draft state with a vectorised `prepare_for_decode`.
@@ -27,7 +32,8 @@ class DraftInput(DFlashDraftInputV2):
     def prepare_for_decode(self, batch: Any) -> None:
         """Reserves two blocks of slots beyond the committed tokens of every request of a `ScheduleBatch`.
 
-        Two, because under overlap the committed lengths that the host knows lag by one step.
+        Two, because under overlap the committed lengths that the host knows lag by one step. While there is room, all
+        requests get slots for AHEAD more tokens whenever one lacks any, so that most steps allocate nothing.
         """
         reqs = batch.reqs
         if not reqs:
@@ -35,11 +41,15 @@ class DraftInput(DFlashDraftInputV2):
         batch.maybe_evict_swa()
         committed = [req.kv.kv_committed_len for req in reqs]
         allocated = [req.kv.kv_allocated_len for req in reqs]
-        page_size = batch.token_to_kv_pool_allocator.page_size
-        reserved = reserve_lens(committed, allocated, get_alloc_reserve_per_decode(), page_size)
+        allocator = batch.token_to_kv_pool_allocator
+        reserve, page_size = get_alloc_reserve_per_decode(), allocator.page_size
+        reserved = reserve_lens(committed, allocated, reserve, page_size)
         row_width = batch.req_to_token_pool.req_to_token.shape[1]
         assert max(reserved) <= row_width, (max(reserved), row_width)
         if reserved != allocated:
+            more = reserve_lens(committed, allocated, reserve + AHEAD, page_size)
+            if max(more) <= row_width and ROOM * (sum(more) - sum(allocated)) <= allocator.available_size():
+                reserved = more
             self._allocate(batch, allocated, reserved)
         for req in reqs:
             req.decode_batch_idx += 1

@@ -139,7 +139,7 @@ def row_argmax(logits: torch.Tensor) -> torch.Tensor:
 
         return triton_acceptance.row_argmax(logits)
     if serves(logits.device, logits.dtype):
-        ids: torch.Tensor = torch.ops.sglang_dflash.row_argmax(logits)
+        ids: torch.Tensor = torch.ops.sglang_dflash.row_argmax.default(logits)
         return ids
     return reference.row_argmax(logits)
 
@@ -156,14 +156,14 @@ def accept_chain(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptanc
 def top_log_probs(logits: torch.Tensor, count: int) -> Proposal:
     """See `tree.top_log_probs`."""
     if serves(logits.device, logits.dtype):
-        return Proposal(*torch.ops.sglang_dflash.top_log_probs(logits, count))
+        return Proposal(*torch.ops.sglang_dflash.top_log_probs.default(logits, count))
     return tree.top_log_probs(logits, count)
 
 
 def best_first(chances: torch.Tensor, rows: int) -> Trees:
     """See `tree.best_first`."""
     if serves("cpu"):
-        return Trees(*torch.ops.sglang_dflash.best_first(chances, rows))
+        return Trees(*torch.ops.sglang_dflash.best_first.default(chances, rows))
     return tree.best_first(chances, rows)
 
 
@@ -172,7 +172,9 @@ def accept_tree(
 ) -> TreeAcceptance:
     """See `tree.accept_tree`."""
     if serves("cpu"):
-        return TreeAcceptance(*torch.ops.sglang_dflash.accept_tree(target_ids, ids, parents, row_starts, length))
+        return TreeAcceptance(
+            *torch.ops.sglang_dflash.accept_tree.default(target_ids, ids, parents, row_starts, length)
+        )
     return tree.accept_tree(target_ids, ids, parents, row_starts, length)
 
 
@@ -181,7 +183,9 @@ def accept_tree_greedy(
 ) -> TreeAcceptance:
     """See `tree.accept_tree_greedy`."""
     if serves(logits.device, logits.dtype):
-        return TreeAcceptance(*torch.ops.sglang_dflash.accept_tree_greedy(logits, ids, parents, row_starts, length))
+        return TreeAcceptance(
+            *torch.ops.sglang_dflash.accept_tree_greedy.default(logits, ids, parents, row_starts, length)
+        )
     return tree.accept_tree_greedy(logits, ids, parents, row_starts, length)
 
 
@@ -194,7 +198,7 @@ def platt(
     max_logit: float,
 ) -> torch.Tensor:
     """See `tree.platt`."""
-    body = torch.ops.sglang_dflash.platt if serves("cpu") else tree.platt
+    body = torch.ops.sglang_dflash.platt.default if serves("cpu") else tree.platt
     chances: torch.Tensor = body(log_probs, slope, depth_offsets, others_offset, request_offsets, max_logit)
     return chances
 
@@ -203,7 +207,7 @@ def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: 
     """See `tree.take_rows`."""
     if not serves("cpu"):
         return tree.take_rows(trees, drafted, lens, batch)
-    taken = torch.ops.sglang_dflash.take_rows(*trees[:3], drafted, lens, batch)
+    taken = torch.ops.sglang_dflash.take_rows.default(*trees[:3], drafted, lens, batch)
     parents, depths, ranks, requests, row_starts, mask, length = taken
     row_lens = [1] * batch
     for request, count in zip(drafted, lens, strict=True):
@@ -226,7 +230,7 @@ def lay_out_trees(
     requests = (bonus_ids, prefix_lens, req_pool_indices, req_to_token)
     if not serves("cpu"):
         return tree.lay_out_trees(rows, drafted, candidate_ids, *requests)
-    laid = torch.ops.sglang_dflash.lay_out_trees(*rows[1:5], drafted, candidate_ids, *requests)
+    laid = torch.ops.sglang_dflash.lay_out_trees.default(*rows[1:5], drafted, candidate_ids, *requests)
     ids, positions, slots = laid
     return ids, positions, slots
 
@@ -240,7 +244,7 @@ def exchange_slots(
     row_starts: torch.Tensor,
 ) -> None:
     """See `tree.exchange_slots`."""
-    body = torch.ops.sglang_dflash.exchange_slots if serves("cpu") else tree.exchange_slots
+    body = torch.ops.sglang_dflash.exchange_slots.default if serves("cpu") else tree.exchange_slots
     body(req_to_token, req_pool_indices, prefix_lens, path, commit_lens, row_starts)
 
 
@@ -252,7 +256,7 @@ def committed_rows(
     commit_lens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `tree.committed_rows`."""
-    body = torch.ops.sglang_dflash.committed_rows if serves("cpu") else tree.committed_rows
+    body = torch.ops.sglang_dflash.committed_rows.default if serves("cpu") else tree.committed_rows
     rows, positions, slots = body(req_to_token, req_pool_indices, prefix_lens, path, commit_lens)
     return rows, positions, slots
 
