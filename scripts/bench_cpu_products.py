@@ -1,10 +1,11 @@
 """Times the native linear layers against torch's BLAS over all layers of a model; values are compared first.
 
 A round multiplies the same number of rows by every weight once, so weights come from cache or memory as in a real
-forward. Weights lie on huge pages as in a server (`SGLANG_DFLASH_HUGE_PAGES=0` leaves them on small pages). The two
-arms alternate. Prints per row count: median milliseconds per round of each arm, the ratio with its range, GFLOP/s, the
-weight bytes read per second (each weight counted once), and the time relative to the first row count. The last line is
-JSON.
+forward. A server does other work between two rounds, and on a shared machine other programs may then use the last-level
+cache: `--pause-ms` waits as long before each round. Weights lie on huge pages as in a server
+(`SGLANG_DFLASH_HUGE_PAGES=0` leaves them on small pages). The two arms alternate. Prints per row count: median
+milliseconds per round of each arm, the ratio with its range, GFLOP/s, the weight bytes read per second (each weight
+counted once), and the time relative to the first row count. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,21 +32,24 @@ MODELS = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def round_s(product: Any, weights: list[torch.Tensor], inputs: dict[int, torch.Tensor]) -> float:
-    begin = time.perf_counter()
+def round_s(product: Any, weights: list[torch.Tensor], inputs: dict[int, torch.Tensor], pause_s: float) -> float:
+    begin = time.perf_counter() + pause_s
+    while time.perf_counter() < begin:  # awake: a core that sleeps has to speed up again
+        pass
     for weight in weights:
         product(inputs[weight.shape[1]], weight, None)
     return time.perf_counter() - begin
 
 
-def measure(weights: list[torch.Tensor], rows: int, repeats: int) -> dict[str, Any]:
+def measure(weights: list[torch.Tensor], rows: int, repeats: int, pause_s: float) -> dict[str, Any]:
     inputs = {inner: torch.randn(rows, inner).to(weights[0].dtype) for inner in {w.shape[1] for w in weights}}
     tolerance = {"rtol": 1e-3, "atol": 1e-2} if weights[0].dtype == torch.float32 else {"rtol": 2e-2, "atol": 0.25}
     ours = torch.ops.sglang_dflash.linear
     for weight in {weight.shape: weight for weight in weights}.values():
         x = inputs[weight.shape[1]]
         torch.testing.assert_close(ours(x, weight, None), F.linear(x, weight), **tolerance)
-    pairs = [(round_s(ours, weights, inputs), round_s(F.linear, weights, inputs)) for _ in range(repeats + 1)][1:]
+    rest = weights, inputs, pause_s
+    pairs = [(round_s(ours, *rest), round_s(F.linear, *rest)) for _ in range(repeats + 1)][1:]
     native_s, torch_s = (statistics.median(times) for times in zip(*pairs, strict=True))
     ratios = [theirs / own for own, theirs in pairs]
     numbers = sum(weight.numel() for weight in weights)
@@ -65,6 +69,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--pause-ms", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     options = parser.parse_args()
@@ -82,7 +87,7 @@ def main() -> None:
         table.add_column(name, justify="right")
     results = []
     for rows in options.rows:
-        one = measure(weights, rows, options.repeats)
+        one = measure(weights, rows, options.repeats, options.pause_ms / 1e3)
         results.append(one)
         low, high = one["ratios"]
         cells = [str(rows), f"{one['native_ms']:.2f}", f"{one['torch_ms']:.2f}", f"{one['ratio']:.2f}"]

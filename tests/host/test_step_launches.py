@@ -139,7 +139,7 @@ def test_the_reservation_before_a_step_launches_nothing(monkeypatch):
         batch = decode_batch()
     for req in batch.reqs:
         req.kv.kv_committed_len = req.kv.kv_allocated_len = 9
-    batch.token_to_kv_pool_allocator = SimpleNamespace(page_size=1)
+    batch.token_to_kv_pool_allocator = SimpleNamespace(page_size=1, available_size=lambda: 0)  # no room ahead
     batch.req_to_token_pool = SimpleNamespace(req_to_token=torch.empty(BATCH, COLUMNS, dtype=torch.int32))
     batch.maybe_evict_swa = lambda: None
     counting = Counting([])

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_cpu_products.py"
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_count_of_rows_is_compared_and_timed(dtype):
     """Fails where the benchmark no longer fits the op that it times."""
-    small = f"--rows 1 8 80 --repeats 1 --threads 1 --dtype {dtype}"
+    small = f"--rows 1 8 80 --repeats 1 --threads 1 --pause-ms 1 --dtype {dtype}"
     run = subprocess.run([sys.executable, str(SCRIPT), *small.split()], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     results = json.loads(run.stdout.splitlines()[-1])["results"]

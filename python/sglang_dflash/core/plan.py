@@ -52,6 +52,7 @@ class PlanTuning:
         probe_time_share: share of the time that probes may cost. A probe drafts whole blocks for all requests, or
             nothing.
         probe_interval_steps: steps from one probe to the next, at least.
+        probe_weight: share. Weight of the latest probe in the mean rows of probes.
         requests: requests whose recent steps are kept.
     """
 
@@ -66,6 +67,7 @@ class PlanTuning:
     deep_weight: float = 0.05
     probe_time_share: float = 0.01
     probe_interval_steps: int = 16
+    probe_weight: float = 0.25
     requests: int = 1024
 
 
@@ -134,6 +136,7 @@ class Planner:
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
+        self._probe_rows = 0.0  # mean rows of a drafted request in probes, beside its anchor
         self._everything = False  # this step verifies every row that the draft offers
         self._steps = self._decided_at = self._steps_since_probe = self._probes = 0
         self._probe_budget_s = 0.0
@@ -190,6 +193,8 @@ class Planner:
         least = self._rest_times.line()[1] * tokens / seconds if seconds and not self._everything else 0.0
         lens = (trees.reaches.numpy() > least).sum(1).tolist()
         self._rows = ops.take_rows(trees, drafted, [max(count, 1) for count in lens], batch)
+        if self._drafting is not self._decided and not self._everything:
+            self._probe_rows += self._tuning.probe_weight * (sum(lens) / len(lens) - 1 - self._probe_rows)
         return self._rows
 
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
@@ -243,7 +248,7 @@ class Planner:
         batch = len(self._requests)
         (draft_fixed_s, draft_row_s), (rest_fixed_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
         plain_s = self._gap_s + rest_fixed_s + rest_row_s * batch
-        wide_s = plain_s + draft_fixed_s + draft_row_s * batch * self._block_size
+        wide_s = plain_s + draft_fixed_s + batch * (draft_row_s * self._block_size + rest_row_s * self._probe_rows)
         self._probe_budget_s = min(self._probe_budget_s + tuning.probe_time_share * seconds, wide_s)
         if self._steps_since_probe < tuning.probe_interval_steps:
             return None
