@@ -69,6 +69,7 @@ class World:
         self.machine, self.heat, self.candidates, self.block_size = machine, heat, candidates, block_size
         self.text, self.noise = np.random.default_rng(seed), np.random.default_rng(seed)
         self.now = 100.0
+        self.before_draft_s = 0.0  # of other work between the decision and the draft
         self.spoil: Callable[[np.ndarray], np.ndarray] = lambda log_probs: log_probs  # before the planner sees them
 
     def planner(self, max_rows: int | None = None) -> Planner:
@@ -87,6 +88,9 @@ class World:
             said = chances[drafting.requests, : drafting.width - 1]
             said = said**self.heat / (said**self.heat + (1 - said) ** self.heat)
             log_probs = torch.from_numpy(self.spoil(np.log(said).astype(np.float32)))
+        if self.before_draft_s and drafting.width > 1:
+            self.now += self.before_draft_s
+            planner.draft_begins()
         draft_s = machine.draft_seconds(drafting.width * len(drafting.requests) if drafting.width > 1 else 0)
         self.now += draft_s * self._noise() * disturbed
         planned = planner.choose(log_probs)
@@ -344,6 +348,16 @@ def test_requests_come_and_go():
     assert rate(steps[START:]) >= 1.1 * max(fixed_rates(steps[START:]))
     shares = {name: count / there for name, (count, there) in drafted.items()}
     assert shares["easy"] > 0.9 and shares["hard"] < 0.5, shares
+
+
+def test_work_before_the_draft_is_not_its_time():
+    """Fails where the draft seems as dear as what earlier steps have left to do before it."""
+    skills = mix(4, 0)
+    worlds = World(MACHINES["middling rows"]), World(MACHINES["middling rows"])
+    worlds[1].before_draft_s = 0.05
+    plans = [[step.drafting for step in world.run(world.planner(), skills, 200)] for world in worlds]
+    assert plans[0] == plans[1]
+    assert sum(drafting.width > 1 for drafting in plans[0]) > 100
 
 
 def test_places_in_the_batch_do_not_matter():

@@ -35,6 +35,9 @@ class Playing:
             self.drafting = Drafting(self._rng.randint(2, BLOCK), some if share < 0.4 else everyone)
         return self.drafting
 
+    def draft_begins(self) -> None:
+        assert self.drafting.width > 1
+
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         if self.drafting.width == 1:
             assert log_probs is None

@@ -94,6 +94,10 @@ class Policy(Protocol):
         """A decode step begins. requests: their names."""
         ...
 
+    def draft_begins(self) -> None:
+        """The draft runs from now on. What came since `begin` is no part of its time."""
+        ...
+
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         """The draft has run. log_probs: [drafted requests, D, k] float32; None if the draft did not run."""
         ...
@@ -140,13 +144,13 @@ class Planner:
         self._everything = False  # this step verifies every row that the draft offers
         self._steps = self._decided_at = self._steps_since_probe = self._probes = 0
         self._probe_budget_s = 0.0
-        self._begun_s = self._drafted_s = 0.0
+        self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
         self._log_probs = self._chances = torch.empty(0)
         self._rows: ops.PlannedRows | None = None
 
     def begin(self, requests: Sequence[str]) -> Drafting:
-        self._begun_s = self._clock()
+        self._begun_s = self._draft_begun_s = self._clock()
         if self._ended_s is not None:
             self._gap_s += self._tuning.gap_weight * (self._begun_s - self._ended_s - self._gap_s)
         self._requests = list(requests)
@@ -177,6 +181,9 @@ class Planner:
     def _whole_blocks(self) -> Drafting:
         return Drafting(self._block_size, list(range(len(self._requests))))
 
+    def draft_begins(self) -> None:
+        self._draft_begun_s = self._clock()
+
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         self._drafted_s = self._clock()
         batch, drafted = len(self._requests), self._drafting.requests
@@ -194,7 +201,7 @@ class Planner:
         lens = (trees.reaches.numpy() > least).sum(1).tolist()
         self._rows = ops.take_rows(trees, drafted, [max(count, 1) for count in lens], batch)
         if self._drafting is not self._decided and not self._everything:
-            self._probe_rows += self._tuning.probe_weight * (sum(lens) / len(lens) - 1 - self._probe_rows)
+            self._probe_rows += self._tuning.probe_weight * (len(self._rows.parents) / batch - 1 - self._probe_rows)
         return self._rows
 
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
@@ -202,7 +209,7 @@ class Planner:
         assert rows is not None and len(commit_lens) == len(self._requests), (len(commit_lens), self._requests)
         self._ended_s = self._clock()
         if drafting.width > 1:
-            self._draft_times.observe(len(drafting.requests) * drafting.width, self._drafted_s - self._begun_s)
+            self._draft_times.observe(len(drafting.requests) * drafting.width, self._drafted_s - self._draft_begun_s)
         self._rest_times.observe(len(rows.parents), self._ended_s - self._drafted_s)
         if drafting.width > 1 and rows.width > 1:
             names = [self._requests[i] for i in drafting.requests]

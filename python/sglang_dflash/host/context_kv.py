@@ -15,7 +15,7 @@ from sglang_dflash import ops
 logger = logging.getLogger(__name__)
 LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, each [N, Hkv, D]
 ROWS = 2048  # rows of one product; bounds the temporary memory of a long prefill
-DEFERRED_ROWS = 64  # from here on, one more row costs as much as in a product of its own
+DEFERRED_ROWS = 64  # from here on, one more row costs as much as in a product of its own; 2 * 64 rows get our product
 DEFERRED_STEPS = 32
 
 

@@ -76,6 +76,8 @@ class PlannedStep:
                 if len(drafting.requests) < len(batch.reqs):
                     some = torch.tensor(drafting.requests)
                     drafted = tuple(values[some] for values in requests)
+                self._draft.write_deferred_context()  # what earlier steps have left
+                self._policy.draft_begins()
                 block = self._lay_out(*drafted, drafting.width)
                 kv_plan = self._plan_kv(block.slots.flatten(), drafted[1], drafted[2], block.block_size)
                 proposal = self._draft.propose_candidates(block, kv_plan, self._candidates)
