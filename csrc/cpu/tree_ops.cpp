@@ -327,8 +327,8 @@ void require_paths(const at::Tensor& req_to_token, const at::Tensor& path, const
 
 void exchange_slots(at::Tensor& req_to_token, const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
                     const at::Tensor& path, const at::Tensor& commit_lens, const at::Tensor& row_starts) {
-  const int64_t batch = commit_lens.numel(), length = path.size(1);
   require_paths(req_to_token, path, commit_lens);
+  const int64_t batch = commit_lens.numel(), length = path.size(1);
   const int64_t* request = ids_of(req_pool_indices, "req_pool_indices", batch);
   const int64_t* prefix = ids_of(prefix_lens, "prefix_lens", batch);
   const int64_t* start = ids_of(row_starts, "row_starts", batch + 1);

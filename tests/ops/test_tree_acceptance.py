@@ -265,6 +265,16 @@ def test_exchanges_are_refused(path, count, prefix, row, message):
         )
 
 
+@NATIVE
+def test_paths_without_requests_are_refused():
+    """Fails where the shape of the paths is used before it is checked."""
+    arguments = torch.zeros(1, 6, dtype=torch.int32), torch.tensor([0]), torch.tensor([0]), torch.tensor([0])
+    with pytest.raises(RuntimeError, match="path is"):
+        ops.exchange_slots(*arguments, torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1]))
+    with pytest.raises(RuntimeError, match="path is"):
+        ops.committed_rows(*arguments, torch.tensor([1], dtype=torch.int32))
+
+
 @BODIES
 @settings(max_examples=60, deadline=None)
 @given(row_lens=st.lists(st.integers(1, 9), min_size=1, max_size=5), tokens=st.integers(1, 4), seed=st.integers(0, 999))

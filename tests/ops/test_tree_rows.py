@@ -105,6 +105,16 @@ def test_wrong_plans_are_refused(drafted, lens):
 
 
 @NATIVE
+@pytest.mark.parametrize("parents", [[-1, 0, 2], [-1, 1, 0], [-1, 0, 3]])
+def test_a_parent_behind_its_row_is_refused(parents):
+    """Fails where the mask of a row is read before it is made."""
+    fields = torch.tensor([[-1, 0, 0], parents]), torch.tensor([[0, 1, 1]] * 2), torch.tensor([[-1, 0, 1]] * 2)
+    trees = Trees(*(field.int() for field in fields), torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match=r"row \d of request 1 has the parent"):
+        ops.take_rows(trees, [0, 1], [3, 3], 2)
+
+
+@NATIVE
 def test_wrong_layouts_are_refused():
     """Fails where candidates that do not exist, or slots beyond a row of the table, are read."""
     trees = tree.best_first(torch.full((1, 2, 2), 0.5), 5)

@@ -144,15 +144,15 @@ class Planner:
         self._everything = False  # this step verifies every row that the draft offers
         self._steps = self._decided_at = self._steps_since_probe = self._probes = 0
         self._probe_budget_s = 0.0
-        self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
+        self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
         self._log_probs = self._chances = torch.empty(0)
         self._rows: ops.PlannedRows | None = None
 
     def begin(self, requests: Sequence[str]) -> Drafting:
-        self._begun_s = self._draft_begun_s = self._clock()
+        begun_s = self._draft_begun_s = self._clock()
         if self._ended_s is not None:
-            self._gap_s += self._tuning.gap_weight * (self._begun_s - self._ended_s - self._gap_s)
+            self._gap_s += self._tuning.gap_weight * (begun_s - self._ended_s - self._gap_s)
         self._requests = list(requests)
         tuning, since = self._tuning, self._steps - self._decided_at
         due = since >= tuning.decision_steps or self._steps_since_probe == 1

@@ -145,8 +145,7 @@ class DraftRunner:
         slot = torch.zeros(1, dtype=torch.int64, device=self.runner.device)
         weight = self.model.fc.weight
         hidden = torch.zeros((1, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-        with torch.inference_mode():
-            self._context_kv.write(self.runner.token_to_kv_pool, hidden, slot, slot)
+        self._write_context(hidden, slot, slot)
 
     @property
     def compared_logits(self) -> tuple[int, torch.dtype]:
@@ -251,8 +250,11 @@ class DraftRunner:
             positions, slots: [N] int64; slots of the draft's pool.
         """
         self.write_deferred_context()
+        self._write_context(hidden, positions, slots)
+
+    def _write_context(self, *rows: torch.Tensor) -> None:
         with torch.inference_mode():
-            self._context_kv.write(self.runner.token_to_kv_pool, hidden, positions, slots)
+            self._context_kv.write(self.runner.token_to_kv_pool, *rows)
 
     def defer_context(
         self, requests: list[str], hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
@@ -275,5 +277,4 @@ class DraftRunner:
     def write_deferred_context(self) -> None:
         if self._deferred is not None:
             rows, self._deferred = self._deferred.joined(), None
-            with torch.inference_mode():
-                self._context_kv.write(self.runner.token_to_kv_pool, *rows)
+            self._write_context(*rows)
