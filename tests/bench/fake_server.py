@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -72,6 +73,8 @@ class Handler(BaseHTTPRequestHandler):
         for start in range(0, len(ids), self.options.chunk):
             if number == self.options.die_at and start:
                 print("the fake server falls over", flush=True)
+                self.connection.shutdown(socket.SHUT_RDWR)
+                time.sleep(self.options.dying_ms / 1e3)
                 os._exit(3)
             if number == self.options.stall_at and start:
                 time.sleep(60)
@@ -118,6 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--wrong-from", type=int, help="index of the first wrong token")
     parser.add_argument("--die-at", type=int, help="number of the request during which the process ends")
+    parser.add_argument("--dying-ms", type=float, default=0.0, help="time from its last byte to its end")
     parser.add_argument("--stall-at", type=int, help="number of the request whose stream stops for 60 s")
     parser.add_argument("--refuse-every", type=int, help="a request whose number is a multiple gets a 400")
     parser.add_argument("--refuse-start", action="store_true")

@@ -92,9 +92,11 @@ def test_arms_that_need_not_agree_keep_their_speeds(tmp_path, case):
     assert any("simulated" in note for note in run.notes) == (case == "simulated")
 
 
-def test_a_server_that_dies_costs_its_cell_only(tmp_path):
+@pytest.mark.parametrize("dying_ms", ["0", "400"])
+def test_a_server_that_dies_costs_its_cell_only(tmp_path, dying_ms):
     """Fails where the sweep ends, the cell counts as measured, or the last lines of the log are lost."""
-    run = go(make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--die-at", "3"), fake_arm("last")), tmp_path)
+    dying = fake_arm("dflash", "--die-at", "3", "--dying-ms", dying_ms)
+    run = go(make_plan(tmp_path, fake_arm("off"), dying, fake_arm("last")), tmp_path)
     cells = cells_of(run)
     assert "the server ended" in cells[key("dflash")].failure
     assert cells[key("dflash")].log_tail[-1] == "the fake server falls over"

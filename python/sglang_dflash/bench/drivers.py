@@ -26,6 +26,7 @@ from sglang_dflash.checking.compare import Tolerance
 from sglang_dflash.serving import Client, Server, ServerError
 
 WARM_TOKENS = 16
+ENDING_S = 2.0  # how long a server whose stream broke may take to end
 OnAnswer = Callable[[Record], None]
 
 
@@ -126,7 +127,8 @@ class ServerDriver(Driver):
             return played, acceptance_between(before, after)
 
     def lost(self, cell: Cell) -> str:
-        if self._server is not None and not self._server.alive:
+        broken = any(record.failure for record in cell.records)
+        if self._server is not None and self._server.ended(ENDING_S if broken else 0.0):
             return f"the server ended: {self._server.last_words()}"
         return self._stalled or super().lost(cell)
 

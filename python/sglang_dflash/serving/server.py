@@ -117,9 +117,13 @@ class Server:
     def client(self, timeout_s: float = 600.0) -> Client:
         return Client(self.url, timeout_s)
 
-    @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+    def ended(self, within_s: float = 0.0) -> bool:
+        """Whether the process has ended, or ends `within_s` from now. A dying process closes its streams first."""
+        if self._process is None:
+            return True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        return self._process.poll() is not None
 
     def last_words(self) -> str:
         """The last line the server wrote: for a refused start, the sentence that says why."""
