@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dflash.core.plan import Drafting, Planner
+from sglang_dflash.core.plan import NOTHING, Drafting, Fixed, Planner
 from sglang_dflash.ops import PlannedRows
 
 K = 8
@@ -415,6 +415,16 @@ def test_one_candidate_gives_chains():
         assert_sound(step, K, 1)
         assert step.planned.row_mask is None
     assert any(step.planned.lens[0] != step.planned.lens[-1] for step in steps)
+
+
+@pytest.mark.parametrize("rows", range(1, K + 1))
+def test_a_fixed_number_of_rows(rows):
+    """Fails where a plan to compare with has other rows than it says, or trees."""
+    world = World(MACHINES["cheap rows"])
+    for step in world.run(Fixed(rows), mix(2, 1), 5):
+        assert_sound(step, rows, 4)
+        assert step.planned.lens == [rows] * 3 and step.planned.row_mask is None
+        assert step.drafting == (Drafting(rows, [0, 1, 2]) if rows > 1 else NOTHING)
 
 
 def test_candidates_give_trees():

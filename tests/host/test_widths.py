@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.core.plan import Planner
+from sglang_dflash.core.plan import Fixed, Planner
 from sglang_dflash.host import planned_step, widths
 
 
@@ -17,21 +17,23 @@ def _unset(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "device", "tp_size", "plans"),
+    ("value", "device", "tp_size", "policy"),
     [
-        (None, "cpu", 1, True),
-        ("adaptive", "cpu", 1, True),
-        ("full", "cpu", 1, False),
-        (None, "cpu", 2, False),
-        (None, "cuda", 1, False),
+        (None, "cpu", 1, Planner),
+        ("adaptive", "cpu", 1, Planner),
+        ("1", "cpu", 1, Fixed),
+        ("8", "cpu", 1, Fixed),
+        ("full", "cpu", 1, type(None)),
+        (None, "cpu", 2, type(None)),
+        (None, "cuda", 1, type(None)),
     ],
 )
-def test_who_plans(monkeypatch, value, device, tp_size, plans):
+def test_who_plans(monkeypatch, value, device, tp_size, policy):
     """Fails where steps are planned with graphs of one size or on several ranks, or are not planned where they can."""
     if value is not None:
         monkeypatch.setenv(widths.WIDTH, value)
-    widths.check(device, tp_size)
-    assert isinstance(widths.choose_planner(8, device, tp_size), Planner if plans else type(None))
+    widths.check(device, tp_size, 8)
+    assert type(widths.choose_planner(8, device, tp_size)) is policy
 
 
 def test_simulated_acceptance_has_whole_blocks(monkeypatch):
@@ -43,7 +45,10 @@ def test_simulated_acceptance_has_whole_blocks(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "device", "tp_size", "words"),
     [
-        (widths.WIDTH, "4", "cpu", 1, "'4'; allowed: adaptive, full"),
+        (widths.WIDTH, "9", "cpu", 1, "'9'; allowed: adaptive, full, or a number from 1 to 8"),
+        (widths.WIDTH, "0", "cpu", 1, "'0'; allowed: adaptive, full, or a number from 1 to 8"),
+        (widths.WIDTH, "wide", "cpu", 1, "'wide'; allowed: adaptive, full, or a number from 1 to 8"),
+        (widths.WIDTH, "4", "cuda", 1, "SGLANG_DFLASH_WIDTH=4 needs --device cpu, not cuda"),
         (
             *(widths.WIDTH, "adaptive", "cpu", 2),
             "needs --tp-size 1, not 2, because ranks could choose different widths. Use full",
@@ -56,7 +61,7 @@ def test_what_cannot_be_had_is_refused(monkeypatch, name, value, device, tp_size
     """Fails where an unknown or impossible value is silently replaced by another."""
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
-        widths.check(device, tp_size)
+        widths.check(device, tp_size, 8)
 
 
 @pytest.mark.parametrize(

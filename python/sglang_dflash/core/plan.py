@@ -111,6 +111,33 @@ class Policy(Protocol):
         ...
 
 
+class Fixed:
+    """The same number of rows for every request and step, as chains: what a plan is compared with."""
+
+    def __init__(self, rows: int) -> None:
+        """rows: of one request, anchor included; 1: the draft never runs."""
+        self._rows, self._batch = rows, 0
+
+    def begin(self, requests: Sequence[str]) -> Drafting:
+        self._batch = len(requests)
+        return NOTHING if self._rows == 1 else Drafting(self._rows, list(range(self._batch)))
+
+    def draft_begins(self) -> None:
+        pass
+
+    def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
+        if log_probs is None:
+            return anchors(self._batch)
+        trees = ops.best_first(log_probs[:, :, :1].exp(), self._rows)
+        return ops.take_rows(trees, list(range(self._batch)), [self._rows] * self._batch, self._batch)
+
+    def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
+        pass
+
+    def interrupt(self) -> None:
+        pass
+
+
 class Planner:
     """Rows where they pay. Now and then a step of another shape keeps the estimates up to date."""
 

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import os
 
-from sglang_dflash.core.plan import Planner, Policy
+from sglang_dflash.core.plan import Fixed, Planner, Policy
 from sglang_dflash.host import simulated
 
 WIDTH, TREE = "SGLANG_DFLASH_WIDTH", "SGLANG_DFLASH_TREE"
 POLICIES = ("adaptive", "full")
 
 
-def check(device: str, tp_size: int) -> None:
+def check(device: str, tp_size: int, block_size: int) -> None:
     """Raises ValueError if a variable has no allowed value, or asks for what this server does not serve."""
     asked = os.environ.get(WIDTH, "")
-    if asked and asked not in POLICIES:
-        raise ValueError(f"{WIDTH} is {asked!r}; allowed: {', '.join(POLICIES)}.")
+    rows = _rows(asked)
+    if asked and asked not in POLICIES and (rows is None or not 1 <= rows <= block_size):
+        raise ValueError(f"{WIDTH} is {asked!r}; allowed: {', '.join(POLICIES)}, or a number from 1 to {block_size}.")
     reason = why_full(device, tp_size)
-    if asked == "adaptive" and reason is not None:
-        raise ValueError(f"Adaptive width ({WIDTH}) needs {reason}. Use full.")
+    if asked and asked != "full" and reason is not None:
+        raise ValueError(f"{WIDTH}={asked} needs {reason}. Use full.")
     tree = os.environ.get(TREE, "")
     if tree not in ("", "0", "1"):
         raise ValueError(f"{TREE} is {tree!r}; allowed: 0 (chains), 1 (trees where they are served).")
+
+
+def _rows(asked: str) -> int | None:
+    """Rows of every request, where the variable is a number."""
+    return int(asked) if asked.isascii() and asked.isdigit() else None
 
 
 def why_full(device: str, tp_size: int) -> str | None:
@@ -37,9 +43,11 @@ def why_full(device: str, tp_size: int) -> str | None:
 
 def choose_planner(block_size: int, device: str, tp_size: int) -> Policy | None:
     """The policy that the variable names; without it, a planner if this server can plan. None: whole blocks."""
-    if os.environ.get(WIDTH) == "full" or why_full(device, tp_size) is not None:
+    asked = os.environ.get(WIDTH, "")
+    if asked == "full" or why_full(device, tp_size) is not None:
         return None
-    return Planner(block_size)
+    rows = _rows(asked)
+    return Planner(block_size) if rows is None else Fixed(rows)
 
 
 def trees_wanted() -> bool:
