@@ -63,11 +63,11 @@ PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_pena
 
 PAGES_AND_CHUNKS = ["--page-size", "16", "--chunked-prefill-size", "64"]
 
-# Flags and environment of each arm. "default" is what a user gets on a CPU: widths adapt, no overlap.
+# Flags and environment of each arm. "default" is what a user gets on a CPU: widths adapt, compiled, no overlap.
 ON_ARMS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "default": (POOL, TINY_ENVIRONMENT),
+    "default": (POOL, TINY_ENVIRONMENT | {"SGLANG_DFLASH_COMPILE": ""}),
+    "uncompiled": (POOL, TINY_ENVIRONMENT),
     "overlap": ([*POOL, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
-    "compiled": (POOL, TINY_ENVIRONMENT | COMPILED),
     "pages": ([*POOL, *PAGES_AND_CHUNKS, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
     "short": ([*POOL, *PAGES_AND_CHUNKS, "--speculative-num-draft-tokens", "4"], TINY_OVERLAPPING | FULL),
     "tiny-pool": (TINY_POOL, TINY_OVERLAPPING | ADMIT_ALL | FULL),

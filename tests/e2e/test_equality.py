@@ -13,7 +13,7 @@ MIN_TAU = 2.5
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
-@on_arms("default", "compiled")
+@on_arms("default", "uncompiled")
 def test_tokens_equal_at_the_default(client: Client, baseline: Baseline, concurrency: int) -> None:
     """Fails where one token of any held-out prompt differs under the default policy (adaptive, measured widths)."""
     answers = client.generate_all(baseline.prompts, concurrency, max_new_tokens=MAX_NEW_TOKENS)
@@ -21,10 +21,13 @@ def test_tokens_equal_at_the_default(client: Client, baseline: Baseline, concurr
 
 
 @on_arms("default")
-def test_widths_are_reported(client: Client, server: Server, baseline: Baseline) -> None:
-    """Fails where `meta_info` lacks the rows of the steps, or the log does not say that steps are planned."""
+def test_a_server_says_what_it_does(client: Client, server: Server, baseline: Baseline) -> None:
+    """Fails where `meta_info` lacks the rows of the steps, or the log does not say that steps are planned and forwards
+    compiled."""
     widths_of(client, baseline.prompts[0])
-    assert "verify the rows that pay, request by request, in trees" in server.log.read_text()
+    log = server.log.read_text()
+    assert "verify the rows that pay, request by request, in trees" in log
+    assert "The target's forward is captured" in log and "The draft's forward is captured" in log
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])

@@ -72,7 +72,9 @@ def draft(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(llama: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     speculate = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
     log = tmp_path_factory.mktemp("served") / "server.log"
-    with PreloadedServer(["--model-path", str(llama), *SERVED, *speculate], log, TINY_ENVIRONMENT | FULL) as server:
+    environment = TINY_ENVIRONMENT | FULL | {"SGLANG_DFLASH_COMPILE": ""}  # compiled by default, as Llama is
+    with PreloadedServer(["--model-path", str(llama), *SERVED, *speculate], log, environment) as server:
+        assert "The target's forward is captured" in log.read_text()
         yield server.client()
 
 

@@ -112,6 +112,10 @@ def _check_arguments(server_args: Any, previous: Any) -> None:
 
     if arguments.asks_for_dflash(server_args) or cpu_platform_in_use():
         require_hooks()
+    if cpu_platform_in_use():
+        from sglang_dflash.host.cpu import compiled
+
+        compiled.check()
     arguments.check(server_args, previous)
 
 

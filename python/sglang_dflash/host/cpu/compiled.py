@@ -24,6 +24,27 @@ from sglang_dflash.host.cpu.mla import is_latent
 logger = logging.getLogger(__name__)
 VARIABLE = "SGLANG_DFLASH_COMPILE"
 MAX_ROWS = 512  # above it, matrix products dominate and Python's overhead does not matter
+BY_DEFAULT = frozenset(
+    {
+        "Gemma4ForConditionalGeneration",
+        "Glm4ForCausalLM",
+        "LlamaForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+    }
+)
+"""Targets that are captured without being asked to: tests compare their captured forwards with uncompiled ones. A trace
+follows one path through a model's code, and that of another model may choose its path by the batch."""
+
+
+def check() -> None:
+    """Raises SystemExit, a sentence, if the variable has no allowed value. Runs before any weight is read."""
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "0", "1"):
+        raise SystemExit(f"{VARIABLE} is {asked!r}; allowed: 0 (never), 1 (wherever a model can be traced), or unset.")
 
 
 def capture_forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -38,6 +59,8 @@ def capture_forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> No
     if reason is not None:
         logger.info("The %s's forward runs uncompiled: %s.", what, reason)
         return
+    message = "The %s's forward is compiled now, some 15 s at the first start, a few at later ones; %s=0 skips it."
+    logger.info(message, what, VARIABLE)
     begin = time.perf_counter()
     try:
         captured = (_install_draft if runner.is_draft_worker else _install_target)(runner)
@@ -50,8 +73,9 @@ def capture_forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> No
 
 def why_not(runner: Any) -> str | None:
     """Why the forward is not captured; None if it can be."""
-    if os.environ.get(VARIABLE, "0") != "1":
-        return f"{VARIABLE}=1 would compile it, with a longer start"
+    asked, config = os.environ.get(VARIABLE, ""), runner.model_config
+    if asked == "0":
+        return f"{VARIABLE}=0"
     if get_exec().deterministic.enable_deterministic_inference:
         return "--enable-deterministic-inference uses its own kernels"
     if shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -60,14 +84,20 @@ def why_not(runner: Any) -> str | None:
         return "with --tp-size above 1, ranks exchange tensors during it"
     if get_lora().enable_lora and not runner.is_draft_worker:
         return "LoRA adapters change it from batch to batch"
-    if is_latent(runner.model_config):
+    if is_latent(config):
         return "latent attention is not traced"
-    if mamba2_config(runner.model_config) is not None:
+    if mamba2_config(config) is not None:
         return "layers of Mamba-2 are not traced"
     if any(isinstance(module, FusedMoE) for module in runner.model.modules()):
         return "a mixture of experts reads on the host which experts were chosen"
     if any(isinstance(module, DFlashGroupedConv) for module in runner.model.modules()):
         return "its convolutions end where a block begins, and a trace would fix the width of the blocks"
+    if asked == "1" or runner.is_draft_worker:
+        return None
+    unknown = BY_DEFAULT.isdisjoint(config.hf_config.architectures)
+    name = ", ".join(config.hf_config.architectures) if unknown else f"{config.quantization} weights"
+    if unknown or config.quantization is not None:
+        return f"our tests have not compared {name} with and without; {VARIABLE}=1 compiles it all the same"
     return None
 
 
