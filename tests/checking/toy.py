@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
 
+from sglang_dflash.core.plan_counts import STATE, PlanCounts
 from sglang_dflash.serving import Client
 
 END, VOCABULARY = 9, 10
@@ -33,7 +34,7 @@ class Faults:
         dies_after: number of requests after which the server is gone.
         gap: between the logprobs of the two best tokens.
         steps: maps the number of cached prompt tokens to the request's verify steps.
-        adapts: steps have widths of their own.
+        adapts: steps have widths of their own, in two replicas.
     """
 
     change: Change = lambda body, ids: ids
@@ -63,7 +64,12 @@ class ToyClient(Client):
             load = {"timestamp": time.time() + 1, "num_running_reqs": 0, "num_used_tokens": self._leaked}
             return {"loads": [load]}
         info = {"model_path": "/nowhere/toy", "version": "1", "dtype": "float32", "disable_overlap_schedule": True}
-        return {**info, "speculative_algorithm": "DFLASH" if self.speculative else None}
+        states = [{STATE: asdict(PlanCounts(steps=10, blocks=8, rows=16))}] * 2 if self.faults.adapts else [{}]
+        return {
+            **info,
+            "speculative_algorithm": "DFLASH" if self.speculative else None,
+            "internal_states": states,
+        }
 
     def flush_cache(self) -> None:
         self._cached, self._leaked = [], 0

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dflash.core.plan import NOTHING, Drafting, Fixed, Planner
+from sglang_dflash.core.plan import Planner
+from sglang_dflash.core.policy import NOTHING, Drafting, Fixed
 from sglang_dflash.ops import PlannedRows
 
 K = 8

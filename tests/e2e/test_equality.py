@@ -6,6 +6,7 @@ import pytest
 from arms import BLOCK_SIZE, MAX_NEW_TOKENS, Baseline, on_arms, widths_of
 
 from equality import assert_equal_tokens, steps_by_accept_len, tau
+from sglang_dflash.checking.arms import plan_counts
 from sglang_dflash.serving import Client, Server
 
 pytestmark = pytest.mark.server
@@ -27,6 +28,9 @@ def test_a_server_says_what_it_does(client: Client, server: Server, baseline: Ba
     widths_of(client, baseline.prompts[0])
     log = server.log.read_text()
     assert "verify the rows that pay, request by request, in trees" in log
+    counts = plan_counts(client)
+    assert counts is not None and counts.blocks > 0 and counts.rows >= counts.depth >= counts.accepted > 0
+    assert counts.promised > 0 and 0 < counts.planning_s < counts.seconds
     assert "The target's forward is captured" in log and "The draft's forward is captured" in log
 
 

@@ -9,7 +9,8 @@ import torch
 from stand_in_worker import BLOCK
 
 from sglang_dflash import ops
-from sglang_dflash.core.plan import Drafting, anchors
+from sglang_dflash.core.plan_counts import PlanCounts
+from sglang_dflash.core.policy import Drafting, anchors
 
 
 class Playing:
@@ -24,6 +25,7 @@ class Playing:
         self._rng, self._candidates, self._right_ranks = rng, candidates, right_ranks
         self.ended: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.interrupts = 0
+        self.counts = PlanCounts()
 
     def begin(self, requests: Sequence[str]) -> Drafting:
         self._requests = list(requests)

@@ -96,6 +96,9 @@ RELIED_ON = [
     # A CPU's captured forward: the traced forwards, the attention at which they are cut, the copy that is skipped.
     "sglang.srt.models.qwen3.Qwen3Model.forward",
     "sglang.srt.models.llama.LlamaModel.forward",
+    "sglang.srt.models.qwen2.Qwen2Model.forward",
+    "sglang.srt.models.glm4.Glm4Model.forward",
+    "sglang.srt.models.gemma4_causal.Gemma4TextModel.forward",
     "sglang.srt.models.qwen3_5.Qwen3_5ForCausalLM.forward",
     "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.forward",
     "sglang.srt.models.qwen3_vl.Qwen3LLMModel.forward",
@@ -408,6 +411,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
         capture,
         features,
         hooks,
+        plan_report,
         requests,
         sampler,
         sessions,
@@ -415,7 +419,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
         weights,
     )
 
-    modules = (block_results, capture, sampler, sessions, weights, features, requests, tree_verify)
+    modules = (block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report)
     seams = [module.HOOKS for module in modules]
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *(target for seam in seams for target in seam)}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.core.plan import Fixed, Planner
+from sglang_dflash.core.plan import Planner
+from sglang_dflash.core.policy import Fixed
 from sglang_dflash.host import planned_step, widths
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from sglang_dflash.core.plan_counts import STATE, PlanCounts
 from sglang_dflash.serving import Client, Server, ServerError
 
 START_SECONDS = 1800.0  # large weights come slowly
@@ -72,6 +73,13 @@ def _server_info(client: Client) -> dict[str, Any]:
         return client.get("/server_info")
     except httpx.HTTPStatusError:
         return client.get("/get_server_info")  # releases before 0.5.4
+
+
+def plan_counts(client: Client) -> PlanCounts | None:
+    """What the server's plan has done since its start, over all replicas; None where steps are not planned."""
+    states = _server_info(client).get("internal_states") or []
+    parts = [PlanCounts(**state[STATE]) for state in states if STATE in state]
+    return PlanCounts.total(parts) if parts else None
 
 
 def _compute_dtype(info: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from random import Random
 
 import httpx
 
-from sglang_dflash.checking.arms import Arm, ServerInfo
+from sglang_dflash.checking.arms import Arm, ServerInfo, plan_counts
 from sglang_dflash.checking.asking import Outcome, ask_all, with_best
 from sglang_dflash.checking.cases import CASES, PLAIN, WHOLE_BLOCKS_CASE, Case
 from sglang_dflash.checking.compare import Tolerance, tokens_named
@@ -167,6 +167,7 @@ def _ask_on(plan: Plan, recording: Recording, client: Client, report: Report, wa
             outcomes = _ask_matrix(plan, recording, client, report, concurrency, watch)
             alone = alone or outcomes
         _ask_markers(plan, client, report, watch)
+        report.plan = plan_counts(client)
         report.token_texts = _token_texts(client, tokens_named(one.difference for one in report.found()))
     except httpx.HTTPError as error:
         report.broken = _last_words(plan.on, error)

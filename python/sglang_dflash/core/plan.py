@@ -19,9 +19,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +28,8 @@ import torch
 
 from sglang_dflash import ops
 from sglang_dflash.core.calibration import Calibration
+from sglang_dflash.core.plan_counts import PlanCounts
+from sglang_dflash.core.policy import NOTHING, Drafting, anchors
 from sglang_dflash.core.step_times import StepTimes
 
 Floats = npt.NDArray[np.float32]
@@ -71,73 +72,6 @@ class PlanTuning:
     requests: int = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """What the draft fills in one step.
-
-    Fields:
-        width: rows of a block, anchor included; 1: the draft does not run.
-        requests: indices of the requests that get a block, rising.
-    """
-
-    width: int
-    requests: list[int]
-
-
-NOTHING = Drafting(1, [])
-
-
-class Policy(Protocol):
-    """Asked once per decode step; all calls come from the scheduler's thread."""
-
-    def begin(self, requests: Sequence[str]) -> Drafting:
-        """A decode step begins. requests: their names."""
-        ...
-
-    def draft_begins(self) -> None:
-        """The draft runs from now on. What came since `begin` is no part of its time."""
-        ...
-
-    def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
-        """The draft has run. log_probs: [drafted requests, D, k] float32; None if the draft did not run."""
-        ...
-
-    def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
-        """The step is over. path, commit_lens: see `ops.TreeAcceptance`."""
-        ...
-
-    def interrupt(self) -> None:
-        """Something other than a decode step runs."""
-        ...
-
-
-class Fixed:
-    """The same number of rows for every request and step, as chains: what a plan is compared with."""
-
-    def __init__(self, rows: int) -> None:
-        """rows: of one request, anchor included; 1: the draft never runs."""
-        self._rows, self._batch = rows, 0
-
-    def begin(self, requests: Sequence[str]) -> Drafting:
-        self._batch = len(requests)
-        return NOTHING if self._rows == 1 else Drafting(self._rows, list(range(self._batch)))
-
-    def draft_begins(self) -> None:
-        pass
-
-    def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
-        if log_probs is None:
-            return anchors(self._batch)
-        trees = ops.best_first(log_probs[:, :, :1].exp(), self._rows)
-        return ops.take_rows(trees, list(range(self._batch)), [self._rows] * self._batch, self._batch)
-
-    def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
-        pass
-
-    def interrupt(self) -> None:
-        pass
-
-
 class Planner:
     """Rows where they pay. Now and then a step of another shape keeps the estimates up to date."""
 
@@ -164,6 +98,7 @@ class Planner:
         self._memory = Memory(block_size, self._max_rows, self._tuning)
         self._gap_s = 0.0  # mean time between two consecutive decode steps
         self._requests: list[str] = []
+        self.counts = PlanCounts()
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
@@ -171,15 +106,15 @@ class Planner:
         self._everything = False  # this step verifies every row that the draft offers
         self._steps = self._decided_at = self._steps_since_probe = self._probes = 0
         self._probe_budget_s = 0.0
-        self._draft_begun_s = self._drafted_s = 0.0
+        self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
         self._log_probs = self._chances = torch.empty(0)
         self._rows: ops.PlannedRows | None = None
 
     def begin(self, requests: Sequence[str]) -> Drafting:
-        begun_s = self._draft_begun_s = self._clock()
+        self._begun_s = self._clock()
         if self._ended_s is not None:
-            self._gap_s += self._tuning.gap_weight * (begun_s - self._ended_s - self._gap_s)
+            self._gap_s += self._tuning.gap_weight * (self._begun_s - self._ended_s - self._gap_s)
         self._requests = list(requests)
         tuning, since = self._tuning, self._steps - self._decided_at
         due = since >= tuning.decision_steps or self._steps_since_probe == 1
@@ -195,6 +130,8 @@ class Planner:
             self._drafting = NOTHING
         else:
             self._drafting = self._probe() or self._decided
+        self._draft_begun_s = self._clock()
+        self.counts.planning_s += self._draft_begun_s - self._begun_s
         return self._drafting
 
     def _holds(self) -> bool:
@@ -225,10 +162,13 @@ class Planner:
         # be another price: where its drafts are poor, it would take rows for which later steps have better use.
         tokens, seconds = self._expected
         least = self._rest_times.line()[1] * tokens / seconds if seconds and not self._everything else 0.0
-        lens = (trees.reaches.numpy() > least).sum(1).tolist()
-        self._rows = ops.take_rows(trees, drafted, [max(count, 1) for count in lens], batch)
+        reaches = trees.reaches.numpy()
+        lens = [max(count, 1) for count in (reaches > least).sum(1).tolist()]
+        self._rows = ops.take_rows(trees, drafted, lens, batch)
+        self.counts.chose(reaches, trees.depths.numpy(), lens)
         if self._drafting is not self._decided and not self._everything:
             self._probe_rows += self._tuning.probe_weight * (len(self._rows.parents) / batch - 1 - self._probe_rows)
+        self.counts.planning_s += self._clock() - self._drafted_s
         return self._rows
 
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
@@ -241,6 +181,10 @@ class Planner:
         if drafting.width > 1 and rows.width > 1:
             names = [self._requests[i] for i in drafting.requests]
             self._calibration.observe(names, drafting.requests, rows, path, self._log_probs, self._chances)
+            self.counts.accepted += int(commit_lens.sum()) - len(commit_lens)
+        self.counts.steps += 1
+        self.counts.seconds += self._ended_s - self._begun_s
+        self.counts.planning_s += self._clock() - self._ended_s
 
     def interrupt(self) -> None:
         self._ended_s = None
@@ -374,10 +318,3 @@ class Memory:
         for drafted in range(self._depths):
             chains[drafted, drafted:] = self._deep[drafted:].cumprod()
         return chains
-
-
-@lru_cache(maxsize=256)
-def anchors(batch: int) -> ops.PlannedRows:
-    """A plan of one row for each request. Its tensors are shared; nobody writes to them."""
-    none = torch.empty((0, 1), dtype=torch.int32)
-    return ops.take_rows(ops.Trees(none, none, none, none), [], [], batch)

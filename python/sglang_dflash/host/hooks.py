@@ -42,7 +42,17 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
     """Every hook target of this process -> (our function, `HookType`)."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    from sglang_dflash.host import block_results, capture, features, requests, sampler, sessions, tree_verify, weights
+    from sglang_dflash.host import (
+        block_results,
+        capture,
+        features,
+        plan_report,
+        requests,
+        sampler,
+        sessions,
+        tree_verify,
+        weights,
+    )
 
     hooks: dict[str, tuple[Any, Any]] = {
         ROW_HEADROOM: (_row_headroom, HookType.AROUND),
@@ -53,7 +63,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
     if not builtin_worker_requested():
         hooks[CREATE_WORKER] = (_create_worker, HookType.AROUND)
         hooks[VALIDATE_REQUEST] = (_validate_request, HookType.REPLACE)
-        modules += [block_results, capture, sampler, sessions, weights, features, requests, tree_verify]
+        modules += [block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report]
     if cpu_platform_in_use():
         from sglang_dflash.host.cpu import (
             compiled,

@@ -15,9 +15,10 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan
-from sglang_dflash.core.plan import Policy
+from sglang_dflash.core.policy import Policy
 from sglang_dflash.host import widths
 from sglang_dflash.host.draft_runner import DraftRunner
+from sglang_dflash.host.plan_report import PlanReport
 
 logger = logging.getLogger(__name__)
 CANDIDATES = 8
@@ -53,9 +54,11 @@ class PlannedStep:
         target_runner: Any,
         draft: DraftRunner,
         lay_out: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Block],
+        report: PlanReport | None = None,
     ) -> None:
         """lay_out: bonus ids, prefix lengths, rows of the slot table ([B] each) and block size to a block."""
         self._policy, self._target, self._draft, self._lay_out = policy, target_runner, draft, lay_out
+        self.report = report
         reason = why_chains(target_runner, draft)
         self._candidates = CANDIDATES if reason is None else 1
         shape = "trees" if reason is None else f"chains ({reason})"
@@ -126,3 +129,5 @@ class PlannedStep:
 
     def end(self, accepted: ops.TreeAcceptance) -> None:
         self._policy.end(accepted.path, accepted.commit_lens)
+        if self.report is not None:
+            self.report.step()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from sglang_dflash.core.plan import Fixed, Planner, Policy
+from sglang_dflash.core.plan import Planner
+from sglang_dflash.core.policy import Fixed, Policy
 from sglang_dflash.host import simulated
 
 WIDTH, TREE = "SGLANG_DFLASH_WIDTH", "SGLANG_DFLASH_TREE"

@@ -26,6 +26,7 @@ from sglang_dflash.host.arguments import read_draft_config, trained_mask_embeddi
 from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
+from sglang_dflash.host.plan_report import PlanReport
 from sglang_dflash.host.plan_stream import PlanStream
 from sglang_dflash.host.planned_step import PlannedStep, TreeVerifyInput
 from sglang_dflash.host.recurrent_state import RecurrentState
@@ -67,8 +68,10 @@ class DFlashWorker(BaseSpecWorker):
         # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
         self._plan_stream: PlanStream | None = None
-        planner = choose_planner(self.block_size, self.device, get_parallel().tp_size)
-        self._planned = None if planner is None else PlannedStep(planner, self._target, self._draft, self._lay_out)
+        planner, self._planned = choose_planner(self.block_size, self.device, get_parallel().tp_size), None
+        if planner is not None:
+            report = PlanReport(planner.counts)
+            self._planned = PlannedStep(planner, self._target, self._draft, self._lay_out, report)
 
     # What the scheduler needs from a worker besides steps.
 
@@ -84,6 +87,11 @@ class DFlashWorker(BaseSpecWorker):
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
         return self._target.attn_backend, self._draft.runner.attn_backend
+
+    @property
+    def plan_report(self) -> PlanReport | None:
+        """None: blocks are whole."""
+        return None if self._planned is None else self._planned.report
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         return [("draft", self._draft.weights())]

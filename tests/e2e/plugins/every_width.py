@@ -25,21 +25,21 @@ def _plan_at_random(*_: Any) -> None:
     import torch
 
     from sglang_dflash import ops
-    from sglang_dflash.core import plan
+    from sglang_dflash.core import plan, policy
 
     chance, turns = random.Random(20261123), itertools.count()
 
-    def begin(planner: plan.Planner, requests: Sequence[str]) -> plan.Drafting:
+    def begin(planner: plan.Planner, requests: Sequence[str]) -> policy.Drafting:
         planner._requests = list(requests)
         everyone = list(range(len(requests)))
         some = everyone if chance.random() < 0.6 else sorted(chance.sample(everyone, chance.randint(1, len(everyone))))
         width = planner._block_size if chance.random() < 0.6 else chance.randint(1, planner._block_size)
-        planner._drafting = plan.Drafting(width, some if width > 1 else [])
+        planner._drafting = policy.Drafting(width, some if width > 1 else [])
         return planner._drafting
 
     def choose(planner: plan.Planner, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         if log_probs is None:
-            return plan.anchors(len(planner._requests))
+            return policy.anchors(len(planner._requests))
         generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
         chances = torch.rand(log_probs.shape, generator=generator).sort(-1, descending=True).values
         if chance.random() < 0.5:

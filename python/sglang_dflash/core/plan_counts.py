@@ -1,0 +1,67 @@
+"""Counts what planned steps verified, what was promised of it, and what was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+STATE = "dflash_plan"
+"""Name of the counts in `/server_info`, in each of `internal_states`."""
+
+
+@dataclass(slots=True)
+class PlanCounts:
+    """Sums over decode steps.
+
+    Fields:
+        steps: decode steps.
+        seconds: of these steps.
+        planning_s: of these seconds, those that the plan itself took.
+        blocks: blocks that the draft filled: one for each drafted request of a step.
+        rows: rows of these blocks that were verified, without the anchors.
+        depth: depths of their deepest rows.
+        promised: drafts that should be accepted by the plan's chances.
+        accepted: drafts that were accepted.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    planning_s: float = 0.0
+    blocks: int = 0
+    rows: int = 0
+    depth: int = 0
+    promised: float = 0.0
+    accepted: int = 0
+
+    def chose(self, reaches: npt.NDArray[np.float32], depths: npt.NDArray[np.int32], lens: list[int]) -> None:
+        """The first `lens[i]` rows of drafted request i are verified. reaches, depths: [b, R], as in `ops.Trees`."""
+        taken = np.arange(reaches.shape[1]) < np.array(lens)[:, None]
+        self.blocks += len(lens)
+        self.rows += sum(lens) - len(lens)
+        self.depth += int((depths * taken).max(1).sum())
+        self.promised += float((reaches * taken).sum()) - len(lens)
+
+    def since(self, before: PlanCounts) -> PlanCounts:
+        return PlanCounts(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+    def copy(self) -> PlanCounts:
+        return PlanCounts(*astuple(self))
+
+    @classmethod
+    def total(cls, parts: Iterable[PlanCounts]) -> PlanCounts:
+        """Of several replicas."""
+        return cls(*map(sum, zip(astuple(cls()), *map(astuple, parts), strict=True)))
+
+    def __str__(self) -> str:
+        """The means of a block, in words."""
+        if not self.blocks:
+            return f"nothing was drafted in {self.steps} steps"
+        words = (
+            f"{self.blocks} blocks in {self.steps} steps, on average {self.rows / self.blocks:.2f} rows and "
+            f"{self.depth / self.blocks:.2f} deep; of a block, {self.promised / self.blocks:.2f} drafts were promised "
+            f"and {self.accepted / self.blocks:.2f} accepted"
+        )
+        return f"{words}; planning took {self.planning_s / self.seconds:.1%} of the time" if self.seconds else words

@@ -1,0 +1,81 @@
+"""Reports what the plan does: in the log, for Prometheus, and in `/server_info`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_observability, get_serving
+
+from sglang_dflash.core.plan_counts import STATE, PlanCounts
+
+logger = logging.getLogger(__name__)
+METRICS = {
+    "steps": "Decode steps that were planned.",
+    "seconds": "Seconds of these steps.",
+    "planning_s": "Seconds of these steps that the plan itself took.",
+    "blocks": "Blocks that the draft filled.",
+    "rows": "Rows of these blocks that were verified, without the anchors.",
+    "depth": "Sum of the depths of their deepest rows.",
+    "promised": "Drafts that should be accepted by the plan's chances.",
+    "accepted": "Drafts that were accepted.",
+}
+
+
+class PlanReport:
+    """Says every `--decode-log-interval` steps what has happened since."""
+
+    def __init__(self, counts: PlanCounts) -> None:
+        """counts: the policy's own, which go on rising."""
+        self._counts, self._said = counts, PlanCounts()
+        observability = get_observability()
+        self._interval = max(observability.decode_log_interval, 1)
+        self._add = _prometheus() if observability.enable_metrics else None
+
+    def step(self) -> None:
+        """A step has ended."""
+        if self._counts.steps - self._said.steps < self._interval:
+            return
+        since, self._said = self._counts.since(self._said), self._counts.copy()
+        if since.blocks:
+            logger.info("Plan: %s.", since)
+        if self._add is not None:
+            self._add(since)
+
+    def state(self) -> dict[str, float]:
+        return asdict(self._counts)
+
+
+def _prometheus() -> Callable[[PlanCounts], None]:
+    from prometheus_client import Counter  # reads, when imported, a variable that the host sets at its start
+
+    labels = {"model_name": get_serving().served_model_name}
+    counters = {
+        name: Counter(f"sglang_dflash:plan_{name}", text, labelnames=list(labels)).labels(**labels)
+        for name, text in METRICS.items()
+    }
+
+    def add(since: PlanCounts) -> None:
+        for name, value in asdict(since).items():
+            counters[name].inc(value)
+
+    return add
+
+
+def _add_plan(original: Any, controller: Any, state: dict[str, Any]) -> None:
+    original(controller, state)
+    report = getattr(controller.scheduler.draft_worker, "plan_report", None)
+    if report is not None:
+        state[STATE] = report.state()
+
+
+HOOKS: dict[str, tuple[Any, HookType]] = {
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative": (
+        _add_plan,
+        HookType.AROUND,
+    ),
+}
+"""Hook target -> (our function, how it is applied)."""

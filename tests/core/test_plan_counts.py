@@ -1,0 +1,55 @@
+"""What is counted of planned steps, and how it is said."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_dflash.core.plan_counts import PlanCounts
+from sglang_dflash.core.policy import Fixed
+
+
+def test_rows_depths_and_promises() -> None:
+    """Fails where rows that are not verified count, or where anchors do."""
+    counts = PlanCounts()
+    reaches = np.array([[1, 0.9, 0.5, 0.4], [1, 0.8, 0.7, 0.6]], np.float32)
+    depths = np.array([[0, 1, 2, 1], [0, 1, 2, 3]], np.int32)
+    counts.chose(reaches, depths, [3, 1])
+    assert (counts.blocks, counts.rows, counts.depth) == (2, 2, 2)
+    assert counts.promised == pytest.approx(1.4)
+    counts.chose(reaches, depths, [4, 4])
+    assert (counts.blocks, counts.rows, counts.depth) == (4, 8, 7)
+    assert counts.promised == pytest.approx(1.4 + 1.8 + 2.1)
+
+
+def test_a_fixed_plan_counts_its_steps() -> None:
+    """Fails where drafts that no step accepted are counted, or a step is missed."""
+    policy = Fixed(3)
+    for commit_lens in ([1, 1], [3, 2]):
+        policy.begin(["a", "b"])
+        policy.choose(torch.full((2, 2, 4), 0.5).log())
+        policy.end(torch.zeros(2, 3, dtype=torch.int64), torch.tensor(commit_lens))
+    counts = policy.counts
+    assert (counts.steps, counts.blocks, counts.rows, counts.depth, counts.accepted) == (2, 4, 8, 8, 3)
+    assert counts.promised == pytest.approx(4 * 0.75)
+
+
+def test_what_has_happened_since() -> None:
+    """Fails where counts of before the last report are reported again, or a copy goes on counting."""
+    before = PlanCounts(10, 2.0, 0.5, 8, 16, 12, 6.0, 5)
+    now, kept = before.copy(), before.copy()
+    now.steps, now.accepted = 50, 9
+    assert before == kept and now.since(before) == PlanCounts(steps=40, accepted=4)
+    assert PlanCounts.total([before, before, PlanCounts()]) == PlanCounts(20, 4.0, 1.0, 16, 32, 24, 12.0, 10)
+
+
+def test_in_words() -> None:
+    """Fails where means are not those of a block."""
+    words = (
+        "8 blocks in 10 steps, on average 2.00 rows and 1.50 deep; of a block, 0.75 drafts were promised and 0.62 "
+        "accepted"
+    )
+    assert str(PlanCounts(10, 2.0, 0.05, 8, 16, 12, 6.0, 5)) == f"{words}; planning took 2.5% of the time"
+    assert str(PlanCounts(10, 0.0, 0.0, 8, 16, 12, 6.0, 5)) == words
+    assert str(PlanCounts(steps=3)) == "nothing was drafted in 3 steps"

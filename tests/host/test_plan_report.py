@@ -1,0 +1,70 @@
+"""When the plan's counts are reported, and where."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import prometheus_client
+import pytest
+
+from sglang_dflash.core.plan_counts import STATE, PlanCounts
+from sglang_dflash.host import plan_report
+
+
+@pytest.fixture
+def observability(monkeypatch):
+    """What the server was started with."""
+    options = SimpleNamespace(decode_log_interval=4, enable_metrics=False)
+    monkeypatch.setattr(plan_report, "get_observability", lambda: options)
+    monkeypatch.setattr(plan_report, "get_serving", lambda: SimpleNamespace(served_model_name="tiny"))
+    return options
+
+
+def take(counts: PlanCounts, report: plan_report.PlanReport, steps: int, blocks: int) -> None:
+    for _ in range(steps):
+        counts.steps += 1
+        counts.blocks += blocks
+        counts.rows += 3 * blocks
+        report.step()
+
+
+def test_the_log_speaks_at_intervals(observability, caplog):
+    """Fails where each step is logged, where a line says what an earlier one said, or where steps without drafts fill
+    the log."""
+    caplog.set_level(logging.INFO, logger=plan_report.__name__)
+    counts = PlanCounts()
+    report = plan_report.PlanReport(counts)
+    take(counts, report, 7, blocks=2)
+    take(counts, report, 1, blocks=0)
+    take(counts, report, 4, blocks=0)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and said[0].startswith("Plan: 8 blocks in 4 steps, on average 3.00 rows and 0.00 deep;")
+    assert said[1].startswith("Plan: 6 blocks in 4 steps")
+
+
+def test_prometheus_gets_what_is_new(observability):
+    """Fails where a counter counts twice, or lacks the model's name."""
+    observability.enable_metrics = True
+    counts = PlanCounts()
+    report = plan_report.PlanReport(counts)
+    take(counts, report, 8, blocks=1)
+
+    def value(name: str) -> float | None:
+        labels = {"model_name": "tiny"}
+        return prometheus_client.REGISTRY.get_sample_value(f"sglang_dflash:plan_{name}_total", labels)
+
+    assert (value("steps"), value("blocks"), value("rows"), value("accepted")) == (8, 8, 24, 0)
+    assert set(plan_report.METRICS) == set(report.state())
+
+
+def test_server_info_has_the_counts(observability):
+    """Fails where `/server_info` lacks them, or fails on a server whose blocks are whole, or without speculation."""
+    calls = []
+    report = plan_report.PlanReport(PlanCounts(steps=5))
+    for worker in (SimpleNamespace(plan_report=report), SimpleNamespace(plan_report=None), SimpleNamespace(), None):
+        state: dict = {}
+        controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker))
+        plan_report._add_plan(lambda *arguments: calls.append(arguments), controller, state)
+        assert calls.pop() == (controller, state)
+        assert PlanCounts(**state[STATE]).steps == 5 if getattr(worker, "plan_report", None) else not state
