@@ -47,7 +47,7 @@ class Draft:
             lens = (trees.reaches > 0).sum(1).tolist()
             rows = ops.take_rows(trees, drafted, lens, batch)
             path = self.follow(rows, drafted, truth(said))
-            self.calibration.observe(names, drafted, rows, path, log_probs, chances)
+            self.calibration.observe(names, drafted, rows, path, log_probs)
 
     def follow(self, rows: ops.PlannedRows, drafted: list[int], chances: np.ndarray) -> torch.Tensor:
         """The paths with a target that takes each candidate with its chance, at most one of each depth."""
@@ -163,7 +163,7 @@ def test_a_draft_that_is_always_certain(right):
     for _ in range(2000):
         chances = calibration.chances(log_probs, ["a"])
         rows = ops.take_rows(ops.best_first(chances, 2), [0], [2], 1)
-        calibration.observe(["a"], [0], rows, torch.tensor([[0, 1 if right else 0]]), log_probs, chances)
+        calibration.observe(["a"], [0], rows, torch.tensor([[0, 1 if right else 0]]), log_probs)
     chance = float(calibration.chances(log_probs, ["a"]))
     assert chance > 0.99 if right else chance < 0.1
 
@@ -175,7 +175,7 @@ def test_rows_behind_a_rejected_one_say_nothing():
     for _ in range(50):
         chances = calibration.chances(half, ["a"])
         rows = ops.take_rows(ops.best_first(chances, 3), [0], [3], 1)
-        calibration.observe(["a"], [0], rows, torch.tensor([[0, 0, 0]]), half, chances)
+        calibration.observe(["a"], [0], rows, torch.tensor([[0, 0, 0]]), half)
     first, second = calibration.chances(half, ["new"]).flatten().tolist()
     assert first < 0.3 and second == pytest.approx(0.5, abs=0.01)
 

@@ -73,7 +73,6 @@ class Calibration:
         rows: ops.PlannedRows,
         path: torch.Tensor,
         log_probs: torch.Tensor,
-        chances: torch.Tensor,
     ) -> None:
         """Learns from the verified rows whose parents were accepted.
 
@@ -82,7 +81,7 @@ class Calibration:
             drafted: their indices among all B requests.
             rows: all rows that were verified.
             path: [B, L] int64; see `ops.TreeAcceptance`.
-            log_probs, chances: [b, D, k]; as given to and returned by `chances`.
+            log_probs: [b, D, k]; as given to `chances`.
         """
         tuning = self._tuning
         starts, paths = rows.row_starts.tolist(), path.tolist()
@@ -92,22 +91,24 @@ class Calibration:
             if end == first + 1:
                 continue
             accepted = set(paths[request])
-            said, thought = log_probs[place].tolist(), chances[place].tolist()
+            said = log_probs[place].tolist()
             own = self._requests.pop(name, None) or _Parameter(0.0)
             self._requests[name] = own  # the newest stand last
             for row in range(first + 1, end):
                 if first + parents[row] not in accepted:
                     continue
                 depth, rank = depths[row] - 1, ranks[row]
-                chance = thought[depth][rank]
-                surplus, information = (row in accepted) - chance, chance * (1.0 - chance) + 1e-4
                 x = logit(said[depth][rank])
+                # With the parameters of now: several rows in a row must not all correct the same error.
+                offset = self._depths[depth].value + own.value + (self._others.value if rank > 0 else 0.0)
+                chance = 1 / (1 + math.exp(-self._slope.value * x - offset))
+                surplus, information = (row in accepted) - chance, chance * (1.0 - chance) + 1e-4
                 self._slope.step(surplus * x, information * x * x, tuning.slope_prior, tuning.slope_trials)
+                self._slope.value = min(max(self._slope.value, 0.1), 4.0)
                 self._depths[depth].step(surplus, information, tuning.depth_prior, tuning.depth_trials)
                 own.step(surplus, information, tuning.request_prior, tuning.request_trials)
                 if rank > 0:
                     self._others.step(surplus, information, tuning.depth_prior, tuning.depth_trials)
-        self._slope.value = min(max(self._slope.value, 0.1), 4.0)
         while len(self._requests) > tuning.requests:
             del self._requests[next(iter(self._requests))]
 

@@ -16,7 +16,6 @@ brought in the request's recent steps. Rows change no answer, except where the s
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -43,6 +42,7 @@ class PlanTuning:
         memory_steps: drafted steps of a request that tell whether to draft it again.
         others: other requests whose latest drafted steps count, too, each as a part of `prior_steps`.
         prior_steps: steps. Weight of all other requests beside a request's own steps.
+        learning_steps: drafted steps that are learned from together.
         decision_steps: steps after which it is decided anew who is drafted, if the requests stay the same.
         patience_steps: steps for which a decision that drafts nobody holds although a few requests are others.
         least_gain: share. Tokens per second that a plan must promise beyond plain steps: the best of several uncertain
@@ -60,6 +60,7 @@ class PlanTuning:
     memory_steps: int = 4
     others: int = 8
     prior_steps: float = 1.0
+    learning_steps: int = 4
     decision_steps: int = 16
     patience_steps: int = 4
     least_gain: float = 0.04
@@ -70,6 +71,26 @@ class PlanTuning:
     probe_interval_steps: int = 16
     probe_weight: float = 0.25
     requests: int = 1024
+
+
+class Drafted(NamedTuple):
+    """A drafted step that is not learned from yet.
+
+    Fields:
+        names: of the b requests with blocks.
+        requests: their indices in the batch.
+        rows, path: of all requests.
+        log_probs, chances: [b, D, k].
+        trees: of these b requests.
+    """
+
+    names: list[str]
+    requests: list[int]
+    rows: ops.PlannedRows
+    path: torch.Tensor
+    log_probs: torch.Tensor
+    chances: torch.Tensor
+    trees: ops.Trees
 
 
 class Planner:
@@ -108,8 +129,9 @@ class Planner:
         self._probe_budget_s = 0.0
         self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
-        self._log_probs = self._chances = torch.empty(0)
+        self._offered: tuple[torch.Tensor, torch.Tensor, ops.Trees] | None = None  # log_probs, chances and trees
         self._rows: ops.PlannedRows | None = None
+        self._unlearned: list[Drafted] = []
 
     def begin(self, requests: Sequence[str]) -> Drafting:
         self._begun_s = self._clock()
@@ -154,18 +176,15 @@ class Planner:
         if log_probs is None:
             self._rows = anchors(batch)
             return self._rows
-        names = [self._requests[i] for i in drafted]
-        self._log_probs, self._chances = log_probs, self._calibration.chances(log_probs, names)
-        trees = ops.best_first(self._chances, self._max_rows)
-        self._memory.keep(names, self._chances, trees)
+        chances = self._calibration.chances(log_probs, [self._requests[i] for i in drafted])
+        trees = ops.best_first(chances, self._max_rows)
+        self._offered = log_probs, chances, trees
         # A row pays if it brings more than the same time brings on average. A single step's own tokens per second would
         # be another price: where its drafts are poor, it would take rows for which later steps have better use.
         tokens, seconds = self._expected
         least = self._rest_times.line()[1] * tokens / seconds if seconds and not self._everything else 0.0
-        reaches = trees.reaches.numpy()
-        lens = [max(count, 1) for count in (reaches > least).sum(1).tolist()]
+        lens = [max(count, 1) for count in (trees.reaches.numpy() > least).sum(1).tolist()]
         self._rows = ops.take_rows(trees, drafted, lens, batch)
-        self.counts.chose(reaches, trees.depths.numpy(), lens)
         if self._drafting is not self._decided and not self._everything:
             self._probe_rows += self._tuning.probe_weight * (len(self._rows.parents) / batch - 1 - self._probe_rows)
         self.counts.planning_s += self._clock() - self._drafted_s
@@ -178,9 +197,12 @@ class Planner:
         if drafting.width > 1:
             self._draft_times.observe(len(drafting.requests) * drafting.width, self._drafted_s - self._draft_begun_s)
         self._rest_times.observe(len(rows.parents), self._ended_s - self._drafted_s)
-        if drafting.width > 1 and rows.width > 1:
+        if drafting.width > 1 and self._offered is not None:
             names = [self._requests[i] for i in drafting.requests]
-            self._calibration.observe(names, drafting.requests, rows, path, self._log_probs, self._chances)
+            self._unlearned.append(Drafted(names, drafting.requests, rows, path, *self._offered))
+            self._offered = None
+            if len(self._unlearned) == self._tuning.learning_steps:
+                self._learn()
             self.counts.accepted += int(commit_lens.sum()) - len(commit_lens)
         self.counts.steps += 1
         self.counts.seconds += self._ended_s - self._begun_s
@@ -189,8 +211,20 @@ class Planner:
     def interrupt(self) -> None:
         self._ended_s = None
 
+    def _learn(self) -> None:
+        """Takes in recent drafted steps. Several together cost little more than one: its code has to come into the
+        processor's caches, which the model's weights have filled."""
+        for step in self._unlearned:
+            lens = [step.rows.lens[i] for i in step.requests]
+            self.counts.chose(step.trees.reaches.numpy(), step.trees.depths.numpy(), lens)
+            self._memory.keep(step.names, step.chances, step.trees)
+            if step.rows.width > 1:
+                self._calibration.observe(step.names, step.requests, step.rows, step.path, step.log_probs)
+        self._unlearned.clear()
+
     def _decide(self) -> None:
         """Chooses the requests to draft and their width, by what the same choice would have brought in recent steps."""
+        self._learn()
         self._decided_for, batch = self._requests, len(self._requests)
         if not self._draft_times.seen or not self._rest_times.seen:
             self._decided, self._expected = self._whole_blocks(), (float(batch), 0.0)
@@ -245,29 +279,23 @@ class Planner:
         return probe
 
 
-class Offer(NamedTuple):
-    """What one step of a request offered.
-
-    Fields:
-        reaches, depths: [R - 1]; of the rows of its tree, without the anchor.
-        drafted: depths that were drafted.
-        through: chance that the first candidates of all these depths are accepted.
-    """
-
-    reaches: Floats
-    depths: npt.NDArray[np.int32]
-    drafted: int
-    through: float
-
-
 class Memory:
-    """What recent drafts offered, by request. It says what drafting the request once more may bring."""
+    """What recent drafts offered, by request. It says what drafting the request once more may bring.
+
+    An offer is what one step of a request offered. Each request has a place for its latest `memory_steps` offers, one
+    row each in the tables; the last row of the tables is an offer of nothing.
+    """
 
     def __init__(self, block_size: int, max_rows: int, tuning: PlanTuning) -> None:
         self._tuning = tuning
         self._depths = block_size - 1
-        self._nothing = Offer(np.zeros(max_rows - 1, np.float32), np.zeros(max_rows - 1, np.int32), self._depths, 0.0)
-        self._offers: dict[str, deque[Offer]] = {}
+        offers = tuning.requests * tuning.memory_steps + 1
+        self._reaches = np.zeros((offers, max_rows - 1), np.float32)  # of the rows of its tree, without the anchor
+        self._row_depths = np.zeros((offers, max_rows - 1), np.int32)
+        self._drafted = np.full(offers, self._depths)  # depths that were drafted
+        self._through = np.zeros(offers, np.float32)  # chance that the first candidates of all these are accepted
+        self._places: dict[str, int] = {}  # the newest stand last
+        self._kept = [0] * tuning.requests  # offers of each place so far
         self._deep = np.ones(self._depths, dtype=np.float32)  # mean chance of each depth's first candidate
 
     def keep(self, names: Sequence[str], chances: torch.Tensor, trees: ops.Trees) -> None:
@@ -275,17 +303,26 @@ class Memory:
         first = chances[:, :, 0].numpy()
         drafted = first.shape[1]
         self._deep[:drafted] += self._tuning.deep_weight * (first.mean(0) - self._deep[:drafted])
-        rows = trees.reaches.numpy()[:, 1:], trees.depths.numpy()[:, 1:]
-        for name, reaches, depths, through in zip(names, *rows, first.prod(1).tolist(), strict=True):
-            offers = self._offers.pop(name, None) or deque(maxlen=self._tuning.memory_steps)
-            offers.append(Offer(reaches, depths, drafted, through))
-            self._offers[name] = offers  # the newest stand last
-        if len(self._offers) > self._tuning.requests:
-            for name in list(islice(self._offers, len(self._offers) - self._tuning.requests)):
-                del self._offers[name]
+        offers = [self._next_offer(name) for name in names]
+        self._reaches[offers] = trees.reaches.numpy()[:, 1:]
+        self._row_depths[offers] = trees.depths.numpy()[:, 1:]
+        self._drafted[offers] = drafted
+        self._through[offers] = first.prod(1)
+
+    def _next_offer(self, name: str) -> int:
+        """The row of the tables for the request's next offer, in place of its oldest one."""
+        place = self._places.pop(name, None)
+        if place is None:
+            full = len(self._places) == self._tuning.requests
+            place = self._places.pop(next(iter(self._places))) if full else len(self._places)
+            self._kept[place] = 0
+        self._places[name] = place
+        kept = self._kept[place]
+        self._kept[place] += 1
+        return place * self._tuning.memory_steps + kept % self._tuning.memory_steps
 
     def recall(self, names: Sequence[str]) -> tuple[Floats, Floats, Floats]:
-        """Recent steps of each request, and of others, with their weights.
+        """Recent offers to each request, and to others, with their weights.
 
         A step that was drafted in part goes on as a chain of mean chances, beyond what it drafted.
 
@@ -293,24 +330,24 @@ class Memory:
             reaches, depths: [B, M, N]; of the rows offered, without the anchors.
             weights: [B, M]; the sum of each row is 1.
         """
-        tuning = self._tuning
-        others = [offers[-1] for offers in islice(reversed(self._offers.values()), tuning.others)]
-        listed, places = [self._nothing, *others], []
+        tuning, steps, nothing = self._tuning, self._tuning.memory_steps, len(self._reaches) - 1
+        latest = islice(reversed(self._places.values()), tuning.others)
+        others = [place * steps + (self._kept[place] - 1) % steps for place in latest]
+        listed = []
         for name in names:
-            own = self._offers.get(name, ())
-            first = len(listed)
-            listed += own
-            places.append([*range(first, first + len(own)), *([0] * (tuning.memory_steps - len(own)))])
-        kept = np.array(places)  # [B, own steps]
-        all_places = np.concatenate((kept, np.tile(np.arange(1, 1 + len(others)), (len(names), 1))), axis=1)
-        weights = np.concatenate(
-            (kept > 0, np.full((len(names), len(others)), tuning.prior_steps / max(len(others), 1))), axis=1
-        ).astype(np.float32)
-        reaches, depths, drafted, through = (np.array(field) for field in zip(*listed, strict=True))
-        beyond = through[:, None] * self._chains()[drafted]
-        reaches = np.concatenate((reaches, beyond), axis=1, dtype=np.float32)
-        depths = np.concatenate((depths, np.tile(np.arange(1, self._depths + 1), (len(listed), 1))), axis=1)
-        return reaches[all_places], depths[all_places], weights / weights.sum(1, keepdims=True)
+            place = self._places.get(name)
+            own = min(self._kept[place], steps) if place is not None else 0
+            first = place * steps if place is not None else 0
+            listed.append([*range(first, first + own), *[nothing] * (steps - own), *others])
+        offers = np.array(listed)  # [B, M]
+        weights = (offers != nothing).astype(np.float32)
+        weights[:, steps:] = tuning.prior_steps / max(len(others), 1)
+        beyond = self._through[offers][:, :, None] * self._chains()[self._drafted[offers]]
+        reaches = np.concatenate((self._reaches[offers], beyond), axis=2)
+        depths = np.empty_like(reaches)
+        depths[:, :, : -self._depths] = self._row_depths[offers]
+        depths[:, :, -self._depths :] = np.arange(1, self._depths + 1)
+        return reaches, depths, weights / weights.sum(1, keepdims=True)
 
     def _chains(self) -> Floats:
         """[D + 1, D]: the reaches of a chain of mean chances behind d drafted depths; 0 where drafted."""
