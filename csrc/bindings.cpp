@@ -43,8 +43,10 @@ TORCH_LIBRARY(sglang_dflash, m) {
   m.def("top_log_probs(Tensor logits, int count) -> (Tensor, Tensor)");
   m.def("best_first(Tensor chances, int rows) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "platt(Tensor log_probs, float slope, float[] depth_offsets, float others_offset, float[] request_offsets, "
-      "float max_logit) -> Tensor");
+      "platt(Tensor log_probs, Tensor shared, Tensor own, int[] places, float max_logit) -> Tensor");
+  m.def(
+      "platt_step(Tensor(a!) shared, Tensor(b!) own, int[] places, int[] drafted, Tensor row_starts, Tensor parents, "
+      "Tensor depths, Tensor ranks, Tensor path, Tensor log_probs, float[] tuning) -> ()");
   m.def(
       "take_rows(Tensor parents, Tensor depths, Tensor ranks, int[] drafted, int[] lens, int batch) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int)");

@@ -1,6 +1,5 @@
-// Ops over the rows that a step proposes and verifies: the best candidates of each row, best-first trees, acceptance.
+// Ops over the rows that a step proposes and verifies: the best candidates of each row, layout, acceptance, commit.
 #include <algorithm>
-#include <queue>
 
 #include "logits.h"
 
@@ -63,84 +62,6 @@ std::tuple<at::Tensor, at::Tensor> top_log_probs(const at::Tensor& logits, int64
     }
   });
   return {ids, log_probs};
-}
-
-struct Node {
-  float reach;
-  int64_t order;  // of two with equal reach, the earlier found comes first
-  int32_t parent, depth, rank;
-  bool operator<(const Node& other) const {
-    return reach != other.reach ? reach < other.reach : order > other.order;
-  }
-};
-
-using Trees = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-Trees best_first(const at::Tensor& chances, int64_t rows) {
-  TORCH_CHECK(chances.scalar_type() == at::kFloat && chances.dim() == 3 && chances.is_contiguous() && rows >= 1,
-              "chances are ", chances.scalar_type(), chances.sizes(), " and rows is ", rows,
-              "; dense float32 of [B, D, k] and at least one row are needed");
-  const int64_t batch = chances.size(0), depths_count = chances.size(1), ranks_count = chances.size(2);
-  const auto ids = chances.options().dtype(at::kInt);
-  at::Tensor parents = at::empty({batch, rows}, ids), depths = at::empty({batch, rows}, ids);
-  at::Tensor ranks = at::empty({batch, rows}, ids), reaches = at::empty({batch, rows}, chances.options());
-  const float* chance = chances.const_data_ptr<float>();
-  int32_t *parent = parents.data_ptr<int32_t>(), *depth = depths.data_ptr<int32_t>();
-  int32_t* rank = ranks.data_ptr<int32_t>();
-  float* reach = reaches.data_ptr<float>();
-  for (int64_t b = 0; b < batch; b++, parent += rows, depth += rows, rank += rows, reach += rows) {
-    const float* own = chance + b * depths_count * ranks_count;
-    std::priority_queue<Node> open;
-    int64_t found = 0;
-    auto find = [&](int32_t from, int32_t at_depth, int32_t at_rank) {
-      if (at_depth > depths_count || at_rank >= ranks_count) return;
-      const float value = reach[from] * own[(at_depth - 1) * ranks_count + at_rank];
-      if (value > 0) open.push({value, found++, from, at_depth, at_rank});
-    };
-    for (int32_t row = 0; row < rows; row++) {
-      if (row == 0) {
-        parent[0] = rank[0] = -1, depth[0] = 0, reach[0] = 1;
-      } else if (open.empty()) {
-        parent[row] = rank[row] = -1, depth[row] = 0, reach[row] = 0;
-        continue;
-      } else {
-        const Node node = open.top();
-        open.pop();
-        parent[row] = node.parent, depth[row] = node.depth, rank[row] = node.rank, reach[row] = node.reach;
-        find(node.parent, node.depth, node.rank + 1);
-      }
-      find(row, depth[row] + 1, 0);
-    }
-  }
-  return {parents, depths, ranks, reaches};
-}
-
-at::Tensor platt(const at::Tensor& log_probs, double slope, at::ArrayRef<double> depth_offsets, double others_offset,
-                 at::ArrayRef<double> request_offsets, double max_logit) {
-  TORCH_CHECK(log_probs.scalar_type() == at::kFloat && log_probs.dim() == 3 && log_probs.is_contiguous() &&
-                  int64_t(request_offsets.size()) == log_probs.size(0) &&
-                  int64_t(depth_offsets.size()) >= log_probs.size(1),
-              "log_probs are ", log_probs.scalar_type(), log_probs.sizes(), " with offsets of ", depth_offsets.size(),
-              " depths and ", request_offsets.size(), " requests; dense float32 of [B, D, k] is needed");
-  at::Tensor chances = at::empty(log_probs.sizes(), log_probs.options());
-  const int64_t batch = log_probs.size(0), depths = log_probs.size(1), ranks = log_probs.size(2);
-  const float* log_prob = log_probs.const_data_ptr<float>();
-  float* chance = chances.data_ptr<float>();
-  for (int64_t b = 0; b < batch; b++) {
-    for (int64_t d = 0; d < depths; d++) {
-      const double offset = depth_offsets[d] + request_offsets[b];
-      for (int64_t j = 0; j < ranks; j++, log_prob++, chance++) {
-        const double given = *log_prob == *log_prob ? *log_prob : -max_logit;
-        const double bounded = std::min(std::max(given, -max_logit), -1e-6);
-        const double logit = std::min(std::max(bounded - std::log1p(-std::exp(bounded)), -max_logit), max_logit);
-        const double shifted = slope * logit + offset + (j > 0 ? others_offset : 0);
-        *chance = float(1 / (1 + std::exp(-shifted)));
-        if (*log_prob == -INFINITY || *log_prob != *log_prob) *chance = 0;
-        if (j > 0) *chance = std::min(*chance, *(chance - 1));
-      }
-    }
-  }
-  return chances;
 }
 
 // Walks every request's tree: `target(row)` is the target's token after a row.
@@ -211,59 +132,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept_tree_greedy(co
   const char* base = static_cast<const char*>(logits.const_data_ptr());
   return walk(ids, parents, row_starts, length, vocabulary,
               [&](int64_t row) { return argmax_of(base + row * stride, type, vocabulary, element); });
-}
-
-// The first `lens` rows of each drafted request's tree, and the anchors of all others.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, int64_t> take_rows(
-    const at::Tensor& parents, const at::Tensor& depths, const at::Tensor& ranks, at::IntArrayRef drafted,
-    at::IntArrayRef lens, int64_t batch) {
-  const int64_t trees = int64_t(drafted.size()), stride = trees == 0 ? 1 : parents.size(1);
-  for (const at::Tensor* t : {&parents, &depths, &ranks})
-    TORCH_CHECK(t->scalar_type() == at::kInt && t->dim() == 2 && t->is_contiguous() && t->sizes() == parents.sizes() &&
-                    t->size(0) == trees,
-                "trees are ", t->scalar_type(), t->sizes(), "; dense int32 of [", trees, ", R] is needed");
-  TORCH_CHECK(int64_t(lens.size()) == trees, lens.size(), " lens for ", trees, " trees");
-  int64_t total = batch, width = 1, before = -1;
-  for (int64_t i = 0; i < trees; i++) {
-    TORCH_CHECK(drafted[i] > before && drafted[i] < batch && lens[i] >= 1 && lens[i] <= stride, "tree ", i,
-                " is of request ", drafted[i], " and has ", lens[i], " rows");
-    before = drafted[i];
-    total += lens[i] - 1, width = std::max(width, lens[i]);
-  }
-  const auto options = parents.options();
-  at::Tensor out = at::empty({3, total}, options), requests = at::empty({total}, options.dtype(at::kLong));
-  at::Tensor row_starts = at::empty({batch + 1}, options.dtype(at::kLong));
-  const int32_t* from[3] = {parents.const_data_ptr<int32_t>(), depths.const_data_ptr<int32_t>(),
-                            ranks.const_data_ptr<int32_t>()};
-  int32_t* field = out.data_ptr<int32_t>();
-  int64_t *request = requests.data_ptr<int64_t>(), *start = row_starts.data_ptr<int64_t>();
-  int64_t row = 0, tree = 0, length = 1;
-  bool chains = true;
-  for (int64_t b = 0; b < batch; b++) {
-    start[b] = row;
-    const bool own = tree < trees && drafted[tree] == b;
-    const int64_t count = own ? lens[tree] : 1;
-    for (int64_t i = 0; i < count; i++, row++) {
-      request[row] = b;
-      for (int64_t f = 0; f < 3; f++)
-        field[f * total + row] = own ? from[f][tree * stride + i] : f == 1 ? 0 : -1;
-      const int64_t depth = field[total + row];
-      chains &= depth == i, length = std::max(length, depth + 1);
-    }
-    tree += own;
-  }
-  start[batch] = row;
-  at::Tensor masks = at::zeros({chains ? 0 : batch, width, width}, options.dtype(at::kBool));
-  for (int64_t b = 0; !chains && b < batch; b++) {
-    bool* mask = masks.data_ptr<bool>() + b * width * width;
-    for (int64_t i = 0; i < start[b + 1] - start[b]; i++) {
-      const int64_t parent = field[start[b] + i];
-      TORCH_CHECK(parent < i, "row ", i, " of request ", b, " has the parent ", parent);
-      if (parent >= 0) std::copy_n(mask + parent * width, width, mask + i * width);
-      mask[i * width + i] = true;
-    }
-  }
-  return {out[0], out[1], out[2], requests, row_starts, masks, length};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out_trees(
@@ -389,11 +257,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> committed_rows(const at::Tensor& 
 TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
   m.impl("committed_rows", committed_rows);
   m.impl("exchange_slots", exchange_slots);
-  m.impl("platt", platt);
   m.impl("lay_out_trees", lay_out_trees);
-  m.impl("take_rows", take_rows);
   m.impl("top_log_probs", top_log_probs);
-  m.impl("best_first", best_first);
   m.impl("accept_tree", accept_tree);
   m.impl("accept_tree_greedy", accept_tree_greedy);
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_dflash import ops
-from sglang_dflash.core.calibration import Calibration, CalibrationTuning
+from sglang_dflash.core.calibration import Calibration
 
 DEPTHS = 4
 Truth = Callable[[np.ndarray], np.ndarray]
@@ -190,7 +190,7 @@ def test_old_observations_are_forgotten():
 
 def test_offsets_of_the_latest_requests_are_kept():
     """Fails where a server that runs for long keeps a number for every request it ever had, or drops the wrong ones."""
-    draft = Draft(Calibration(DEPTHS, CalibrationTuning(requests=3)))
+    draft = Draft(Calibration(DEPTHS, requests=3))
     draft.run(line(1.0, -2.0), 60, ["a", "b"])
     draft.run(line(1.0), 20, ["c"])
     draft.run(line(1.0, -2.0), 20, ["a"])
@@ -199,4 +199,4 @@ def test_offsets_of_the_latest_requests_are_kept():
     a, b, c, unknown = draft.calibration.chances(half, ["a", "b", "c", "unknown"])[:, 0, 0].tolist()
     assert b == unknown  # dropped
     assert a < c and a != unknown != c
-    assert len(draft.calibration._requests) == 3
+    assert len(draft.calibration._places) == 3

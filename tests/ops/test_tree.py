@@ -3,7 +3,6 @@ and the native ones against their specification."""
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import pytest
@@ -116,44 +115,6 @@ def test_candidates_are_refused(shape, count):
         ops.top_log_probs(torch.zeros(shape), count)
     with pytest.raises(RuntimeError, match="dense rows"):
         ops.top_log_probs(torch.zeros(5, 2).T, 1)
-
-
-def platt_by_hand(log_prob: float, slope: float, offset: float, max_logit: float) -> float:
-    """One chance, in Python's floats."""
-    if not log_prob > -math.inf:
-        return 0.0
-    probability = math.exp(log_prob)
-    logit = math.log(probability / (1 - probability)) if 0 < probability < 1 else math.copysign(math.inf, log_prob + 1)
-    return 1 / (1 + math.exp(-slope * min(max(logit, -max_logit), max_logit) - offset))
-
-
-@BODIES
-@settings(max_examples=100, deadline=None)
-@given(
-    shape=st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 5)),
-    slope=st.floats(0, 3),
-    others=st.floats(-3, 3),
-    seed=st.integers(0, 99),
-)
-def test_chances(body, shape, slope, others, seed):
-    """Fails where an offset is another depth's or request's, the first candidate gets that of the others, chances do
-    not fall, or a candidate without a probability has a chance."""
-    random = torch.Generator().manual_seed(seed)
-    log_probs = -torch.rand(shape, generator=random) * torch.tensor([0.0, 1e-4, 1.0, 40.0])[seed % 4]
-    log_probs[torch.rand(shape, generator=random) < 0.2] = -torch.inf
-    log_probs = log_probs.sort(-1, descending=True).values
-    if seed % 3 == 0:
-        log_probs[log_probs.isneginf()] = torch.nan
-    depth_offsets, request_offsets = (torch.randn(size, generator=random).tolist() for size in (6, shape[0]))
-    chances = body.platt(log_probs, slope, depth_offsets, others, request_offsets, 9.0)
-    assert chances.dtype == torch.float32 and chances.shape == shape
-    for b, d in product(range(shape[0]), range(shape[1])):
-        least = 1.0
-        for j, log_prob in enumerate(log_probs[b, d].double().tolist()):
-            offset = depth_offsets[d] + request_offsets[b] + (others if j else 0.0)
-            least = min(least, platt_by_hand(log_prob, slope, offset, 9.0))
-            assert float(chances[b, d, j]) == pytest.approx(least, rel=1e-3, abs=0)
-    assert torch.allclose(chances, tree.platt(log_probs, slope, depth_offsets, others, request_offsets, 9.0), 1e-6, 0)
 
 
 CHANCES = st.tuples(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_dflash.ops import reference, tree
+from sglang_dflash.ops import platt_scaling, reference, tree
 from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention, with_sink
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
 from sglang_dflash.ops.block_conv import grouped_conv
@@ -42,6 +42,7 @@ from sglang_dflash.ops.penalties import (
     penalize_trees,
     penalties_of,
 )
+from sglang_dflash.ops.platt_scaling import PlattTuning
 from sglang_dflash.ops.recurrent import TORCH_RECURRENT, RecurrentOps, choose_recurrent
 from sglang_dflash.ops.recurrent_reference import StateRows
 from sglang_dflash.ops.reference import (
@@ -80,6 +81,7 @@ __all__ = [
     "PagedTable",
     "PenaltyParams",
     "PlannedRows",
+    "PlattTuning",
     "Proposal",
     "RecurrentOps",
     "RowOps",
@@ -120,6 +122,7 @@ __all__ = [
     "penalties_of",
     "place_matters",
     "platt",
+    "platt_step",
     "project_context",
     "recent_slots",
     "row_argmax",
@@ -190,17 +193,29 @@ def accept_tree_greedy(
 
 
 def platt(
-    log_probs: torch.Tensor,
-    slope: float,
-    depth_offsets: Sequence[float],
-    others_offset: float,
-    request_offsets: Sequence[float],
-    max_logit: float,
+    log_probs: torch.Tensor, shared: torch.Tensor, own: torch.Tensor, places: Sequence[int], max_logit: float
 ) -> torch.Tensor:
-    """See `tree.platt`."""
-    body = torch.ops.sglang_dflash.platt.default if serves("cpu") else tree.platt
-    chances: torch.Tensor = body(log_probs, slope, depth_offsets, others_offset, request_offsets, max_logit)
+    """See `platt_scaling.platt`."""
+    body = torch.ops.sglang_dflash.platt.default if serves("cpu") else platt_scaling.platt
+    chances: torch.Tensor = body(log_probs, shared, own, places, max_logit)
     return chances
+
+
+def platt_step(
+    shared: torch.Tensor,
+    own: torch.Tensor,
+    places: Sequence[int],
+    drafted: Sequence[int],
+    rows: PlannedRows,
+    path: torch.Tensor,
+    log_probs: torch.Tensor,
+    tuning: PlattTuning,
+) -> None:
+    """See `platt_scaling.platt_step`."""
+    if not serves("cpu"):
+        return platt_scaling.platt_step(shared, own, places, drafted, rows, path, log_probs, tuning)
+    fields = rows.row_starts, rows.parents, rows.depths, rows.ranks
+    torch.ops.sglang_dflash.platt_step.default(shared, own, places, drafted, *fields, path, log_probs, tuning)
 
 
 def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: int) -> PlannedRows:

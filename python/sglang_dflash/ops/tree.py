@@ -144,34 +144,6 @@ def best_first(chances: torch.Tensor, rows: int) -> Trees:
     return Trees(*(torch.from_numpy(field) for field in (parents, depths, ranks, reaches)))
 
 
-def platt(
-    log_probs: torch.Tensor,
-    slope: float,
-    depth_offsets: Sequence[float],
-    others_offset: float,
-    request_offsets: Sequence[float],
-    max_logit: float,
-) -> torch.Tensor:
-    """Platt scaling of a draft's probabilities: [B, D, k] float32, chances that fall in the last dimension.
-
-    The logit of a chance is `slope` * logit(probability) + the offset of the depth + that of the request + for other
-    candidates than the first `others_offset`.
-
-    Args:
-        log_probs: [B, D, k] float32, falling in the last dimension; -inf and NaN have no chance.
-        depth_offsets: at least D.
-        request_offsets: B.
-        max_logit: bounds the logit of a probability to +-max_logit.
-    """
-    known = log_probs > float("-inf")
-    bounded = torch.where(known, log_probs, -max_logit).double().clamp(-max_logit, -1e-6)
-    logits = (bounded - torch.log1p(-bounded.exp())).clamp(-max_logit, max_logit) * slope
-    logits += torch.tensor(list(depth_offsets), dtype=torch.float64)[: log_probs.shape[1], None]
-    logits += torch.tensor(list(request_offsets), dtype=torch.float64)[:, None, None]
-    logits[:, :, 1:] += others_offset
-    return torch.where(known, logits.sigmoid().float(), 0.0).cummin(-1).values
-
-
 def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: int) -> PlannedRows:
     """The first `lens` rows of each tree; the anchor alone for the requests without one.
 

@@ -1,0 +1,162 @@
+"""Chances of acceptance by Platt scaling, and what verified rows teach it."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tree_cases import NATIVE, make_chances
+
+from sglang_dflash import ops
+from sglang_dflash.ops import platt_scaling
+from sglang_dflash.ops.platt_scaling import DEPTHS, OTHERS, SLOPE, PlattTuning
+
+BODIES = pytest.mark.parametrize("body", [platt_scaling, pytest.param(ops, marks=NATIVE)], ids=["spec", "native"])
+
+
+def parameters(depths: int, requests: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    shared, own = (torch.randn(count, 2, generator=random).double() for count in (DEPTHS + depths, requests))
+    shared[:, 1], own[:, 1] = shared[:, 1].abs() * 9, own[:, 1].abs() * 9
+    shared[SLOPE, 0] = shared[SLOPE, 0].abs() + 0.2
+    return shared, own
+
+
+def by_hand(log_prob: float, slope: float, offset: float, max_logit: float) -> float:
+    """One chance, in Python's floats."""
+    if not log_prob > -math.inf:
+        return 0.0
+    probability = math.exp(log_prob)
+    logit = math.log(probability / (1 - probability)) if 0 < probability < 1 else math.copysign(math.inf, log_prob + 1)
+    return 1 / (1 + math.exp(-slope * min(max(logit, -max_logit), max_logit) - offset))
+
+
+@BODIES
+@settings(max_examples=100, deadline=None)
+@given(shape=st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 5)), seed=st.integers(0, 99))
+def test_chances(body, shape, seed):
+    """Fails where an offset is another depth's or request's, the first candidate gets that of the others, chances do
+    not fall, or a candidate without a probability has a chance."""
+    random = torch.Generator().manual_seed(seed)
+    log_probs = -torch.rand(shape, generator=random) * torch.tensor([0.0, 1e-4, 1.0, 40.0])[seed % 4]
+    log_probs[torch.rand(shape, generator=random) < 0.2] = -torch.inf
+    log_probs = log_probs.sort(-1, descending=True).values
+    if seed % 3 == 0:
+        log_probs[log_probs.isneginf()] = torch.nan
+    shared, own = parameters(shape[1] + seed % 2, 5, seed)
+    places = torch.randint(-1, 5, (shape[0],), generator=random).tolist()
+    chances = body.platt(log_probs, shared, own, places, 9.0)
+    assert chances.dtype == torch.float32 and chances.shape == shape
+    for b, d in product(range(shape[0]), range(shape[1])):
+        least, offset = 1.0, float(shared[DEPTHS + d, 0]) + (float(own[places[b], 0]) if places[b] >= 0 else 0.0)
+        for j, log_prob in enumerate(log_probs[b, d].double().tolist()):
+            others = float(shared[OTHERS, 0]) if j else 0.0
+            least = min(least, by_hand(log_prob, float(shared[SLOPE, 0]), offset + others, 9.0))
+            assert float(chances[b, d, j]) == pytest.approx(least, rel=1e-3, abs=0)
+    assert torch.allclose(chances, platt_scaling.platt(log_probs, shared, own, places, 9.0), 1e-6, 0)
+
+
+def verified(requests: int, depths: int, candidates: int, seed: int) -> tuple[list[int], ops.PlannedRows, torch.Tensor]:
+    """Which requests of a batch were drafted, the rows that were verified, and random paths through them."""
+    random = torch.Generator().manual_seed(seed)
+    drafted = [2 * request + 1 for request in range(requests)]
+    trees = ops.best_first(make_chances(requests, depths, candidates, "any", seed), 8)
+    most = (trees.reaches > 0).sum(1).tolist()
+    lens = [int(torch.randint(1, count + 1, (1,), generator=random)) for count in most]
+    rows = ops.take_rows(trees, drafted, lens, 2 * requests + 1)
+    path = rows.row_starts[:-1, None].repeat(1, rows.length)
+    for request in drafted:
+        first, end = rows.row_starts[request : request + 2].tolist()
+        at = 0
+        for row in range(1, end - first):
+            if int(rows.parents[first + row]) == at and torch.rand(1, generator=random) < 0.6:
+                at = row
+                path[request, int(rows.depths[first + row]) :] = first + row
+    return drafted, rows, path
+
+
+@NATIVE
+@settings(max_examples=100, deadline=None)
+@given(requests=st.integers(0, 4), depths=st.integers(1, 5), candidates=st.integers(1, 4), seed=st.integers(0, 99))
+def test_what_is_learned_is_the_specification(requests, depths, candidates, seed):
+    """Fails where a row teaches another parameter, a row behind a rejected one teaches at all, or bounds are left."""
+    drafted, rows, path = verified(requests, depths, candidates, seed)
+    random = torch.Generator().manual_seed(seed)
+    log_probs = torch.rand((requests, depths, candidates), generator=random).log() * (1 + seed % 3)
+    places = torch.randperm(6, generator=random)[:requests].tolist()
+    expected, got = parameters(depths + seed % 2, 6, seed), parameters(depths + seed % 2, 6, seed)
+    tuning = PlattTuning(slope_prior=0.1, damping=0.5 + seed % 4)
+    platt_scaling.platt_step(*expected, places, drafted, rows, path, log_probs, tuning)
+    ops.platt_step(*got, places, drafted, rows, path, log_probs, tuning)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@BODIES
+def test_one_observation(body):
+    """Fails where a Newton step has another size or sign, or a parameter without a part in the row moves."""
+    shared, own = parameters(2, 2, 7)
+    before, own_before = shared.clone(), own.clone()
+    rows = ops.take_rows(ops.best_first(torch.tensor([[[0.9, 0.8], [0.1, 0.0]]]), 3), [0], [3], 1)
+    assert rows.ranks.tolist() == [-1, 0, 1] and rows.depths.tolist() == [0, 1, 1]
+    tuning, log_probs = PlattTuning(), torch.tensor([[[-0.7, -1.5], [-0.2, -3.0]]])
+    only_first = rows._replace(row_starts=torch.tensor([0, 2]), parents=rows.parents[:2], depths=rows.depths[:2])
+    only_first = only_first._replace(ranks=rows.ranks[:2])
+    body.platt_step(shared, own, [1], [0], only_first, torch.tensor([[0, 1]]), log_probs, tuning)
+    x = platt_scaling.logit(-0.7, 12.0)
+    chance = 1 / (1 + math.exp(-float(before[SLOPE, 0] * x + before[DEPTHS, 0] + own_before[1, 0])))
+    information = chance * (1 - chance) + 1e-4
+    kept = float(before[DEPTHS, 1]) * (1 - 1 / 512) + information
+    assert float(shared[DEPTHS, 1]) == pytest.approx(kept, rel=1e-6)
+    assert float(shared[DEPTHS, 0]) == pytest.approx(
+        float(before[DEPTHS, 0]) + 0.5 * (1 - chance) / (kept + 2), rel=1e-6
+    )
+    assert float(own[1, 0]) > float(own_before[1, 0]) and torch.equal(own[0], own_before[0])
+    assert torch.equal(shared[OTHERS], before[OTHERS]) and torch.equal(shared[DEPTHS + 1], before[DEPTHS + 1])
+    assert (float(shared[SLOPE, 0]) > float(before[SLOPE, 0])) == (x > 0)
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"places": [0]}, "for 1 requests"),
+        ({"places": [0, 6]}, "a place is 6; allowed: -1 .. 5"),
+        ({"places": [0, -1]}, "request 3 of 5 has the place -1"),
+        ({"drafted": [1, 7]}, "request 7 of 5"),
+        ({"drafted": [1]}, "1 drafted requests, 2 places"),
+        ({"path": torch.full((5, 3), 99)}, "holds row"),
+        ({"path": torch.zeros(3, 3, dtype=torch.int64)}, r"int64 of \[5, L\]"),
+        ({"shared": torch.zeros(3, 2, dtype=torch.float64)}, "3 shared parameters for 2 depths"),
+        ({"own": torch.zeros(6, 2)}, r"float64 of \[P, 2\]"),
+        ({"log_probs": torch.zeros(2, 2)}, r"\[b, D, k\]"),
+        ({"tuning": (1.0,)}, "8 are needed"),
+    ],
+)
+def test_wrong_lessons_are_refused(change, words):
+    """Fails where memory outside of the parameters or rows is read or written."""
+    _, rows, path = verified(2, 2, 2, 3)
+    shared, own = parameters(2, 6, 0)
+    arguments = {"shared": shared, "own": own, "places": [0, 3], "drafted": [1, 3], "rows": rows, "path": path}
+    arguments |= {"log_probs": torch.full((2, 2, 2), -1.0), "tuning": PlattTuning()}
+    ops.platt_step(**arguments)
+    with pytest.raises(RuntimeError, match=words):
+        ops.platt_step(**arguments | change)
+
+
+@NATIVE
+def test_their_schemas_are_right():
+    """Fails where an op changes an argument, or returns one, and its schema does not say so."""
+    native, (drafted, rows, path) = torch.ops.sglang_dflash, verified(2, 2, 2, 3)
+    shared, own = parameters(2, 6, 0)
+    log_probs, fields = torch.full((2, 2, 2), -1.0), (rows.row_starts, rows.parents, rows.depths, rows.ranks)
+    calls = {
+        native.platt: (log_probs, shared, own, [0, -1], 12.0),
+        native.platt_step: (shared, own, [0, 3], drafted, *fields, path, log_probs, list(PlattTuning())),
+    }
+    for call, arguments in calls.items():
+        torch.library.opcheck(call.default, arguments, test_utils=("test_schema",))
