@@ -107,8 +107,10 @@ void platt_step(at::Tensor& shared, at::Tensor& own, at::IntArrayRef places, at:
       TORCH_CHECK(from >= 0 && from < row && d >= 0 && d < depth_count && r >= 0 && r < rank_count, "row ", row,
                   " of request ", drafted[i], " has parent ", from, ", depth ", d + 1, " and rank ", r);
       if (!accepted[from]) continue;
+      const float said = log_prob[(int64_t(i) * depth_count + d) * rank_count + r];
+      if (!(said > -INFINITY)) continue;  // or NaN: nothing was said
       double* of_depth = parameters.shared + 2 * (Parameters::kDepths + d);
-      const double x = logit(log_prob[(int64_t(i) * depth_count + d) * rank_count + r], max_logit);
+      const double x = logit(said, max_logit);
       const double chance = sigmoid(slope[0] * x + of_depth[0] + request[0] + (r > 0 ? others[0] : 0));
       const double surplus = accepted[row] - chance, information = chance * (1 - chance) + 1e-4;
       learn(slope, surplus * x, information * x * x, 0);

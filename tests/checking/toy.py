@@ -57,14 +57,16 @@ class ToyClient(Client):
         self.url = "toy"
         self._lock = threading.Lock()
         self._cached: list[list[int]] = []
-        self._asked = self._leaked = 0
+        self._asked = self._leaked = self._infos = 0
 
     def get(self, path: str) -> Any:
         if path == "/v1/loads":
             load = {"timestamp": time.time() + 1, "num_running_reqs": 0, "num_used_tokens": self._leaked}
             return {"loads": [load]}
         info = {"model_path": "/nowhere/toy", "version": "1", "dtype": "float32", "disable_overlap_schedule": True}
-        states = [{STATE: asdict(PlanCounts(steps=10, blocks=8, rows=16))}] * 2 if self.faults.adapts else [{}]
+        self._infos += 1  # the counts rise from each time they are read to the next
+        counts = PlanCounts(steps=10 * self._infos, blocks=8 * self._infos, rows=16 * self._infos)
+        states = [{STATE: asdict(counts)}] * 2 if self.faults.adapts else [{}]
         return {
             **info,
             "speculative_algorithm": "DFLASH" if self.speculative else None,

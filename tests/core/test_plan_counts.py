@@ -35,6 +35,16 @@ def test_a_fixed_plan_counts_its_steps() -> None:
     assert counts.promised == pytest.approx(4 * 0.75)
 
 
+@pytest.mark.parametrize("said", [-torch.inf, -60.0, 0.0])
+def test_a_fixed_plan_keeps_its_rows(said: float) -> None:
+    """Fails where a draft that is sure of nothing shortens the chains, or makes trees of them."""
+    policy = Fixed(4)
+    policy.begin(["a"])
+    rows = policy.choose(torch.full((1, 3, 2), said))
+    assert rows.lens == [4] and rows.row_mask is None and rows.parents.tolist() == [-1, 0, 1, 2]
+    assert policy.counts.promised == pytest.approx(3.0 if said == 0 else 0.0, abs=1e-6)
+
+
 def test_what_has_happened_since() -> None:
     """Fails where counts of before the last report are reported again, or a copy goes on counting."""
     before = PlanCounts(10, 2.0, 0.5, 8, 16, 12, 6.0, 5)

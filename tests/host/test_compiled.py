@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_dflash.host.cpu import compiled
+from sglang_dflash.host.cpu.attention import CpuAttentionBackend
 
 
 class Model(torch.nn.Module):
@@ -19,10 +20,18 @@ class Model(torch.nn.Module):
         self.model = torch.nn.Linear(2, 2)
 
 
-def runner(architecture: str = "Qwen3ForCausalLM", draft: bool = False, quantization: str | None = None):
+class Attention(CpuAttentionBackend):
+    """Stands for our backend."""
+
+    def __init__(self) -> None:
+        pass
+
+
+def runner(architecture="Qwen3ForCausalLM", draft=False, quantization=None, attention=None):
+    attention = Attention() if attention is None else attention
     hf_config = SimpleNamespace(architectures=[architecture])
     config = SimpleNamespace(hf_config=hf_config, quantization=quantization)
-    return SimpleNamespace(is_draft_worker=draft, model_config=config, model=Model())
+    return SimpleNamespace(is_draft_worker=draft, model_config=config, model=Model(), attn_backend=attention)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +58,9 @@ def _plain_server(monkeypatch):
         ("", runner("DFlashDraftModel", draft=True), None),
         ("", runner(quantization="fp8"), "have not compared fp8 weights"),
         ("1", runner(quantization="fp8"), None),
+        ("", runner(attention=SimpleNamespace(full_attn_backend=Attention())), None),
+        ("1", runner(attention=SimpleNamespace()), "its attention is not dflash_cpu"),
+        ("", runner("DFlashDraftModel", draft=True, attention=object()), "its attention is not dflash_cpu"),
     ],
 )
 def test_who_is_compiled(monkeypatch, asked, target, words):

@@ -87,6 +87,7 @@ def test_what_is_learned_is_the_specification(requests, depths, candidates, seed
     drafted, rows, path = verified(requests, depths, candidates, seed)
     random = torch.Generator().manual_seed(seed)
     log_probs = torch.rand((requests, depths, candidates), generator=random).log() * (1 + seed % 3)
+    log_probs[torch.rand(log_probs.shape, generator=random) < 0.1] = [-torch.inf, torch.nan][seed % 2]
     places = torch.randperm(6, generator=random)[:requests].tolist()
     expected, got = parameters(depths + seed % 2, 6, seed), parameters(depths + seed % 2, 6, seed)
     tuning = PlattTuning(slope_prior=0.1, damping=0.5 + seed % 4)
@@ -94,6 +95,7 @@ def test_what_is_learned_is_the_specification(requests, depths, candidates, seed
     ops.platt_step(*got, places, drafted, rows, path, log_probs, tuning)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        assert ours.isfinite().all()
 
 
 @BODIES

@@ -76,9 +76,13 @@ def _server_info(client: Client) -> dict[str, Any]:
 
 
 def plan_counts(client: Client) -> PlanCounts | None:
-    """What the server's plan has done since its start, over all replicas; None where steps are not planned."""
+    """What the server's plan has done since its start, over all replicas; None where steps are not planned, or where
+    another version counts other things."""
     states = _server_info(client).get("internal_states") or []
-    parts = [PlanCounts(**state[STATE]) for state in states if STATE in state]
+    try:
+        parts = [PlanCounts(**state[STATE]) for state in states if STATE in state]
+    except TypeError:  # the server runs another version, which counts other things
+        return None
     return PlanCounts.total(parts) if parts else None
 
 

@@ -163,11 +163,13 @@ def _ask_on(plan: Plan, recording: Recording, client: Client, report: Report, wa
         if plan.on.may_flush:
             empty_cache(client)
         report.slots_before = used_slots(client)
+        before = plan_counts(client)
         for concurrency in dict.fromkeys((1, plan.concurrency)):
             outcomes = _ask_matrix(plan, recording, client, report, concurrency, watch)
             alone = alone or outcomes
         _ask_markers(plan, client, report, watch)
-        report.plan = plan_counts(client)
+        after = plan_counts(client)
+        report.plan = None if after is None or before is None else after.since(before)
         report.token_texts = _token_texts(client, tokens_named(one.difference for one in report.found()))
     except httpx.HTTPError as error:
         report.broken = _last_words(plan.on, error)

@@ -80,6 +80,7 @@ class Drafted(NamedTuple):
         names: of the b requests with blocks.
         requests: their indices in the batch.
         rows, path: of all requests.
+        accepted: drafts, of all of them.
         log_probs, chances: [b, D, k].
         trees: of these b requests.
     """
@@ -88,6 +89,7 @@ class Drafted(NamedTuple):
     requests: list[int]
     rows: ops.PlannedRows
     path: torch.Tensor
+    accepted: int
     log_probs: torch.Tensor
     chances: torch.Tensor
     trees: ops.Trees
@@ -199,23 +201,25 @@ class Planner:
         self._rest_times.observe(len(rows.parents), self._ended_s - self._drafted_s)
         if drafting.width > 1 and self._offered is not None:
             names = [self._requests[i] for i in drafting.requests]
-            self._unlearned.append(Drafted(names, drafting.requests, rows, path, *self._offered))
+            accepted = int(commit_lens.sum()) - len(commit_lens)
+            self._unlearned.append(Drafted(names, drafting.requests, rows, path, accepted, *self._offered))
             self._offered = None
             if len(self._unlearned) == self._tuning.learning_steps:
                 self._learn()
-            self.counts.accepted += int(commit_lens.sum()) - len(commit_lens)
+        now_s = self._clock()
         self.counts.steps += 1
-        self.counts.seconds += self._ended_s - self._begun_s
-        self.counts.planning_s += self._clock() - self._ended_s
+        self.counts.seconds += now_s - self._begun_s
+        self.counts.planning_s += now_s - self._ended_s
 
     def interrupt(self) -> None:
         self._ended_s = None
 
     def _learn(self) -> None:
-        """Takes in recent drafted steps. Several together cost little more than one: its code has to come into the
-        processor's caches, which the model's weights have filled."""
+        """Takes in recent drafted steps. Several together cost little more than one: the code of learning has to come
+        into the processor's caches, which the model's weights have filled."""
         for step in self._unlearned:
             lens = [step.rows.lens[i] for i in step.requests]
+            self.counts.accepted += step.accepted
             self.counts.chose(step.trees.reaches.numpy(), step.trees.depths.numpy(), lens)
             self._memory.keep(step.names, step.chances, step.trees)
             if step.rows.width > 1:
@@ -322,7 +326,7 @@ class Memory:
         return place * self._tuning.memory_steps + kept % self._tuning.memory_steps
 
     def recall(self, names: Sequence[str]) -> tuple[Floats, Floats, Floats]:
-        """Recent offers to each request, and to others, with their weights.
+        """Recent offers of each request, and of others, with their weights.
 
         A step that was drafted in part goes on as a chain of mean chances, beyond what it drafted.
 

@@ -64,4 +64,4 @@ class PlanCounts:
             f"{self.depth / self.blocks:.2f} deep; of a block, {self.promised / self.blocks:.2f} drafts were promised "
             f"and {self.accepted / self.blocks:.2f} accepted"
         )
-        return f"{words}; planning took {self.planning_s / self.seconds:.1%} of the time" if self.seconds else words
+        return f"{words}; planning took {self.planning_s / self.seconds:.1%} of the time" if self.planning_s else words

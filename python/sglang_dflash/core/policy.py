@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -61,11 +62,11 @@ class Fixed:
 
     def __init__(self, rows: int) -> None:
         """rows: of one request, anchor included; 1: the draft never runs."""
-        self._rows, self._batch = rows, 0
+        self._rows, self._batch, self._begun_s = rows, 0, 0.0
         self.counts = PlanCounts()
 
     def begin(self, requests: Sequence[str]) -> Drafting:
-        self._batch = len(requests)
+        self._batch, self._begun_s = len(requests), time.perf_counter()
         return NOTHING if self._rows == 1 else Drafting(self._rows, list(range(self._batch)))
 
     def draft_begins(self) -> None:
@@ -74,13 +75,17 @@ class Fixed:
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         if log_probs is None:
             return anchors(self._batch)
-        trees = ops.best_first(log_probs[:, :, :1].exp(), self._rows)
-        self.counts.chose(trees.reaches.numpy(), trees.depths.numpy(), [self._rows] * self._batch)
-        return ops.take_rows(trees, list(range(self._batch)), [self._rows] * self._batch, self._batch)
+        first = log_probs[:, :, :1]
+        lens = [self._rows] * self._batch
+        chains = ops.best_first(torch.ones_like(first), self._rows)  # all rows, however unlikely
+        reaches = torch.cat((torch.ones(self._batch, 1), first[:, :, 0].cumsum(1).exp()), 1)
+        self.counts.chose(reaches.numpy(), chains.depths.numpy(), lens)
+        return ops.take_rows(chains, list(range(self._batch)), lens, self._batch)
 
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
         self.counts.steps += 1
         self.counts.accepted += int(commit_lens.sum()) - self._batch
+        self.counts.seconds += time.perf_counter() - self._begun_s
 
     def interrupt(self) -> None:
         pass

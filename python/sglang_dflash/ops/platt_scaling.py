@@ -102,7 +102,10 @@ def platt_step(
             if first + parents[row] not in accepted:
                 continue
             depth, rank = shared[DEPTHS + depths[row] - 1], ranks[row]
-            x = logit(float(log_probs[i, depths[row] - 1, rank]), tuning.max_logit)
+            said = float(log_probs[i, depths[row] - 1, rank])
+            if not said > -math.inf:  # or NaN: nothing was said
+                continue
+            x = logit(said, tuning.max_logit)
             # With the parameters of now: several rows in a row must not all correct the same error.
             total = float(shared[SLOPE, 0]) * x + float(depth[0]) + float(offset[0])
             chance = 1 / (1 + math.exp(-total - (float(shared[OTHERS, 0]) if rank > 0 else 0.0)))

@@ -19,6 +19,8 @@ from sglang.srt.models.dflash import DFlashGroupedConv
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
 
+from sglang_dflash.host.cpu.attention import CpuAttentionBackend
+from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 from sglang_dflash.host.cpu.mla import is_latent
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ BY_DEFAULT = frozenset(
     }
 )
 """Targets that are captured without being asked to: tests compare their captured forwards with uncompiled ones. A trace
-follows one path through a model's code, and that of another model may choose its path by the batch."""
+follows one path through a model's code, and another model may take another path for another batch."""
 
 
 def check() -> None:
@@ -92,6 +94,9 @@ def why_not(runner: Any) -> str | None:
         return "a mixture of experts reads on the host which experts were chosen"
     if any(isinstance(module, DFlashGroupedConv) for module in runner.model.modules()):
         return "its convolutions end where a block begins, and a trace would fix the width of the blocks"
+    backend = getattr(runner.attn_backend, "full_attn_backend", runner.attn_backend)
+    if not isinstance(backend, CpuAttentionBackend):
+        return f"its attention is not {ATTENTION_BACKEND} (--attention-backend)"
     if asked == "1" or runner.is_draft_worker:
         return None
     unknown = BY_DEFAULT.isdisjoint(config.hf_config.architectures)
