@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from arms import EVERY_WIDTH, FULL, PLAIN, POOL, SPECULATE, pick
-from conftest import chat_ids
 from parameters import (
     BODIES,
     COMBINATIONS,
@@ -31,6 +30,7 @@ from parameters import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from conftest import chat_ids
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, Client, held_out_prompts
 

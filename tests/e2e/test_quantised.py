@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from arms import MAX_NEW_TOKENS, ON_CPU, POOL, pick
 from changed_models import in_fp8
-from conftest import chat_ids
 from transformers import PreTrainedTokenizerBase
 
+from conftest import chat_ids
 from equality import ask_off, assert_equal_tokens, tau
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, held_out_prompts
