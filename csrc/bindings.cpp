@@ -48,6 +48,10 @@ TORCH_LIBRARY(sglang_dflash, m) {
       "platt_step(Tensor(a!) shared, Tensor(b!) own, int[] places, int[] drafted, Tensor row_starts, Tensor parents, "
       "Tensor depths, Tensor ranks, Tensor path, Tensor log_probs, float[] tuning) -> ()");
   m.def(
+      "plan_rows(Tensor log_probs, Tensor shared, Tensor own, int[] places, float max_logit, int max_rows, float least, "
+      "int[] drafted, int batch) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, int, int[])");
+  m.def(
       "take_rows(Tensor parents, Tensor depths, Tensor ranks, int[] drafted, int[] lens, int batch) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int)");
   m.def(

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <queue>
+#include <vector>
 
 #include "common.h"
 
@@ -227,6 +228,25 @@ Rows take_rows(
   return {out[0], out[1], out[2], requests, row_starts, masks, length};
 }
 
+// A draft's log-probabilities to the rows that are verified. The tuple holds the chances, the fields of the trees, those
+// of the rows, and the rows of each tree.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+           at::Tensor, at::Tensor, int64_t, std::vector<int64_t>>
+plan_rows(const at::Tensor& log_probs, const at::Tensor& shared, const at::Tensor& own, at::IntArrayRef places,
+          double max_logit, int64_t max_rows, double least, at::IntArrayRef drafted, int64_t batch) {
+  const at::Tensor chances = platt(log_probs, shared, own, places, max_logit);
+  const auto [parents, depths, ranks, reaches] = best_first(chances, max_rows);
+  const float* reach = reaches.const_data_ptr<float>();
+  std::vector<int64_t> lens(log_probs.size(0));
+  for (int64_t& count : lens) {
+    count = std::count_if(reach, reach + max_rows, [&](float each) { return each > least; });
+    count = std::max<int64_t>(count, 1);
+    reach += max_rows;
+  }
+  const auto [of, at, rank, requests, starts, masks, length] = take_rows(parents, depths, ranks, drafted, lens, batch);
+  return {chances, parents, depths, ranks, reaches, of, at, rank, requests, starts, masks, length, lens};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
@@ -234,6 +254,7 @@ TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
   m.impl("platt_step", platt_step);
   m.impl("best_first", best_first);
   m.impl("take_rows", take_rows);
+  m.impl("plan_rows", plan_rows);
 }
 
 }  // namespace sglang_dflash

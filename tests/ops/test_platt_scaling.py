@@ -60,6 +60,33 @@ def test_chances(body, shape, seed):
     assert torch.allclose(chances, platt_scaling.platt(log_probs, shared, own, places, 9.0), 1e-6, 0)
 
 
+@NATIVE
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=st.tuples(st.integers(0, 4), st.integers(1, 5), st.integers(1, 4)),
+    least=st.sampled_from([0.0, 0.01, 0.3, 2.0]),
+    seed=st.integers(0, 99),
+)
+def test_the_rows_of_a_plan(shape, least, seed):
+    """Fails where one op for a whole plan gives other rows than its parts, or leaves a request without its anchor."""
+    random = torch.Generator().manual_seed(seed)
+    log_probs = (torch.rand(shape, generator=random).log() * 2).sort(-1, descending=True).values
+    shared, own = parameters(shape[1], 6, seed)
+    places = torch.randint(-1, 6, (shape[0],), generator=random).tolist()
+    drafted = [2 * request + 1 for request in range(shape[0])]
+    arguments = log_probs, shared, own, places, 9.0, 8, least, drafted, 2 * shape[0] + 1
+    chances, trees, rows = ops.plan_rows(*arguments)
+    assert torch.equal(chances, ops.platt(*arguments[:5]))
+    assert all(map(torch.equal, trees, ops.best_first(chances, 8)))
+    lens = (trees.reaches > least).sum(1).clamp(min=1).tolist()
+    expected = ops.take_rows(trees, drafted, lens, 2 * shape[0] + 1)
+    assert rows.lens == expected.lens and rows[7:] == expected[7:]
+    assert all(map(torch.equal, rows[:5], expected[:5]))
+    assert (rows.row_mask is None) == (expected.row_mask is None) and torch.equal(rows.seen(), expected.seen())
+    by_the_specification = platt_scaling.plan_rows(*arguments)
+    torch.testing.assert_close(by_the_specification[0], chances, rtol=1e-6, atol=0)
+
+
 def verified(requests: int, depths: int, candidates: int, seed: int) -> tuple[list[int], ops.PlannedRows, torch.Tensor]:
     """Which requests of a batch were drafted, the rows that were verified, and random paths through them."""
     random = torch.Generator().manual_seed(seed)

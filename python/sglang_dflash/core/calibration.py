@@ -44,6 +44,18 @@ class Calibration:
         places = [self._places.get(name, -1) for name in requests]
         return ops.platt(log_probs, self._shared, self._own, places, self._tuning.max_logit)
 
+    def plan(
+        self, log_probs: torch.Tensor, names: Sequence[str], max_rows: int, least: float, drafted: list[int], batch: int
+    ) -> tuple[torch.Tensor, ops.Trees, ops.PlannedRows]:
+        """The rows that are reached with a calibrated chance above `least`. See `ops.plan_rows`.
+
+        Args:
+            names: of the b drafted requests.
+        """
+        places = [self._places.get(name, -1) for name in names]
+        parameters = self._shared, self._own, places, self._tuning.max_logit
+        return ops.plan_rows(log_probs, *parameters, max_rows, least, drafted, batch)
+
     def observe(
         self,
         names: Sequence[str],

@@ -178,15 +178,13 @@ class Planner:
         if log_probs is None:
             self._rows = anchors(batch)
             return self._rows
-        chances = self._calibration.chances(log_probs, [self._requests[i] for i in drafted])
-        trees = ops.best_first(chances, self._max_rows)
-        self._offered = log_probs, chances, trees
         # A row pays if it brings more than the same time brings on average. A single step's own tokens per second would
         # be another price: where its drafts are poor, it would take rows for which later steps have better use.
         tokens, seconds = self._expected
         least = self._rest_times.line()[1] * tokens / seconds if seconds and not self._everything else 0.0
-        lens = [max(count, 1) for count in (trees.reaches.numpy() > least).sum(1).tolist()]
-        self._rows = ops.take_rows(trees, drafted, lens, batch)
+        names = [self._requests[i] for i in drafted]
+        chances, trees, self._rows = self._calibration.plan(log_probs, names, self._max_rows, least, drafted, batch)
+        self._offered = log_probs, chances, trees
         if self._drafting is not self._decided and not self._everything:
             self._probe_rows += self._tuning.probe_weight * (len(self._rows.parents) / batch - 1 - self._probe_rows)
         self.counts.planning_s += self._clock() - self._drafted_s
@@ -261,13 +259,14 @@ class Planner:
         if not seconds:
             return None
         self._steps_since_probe += 1
+        self._probe_budget_s += tuning.probe_time_share * seconds
+        if self._steps_since_probe < tuning.probe_interval_steps:
+            return None
         batch = len(self._requests)
         (draft_fixed_s, draft_row_s), (rest_fixed_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
         plain_s = self._gap_s + rest_fixed_s + rest_row_s * batch
         wide_s = plain_s + draft_fixed_s + batch * (draft_row_s * self._block_size + rest_row_s * self._probe_rows)
-        self._probe_budget_s = min(self._probe_budget_s + tuning.probe_time_share * seconds, wide_s)
-        if self._steps_since_probe < tuning.probe_interval_steps:
-            return None
+        self._probe_budget_s = min(self._probe_budget_s, wide_s)
         plain = self._probes % 2 == 1
         probe = NOTHING if plain else self._whole_blocks()
         if probe == self._decided:

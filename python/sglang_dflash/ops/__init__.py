@@ -9,6 +9,7 @@ constructed. The first choice of a Triton body imports Triton, so without a GPU 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -121,6 +122,7 @@ __all__ = [
     "penalize_trees",
     "penalties_of",
     "place_matters",
+    "plan_rows",
     "platt",
     "platt_step",
     "project_context",
@@ -222,7 +224,11 @@ def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: 
     """See `tree.take_rows`."""
     if not serves("cpu"):
         return tree.take_rows(trees, drafted, lens, batch)
-    taken = torch.ops.sglang_dflash.take_rows.default(*trees[:3], drafted, lens, batch)
+    return _planned(torch.ops.sglang_dflash.take_rows.default(*trees[:3], drafted, lens, batch), drafted, lens, batch)
+
+
+def _planned(taken: tuple[Any, ...], drafted: Sequence[int], lens: Sequence[int], batch: int) -> PlannedRows:
+    """taken: what the native op returns."""
     parents, depths, ranks, requests, row_starts, mask, length = taken
     row_lens = [1] * batch
     for request, count in zip(drafted, lens, strict=True):
@@ -230,6 +236,25 @@ def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: 
     chains = mask.numel() == 0
     shape = (row_lens, None if chains else mask, length, max(row_lens, default=1))
     return PlannedRows(parents, depths, ranks, requests, row_starts, *shape)
+
+
+def plan_rows(
+    log_probs: torch.Tensor,
+    shared: torch.Tensor,
+    own: torch.Tensor,
+    places: Sequence[int],
+    max_logit: float,
+    max_rows: int,
+    least: float,
+    drafted: Sequence[int],
+    batch: int,
+) -> tuple[torch.Tensor, Trees, PlannedRows]:
+    """See `platt_scaling.plan_rows`. One op, because the code of each op has to come into the processor's caches."""
+    arguments = log_probs, shared, own, places, max_logit, max_rows, least, drafted, batch
+    if not serves("cpu"):
+        return platt_scaling.plan_rows(*arguments)
+    chances, *fields = torch.ops.sglang_dflash.plan_rows.default(*arguments)
+    return chances, Trees(*fields[:4]), _planned(fields[4:11], drafted, fields[11], batch)
 
 
 def lay_out_trees(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_dflash.ops.tree import PlannedRows
+from sglang_dflash.ops.tree import PlannedRows, Trees, best_first, take_rows
 
 SLOPE, OTHERS, DEPTHS = range(3)
 """Rows of the shared parameters: the slope, the offset of other candidates than the first, those of depths 1, 2, ..."""
@@ -65,6 +65,33 @@ def platt(
     logits += offsets[:, None, None]
     logits[:, :, 1:] += shared[OTHERS, 0]
     return torch.where(known, logits.sigmoid().float(), 0.0).cummin(-1).values
+
+
+def plan_rows(
+    log_probs: torch.Tensor,
+    shared: torch.Tensor,
+    own: torch.Tensor,
+    places: Sequence[int],
+    max_logit: float,
+    max_rows: int,
+    least: float,
+    drafted: Sequence[int],
+    batch: int,
+) -> tuple[torch.Tensor, Trees, PlannedRows]:
+    """The rows that are reached with a chance above `least`, and at least the anchor of each request.
+
+    Args:
+        log_probs, shared, own, places, max_logit: as in `platt`.
+        max_rows: most rows of a request.
+        drafted: the b requests among all `batch`.
+
+    Returns:
+        The chances ([b, D, k]), the trees of the b requests, and the rows of all.
+    """
+    chances = platt(log_probs, shared, own, places, max_logit)
+    trees = best_first(chances, max_rows)
+    lens = (trees.reaches > least).sum(1).clamp(min=1).tolist()
+    return chances, trees, take_rows(trees, drafted, lens, batch)
 
 
 def platt_step(
