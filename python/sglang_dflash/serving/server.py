@@ -119,11 +119,12 @@ class Server:
 
     def ended(self, within_s: float = 0.0) -> bool:
         """Whether the process has ended, or ends `within_s` from now. A dying process closes its streams first."""
-        if self._process is None:
-            return True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(within_s)
-        return self._process.poll() is not None
+        deadline = time.monotonic() + within_s
+        while self._process is not None and self._process.poll() is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
     def last_words(self) -> str:
         """The last line the server wrote: for a refused start, the sentence that says why."""
