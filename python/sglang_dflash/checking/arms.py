@@ -81,7 +81,7 @@ def plan_counts(client: Client) -> PlanCounts | None:
     states = _server_info(client).get("internal_states") or []
     try:
         parts = [PlanCounts(**state[STATE]) for state in states if STATE in state]
-    except TypeError:  # the server runs another version, which counts other things
+    except TypeError:
         return None
     return PlanCounts.total(parts) if parts else None
 

@@ -1,8 +1,8 @@
 """Turns a draft's probabilities into chances of acceptance, learned while serving.
 
 A draft's probabilities run hot or cold: it was trained on other text, and a target that samples at a high temperature
-takes its favourite less often. Platt scaling corrects that: `ops.platt_scaling` has
-the formula and the regression. This file keeps the parameters: those of all requests, and one of each request.
+takes its favourite less often. Platt scaling corrects that: `ops.platt_scaling` has the formula and the
+regression. This file keeps the parameters: those of all requests, and one of each request.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_dflash import ops
+from sglang_dflash.core.places import Places
 from sglang_dflash.ops.platt_scaling import DEPTHS, SLOPE
 
 REQUESTS = 1024
@@ -29,7 +30,7 @@ class Calibration:
         self._shared = torch.zeros((DEPTHS + depths, 2), dtype=torch.float64)
         self._shared[SLOPE, 0] = 1.0
         self._own = torch.zeros((requests, 2), dtype=torch.float64)
-        self._places: dict[str, int] = {}  # rows of `_own`; the newest stand last
+        self._places = Places(requests)  # rows of `_own`
 
     def chances(self, log_probs: torch.Tensor, requests: Sequence[str]) -> torch.Tensor:
         """Chance that each candidate is accepted if its parent is.
@@ -41,8 +42,7 @@ class Calibration:
         Returns:
             [b, D, k] float32; falling in the last dimension.
         """
-        places = [self._places.get(name, -1) for name in requests]
-        return ops.platt(log_probs, self._shared, self._own, places, self._tuning.max_logit)
+        return ops.platt(log_probs, *self._parameters(requests))
 
     def plan(
         self, log_probs: torch.Tensor, names: Sequence[str], max_rows: int, least: float, drafted: list[int], batch: int
@@ -52,9 +52,12 @@ class Calibration:
         Args:
             names: of the b drafted requests.
         """
-        places = [self._places.get(name, -1) for name in names]
-        parameters = self._shared, self._own, places, self._tuning.max_logit
-        return ops.plan_rows(log_probs, *parameters, max_rows, least, drafted, batch)
+        return ops.plan_rows(log_probs, *self._parameters(names), max_rows, least, drafted, batch)
+
+    def _parameters(self, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, list[int], float]:
+        """What `ops.platt` needs besides the log-probabilities."""
+        rows = [self._places.get(name) for name in names]
+        return self._shared, self._own, [-1 if row is None else row for row in rows], self._tuning.max_logit
 
     def observe(
         self,
@@ -77,10 +80,7 @@ class Calibration:
         ops.platt_step(self._shared, self._own, places, drafted, rows, path, log_probs, self._tuning)
 
     def _place(self, name: str) -> int:
-        place = self._places.pop(name, None)
-        if place is None:
-            full = len(self._places) == len(self._own)
-            place = self._places.pop(next(iter(self._places))) if full else len(self._places)
+        place, new = self._places.use(name)
+        if new:
             self._own[place] = 0.0
-        self._places[name] = place
         return place

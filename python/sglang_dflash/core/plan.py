@@ -27,6 +27,7 @@ import torch
 
 from sglang_dflash import ops
 from sglang_dflash.core.calibration import Calibration
+from sglang_dflash.core.places import Places
 from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import NOTHING, Drafting, anchors
 from sglang_dflash.core.step_times import StepTimes
@@ -297,7 +298,7 @@ class Memory:
         self._row_depths = np.zeros((offers, max_rows - 1), np.int32)
         self._drafted = np.full(offers, self._depths)  # depths that were drafted
         self._through = np.zeros(offers, np.float32)  # chance that the first candidates of all these are accepted
-        self._places: dict[str, int] = {}  # the newest stand last
+        self._places = Places(tuning.requests)
         self._kept = [0] * tuning.requests  # offers of each place so far
         self._deep = np.ones(self._depths, dtype=np.float32)  # mean chance of each depth's first candidate
 
@@ -314,12 +315,9 @@ class Memory:
 
     def _next_offer(self, name: str) -> int:
         """The row of the tables for the request's next offer, in place of its oldest one."""
-        place = self._places.pop(name, None)
-        if place is None:
-            full = len(self._places) == self._tuning.requests
-            place = self._places.pop(next(iter(self._places))) if full else len(self._places)
+        place, new = self._places.use(name)
+        if new:
             self._kept[place] = 0
-        self._places[name] = place
         kept = self._kept[place]
         self._kept[place] += 1
         return place * self._tuning.memory_steps + kept % self._tuning.memory_steps
@@ -334,7 +332,7 @@ class Memory:
             weights: [B, M]; the sum of each row is 1.
         """
         tuning, steps, nothing = self._tuning, self._tuning.memory_steps, len(self._reaches) - 1
-        latest = islice(reversed(self._places.values()), tuning.others)
+        latest = islice(self._places.newest_first(), tuning.others)
         others = [place * steps + (self._kept[place] - 1) % steps for place in latest]
         listed = []
         for name in names:
