@@ -1,6 +1,7 @@
 // Ops that plan which proposed rows are verified: chances of acceptance and what they learn, best-first trees, rows.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <queue>
 #include <vector>
 
@@ -229,22 +230,28 @@ Rows take_rows(
 }
 
 // A draft's log-probabilities to the rows that are verified. The tuple holds the chances, the fields of the trees, those
-// of the rows, and the rows of each tree.
+// of the rows, the rows of each tree, the sum of their depths, and the drafts that should be accepted.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
-           at::Tensor, at::Tensor, int64_t, std::vector<int64_t>>
+           at::Tensor, at::Tensor, int64_t, std::vector<int64_t>, int64_t, double>
 plan_rows(const at::Tensor& log_probs, const at::Tensor& shared, const at::Tensor& own, at::IntArrayRef places,
           double max_logit, int64_t max_rows, double least, at::IntArrayRef drafted, int64_t batch) {
   const at::Tensor chances = platt(log_probs, shared, own, places, max_logit);
   const auto [parents, depths, ranks, reaches] = best_first(chances, max_rows);
   const float* reach = reaches.const_data_ptr<float>();
+  const int32_t* depth = depths.const_data_ptr<int32_t>();
   std::vector<int64_t> lens(log_probs.size(0));
+  int64_t deepest = 0;
+  double promised = 0;
   for (int64_t& count : lens) {
     count = std::count_if(reach, reach + max_rows, [&](float each) { return each > least; });
     count = std::max<int64_t>(count, 1);
-    reach += max_rows;
+    deepest += *std::max_element(depth, depth + count);
+    promised = std::accumulate(reach + 1, reach + count, promised);
+    reach += max_rows, depth += max_rows;
   }
   const auto [of, at, rank, requests, starts, masks, length] = take_rows(parents, depths, ranks, drafted, lens, batch);
-  return {chances, parents, depths, ranks, reaches, of, at, rank, requests, starts, masks, length, lens};
+  return {chances,  parents, depths, ranks,  reaches, of,      at,      rank,
+          requests, starts,  masks,  length, lens,    deepest, promised};
 }
 
 }  // namespace

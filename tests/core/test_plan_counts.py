@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,17 +9,13 @@ from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import Fixed
 
 
-def test_rows_depths_and_promises() -> None:
-    """Fails where rows that are not verified count, or where anchors do."""
+def test_anchors_are_no_rows() -> None:
+    """Fails where the anchors of blocks count as verified rows, or only the latest step counts."""
     counts = PlanCounts()
-    reaches = np.array([[1, 0.9, 0.5, 0.4], [1, 0.8, 0.7, 0.6]], np.float32)
-    depths = np.array([[0, 1, 2, 1], [0, 1, 2, 3]], np.int32)
-    counts.chose(reaches, depths, [3, 1])
-    assert (counts.blocks, counts.rows, counts.depth) == (2, 2, 2)
-    assert counts.promised == pytest.approx(1.4)
-    counts.chose(reaches, depths, [4, 4])
+    counts.chose([3, 1], 2, 1.4)
+    counts.chose([4, 4], 5, 3.9)
     assert (counts.blocks, counts.rows, counts.depth) == (4, 8, 7)
-    assert counts.promised == pytest.approx(1.4 + 1.8 + 2.1)
+    assert counts.promised == pytest.approx(5.3)
 
 
 def test_a_fixed_plan_counts_its_steps() -> None:

@@ -75,7 +75,7 @@ def test_the_rows_of_a_plan(shape, least, seed):
     places = torch.randint(-1, 6, (shape[0],), generator=random).tolist()
     drafted = [2 * request + 1 for request in range(shape[0])]
     arguments = log_probs, shared, own, places, 9.0, 8, least, drafted, 2 * shape[0] + 1
-    chances, trees, rows = ops.plan_rows(*arguments)
+    chances, trees, rows, depth, promised = ops.plan_rows(*arguments)
     assert torch.equal(chances, ops.platt(*arguments[:5]))
     assert all(map(torch.equal, trees, ops.best_first(chances, 8)))
     lens = (trees.reaches > least).sum(1).clamp(min=1).tolist()
@@ -83,8 +83,12 @@ def test_the_rows_of_a_plan(shape, least, seed):
     assert rows.lens == expected.lens and rows[7:] == expected[7:]
     assert all(map(torch.equal, rows[:5], expected[:5]))
     assert (rows.row_mask is None) == (expected.row_mask is None) and torch.equal(rows.seen(), expected.seen())
-    by_the_specification = platt_scaling.plan_rows(*arguments)
-    torch.testing.assert_close(by_the_specification[0], chances, rtol=1e-6, atol=0)
+    assert depth == sum(max(trees.depths[i, :count].tolist()) for i, count in enumerate(lens))
+    assert promised == pytest.approx(sum(float(trees.reaches[i, 1:count].sum()) for i, count in enumerate(lens)))
+    specified = platt_scaling.plan_rows(*arguments)
+    torch.testing.assert_close(specified.chances, chances, rtol=1e-6, atol=0)
+    if specified.rows.lens == lens and all(map(torch.equal, specified.trees[:3], trees[:3])):  # but for rounding
+        assert specified.depth == depth and specified.promised == pytest.approx(promised)
 
 
 def verified(requests: int, depths: int, candidates: int, seed: int) -> tuple[list[int], ops.PlannedRows, torch.Tensor]:

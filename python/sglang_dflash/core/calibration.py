@@ -46,7 +46,7 @@ class Calibration:
 
     def plan(
         self, log_probs: torch.Tensor, names: Sequence[str], max_rows: int, least: float, drafted: list[int], batch: int
-    ) -> tuple[torch.Tensor, ops.Trees, ops.PlannedRows]:
+    ) -> ops.ChosenRows:
         """The rows that are reached with a calibrated chance above `least`. See `ops.plan_rows`.
 
         Args:

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang_dflash import ops
@@ -31,8 +29,6 @@ from sglang_dflash.core.places import Places
 from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import NOTHING, Drafting, anchors
 from sglang_dflash.core.step_times import StepTimes
-
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +41,6 @@ class PlanTuning:
         prior_steps: steps. Weight of all other requests beside a request's own steps.
         learning_steps: drafted steps that are learned from together.
         decision_steps: steps after which it is decided anew who is drafted, if the requests stay the same.
-        patience_steps: steps for which a decision that drafts nobody holds although a few requests are others.
         least_gain: share. Tokens per second that a plan must promise beyond plain steps: the best of several uncertain
             promises is mostly too high, and a plan that is taken now and then costs more than one taken every time.
         warm_up_steps: first steps, which take every row, the planned rows, and one row for each request, in turn.
@@ -63,7 +58,6 @@ class PlanTuning:
     prior_steps: float = 1.0
     learning_steps: int = 4
     decision_steps: int = 16
-    patience_steps: int = 4
     least_gain: float = 0.04
     warm_up_steps: int = 12
     gap_weight: float = 0.1
@@ -80,20 +74,18 @@ class Drafted(NamedTuple):
     Fields:
         names: of the b requests with blocks.
         requests: their indices in the batch.
-        rows, path: of all requests.
-        accepted: drafts, of all of them.
-        log_probs, chances: [b, D, k].
-        trees: of these b requests.
+        log_probs: [b, D, k]; of the draft.
+        chosen: what was verified.
+        path: of all requests; see `ops.TreeAcceptance`.
+        accepted: drafts, of all requests.
     """
 
     names: list[str]
     requests: list[int]
-    rows: ops.PlannedRows
+    log_probs: torch.Tensor
+    chosen: ops.ChosenRows
     path: torch.Tensor
     accepted: int
-    log_probs: torch.Tensor
-    chances: torch.Tensor
-    trees: ops.Trees
 
 
 class Planner:
@@ -132,8 +124,8 @@ class Planner:
         self._probe_budget_s = 0.0
         self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
-        self._offered: tuple[torch.Tensor, torch.Tensor, ops.Trees] | None = None  # log_probs, chances and trees
         self._rows: ops.PlannedRows | None = None
+        self._offered: tuple[torch.Tensor, ops.ChosenRows] | None = None  # the draft's log-probabilities, and the plan
         self._unlearned: list[Drafted] = []
 
     def begin(self, requests: Sequence[str]) -> Drafting:
@@ -143,7 +135,7 @@ class Planner:
         self._requests = list(requests)
         tuning, since = self._tuning, self._steps - self._decided_at
         due = since >= tuning.decision_steps or self._steps_since_probe == 1
-        if due or (self._requests != self._decided_for and not (since < tuning.patience_steps and self._holds())):
+        if due or (self._requests != self._decided_for and not self._holds()):
             self._decided_at = self._steps
             self._decide()
         self._steps += 1
@@ -160,12 +152,12 @@ class Planner:
         return self._drafting
 
     def _holds(self) -> bool:
-        """Whether the decision drafts nobody and still holds, because few other requests have come and none has left
-        its place empty."""
+        """Whether the decision drafts nobody and still holds: requests of which nothing is known have taken the places
+        of others."""
         before = self._decided_for
         if before is None or self._decided.width > 1 or len(self._requests) < len(before):
             return False
-        return 4 * len(set(self._requests).intersection(before)) >= 3 * len(self._requests)
+        return not any(map(self._memory.knows, set(self._requests).difference(before)))
 
     def _whole_blocks(self) -> Drafting:
         return Drafting(self._block_size, list(range(len(self._requests))))
@@ -184,8 +176,8 @@ class Planner:
         tokens, seconds = self._expected
         least = self._rest_times.line()[1] * tokens / seconds if seconds and not self._everything else 0.0
         names = [self._requests[i] for i in drafted]
-        chances, trees, self._rows = self._calibration.plan(log_probs, names, self._max_rows, least, drafted, batch)
-        self._offered = log_probs, chances, trees
+        chosen = self._calibration.plan(log_probs, names, self._max_rows, least, drafted, batch)
+        self._rows, self._offered = chosen.rows, (log_probs, chosen)
         if self._drafting is not self._decided and not self._everything:
             self._probe_rows += self._tuning.probe_weight * (len(self._rows.parents) / batch - 1 - self._probe_rows)
         self.counts.planning_s += self._clock() - self._drafted_s
@@ -201,7 +193,7 @@ class Planner:
         if drafting.width > 1 and self._offered is not None:
             names = [self._requests[i] for i in drafting.requests]
             accepted = int(commit_lens.sum()) - len(commit_lens)
-            self._unlearned.append(Drafted(names, drafting.requests, rows, path, accepted, *self._offered))
+            self._unlearned.append(Drafted(names, drafting.requests, *self._offered, path, accepted))
             self._offered = None
             if len(self._unlearned) == self._tuning.learning_steps:
                 self._learn()
@@ -216,13 +208,12 @@ class Planner:
     def _learn(self) -> None:
         """Takes in recent drafted steps. Several together cost little more than one: the code of learning has to come
         into the processor's caches, which the model's weights have filled."""
-        for step in self._unlearned:
-            lens = [step.rows.lens[i] for i in step.requests]
-            self.counts.accepted += step.accepted
-            self.counts.chose(step.trees.reaches.numpy(), step.trees.depths.numpy(), lens)
-            self._memory.keep(step.names, step.chances, step.trees)
-            if step.rows.width > 1:
-                self._calibration.observe(step.names, step.requests, step.rows, step.path, step.log_probs)
+        for names, requests, log_probs, chosen, path, accepted in self._unlearned:
+            self.counts.chose([chosen.rows.lens[i] for i in requests], chosen.depth, chosen.promised)
+            self.counts.accepted += accepted
+            self._memory.keep(names, chosen.chances, chosen.trees)
+            if chosen.rows.width > 1:
+                self._calibration.observe(names, requests, chosen.rows, path, log_probs)
         self._unlearned.clear()
 
     def _decide(self) -> None:
@@ -232,27 +223,17 @@ class Planner:
         if not self._draft_times.seen or not self._rest_times.seen:
             self._decided, self._expected = self._whole_blocks(), (float(batch), 0.0)
             return
-        (draft_fixed_s, draft_row_s), (rest_fixed_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
-        plain_s = self._gap_s + rest_fixed_s + rest_row_s * batch
-        tokens_before, seconds_before = self._expected
-        self._expected, self._decided = (float(batch), plain_s), NOTHING
-        reaches, depths, weights = self._memory.recall(self._requests)
+        costs = ops.StepCosts(self._gap_s, *self._draft_times.line(), *self._rest_times.line())
+        plain_s = costs.gap_s + costs.rest_fixed_s + costs.rest_row_s * batch
         # The price of a second is what the best plan makes of it: at first, what the plan before made.
+        tokens_before, seconds_before = self._expected
         price = max(batch / plain_s, tokens_before / seconds_before if seconds_before else 0.0)
-        widths = np.arange(2, self._block_size + 1)
-        taken = (reaches > price * rest_row_s) * weights[:, :, None]  # [B, M, N]; how often each row is taken
-        within = depths < widths[:, None, None, None]  # [W, B, M, N]
-        tokens = np.where(within, taken * reaches, 0.0).sum((2, 3))  # [W, B]
-        rows = np.where(within, taken, 0.0).sum((2, 3))
-        drafted = tokens - price * (rest_row_s * rows + draft_row_s * widths[:, None]) > 0
-        counts = drafted.sum(1)
-        seconds = plain_s + draft_fixed_s + draft_row_s * widths * counts + rest_row_s * (rows * drafted).sum(1)
-        totals = batch + (tokens * drafted).sum(1)
-        rates = np.where(counts > 0, totals / seconds, 0.0)
-        best = int(rates.argmax())
-        if rates[best] > (1 + self._tuning.least_gain) * batch / plain_s:
-            self._expected = float(totals[best]), float(seconds[best])
-            self._decided = Drafting(int(widths[best]), np.flatnonzero(drafted[best]).tolist())
+        best = self._memory.best_width(self._requests, costs, price)
+        if best.tokens / best.seconds > (1 + self._tuning.least_gain) * batch / plain_s:
+            self._expected = best.tokens, best.seconds
+            self._decided = Drafting(best.width, best.requests)
+        else:
+            self._expected, self._decided = (float(batch), plain_s), NOTHING
 
     def _probe(self) -> Drafting | None:
         """A step of another shape than decided, if one is due and affordable."""
@@ -284,75 +265,30 @@ class Planner:
 
 
 class Memory:
-    """What recent drafts offered, by request. It says what drafting the request once more may bring.
-
-    An offer is what one step of a request offered. Each request has a place for its latest `memory_steps` offers, one
-    row each in the tables; the last row of the tables is an offer of nothing.
-    """
+    """What recent drafts offered, by request (`ops.Offers`). It says what drafting the request once more may bring."""
 
     def __init__(self, block_size: int, max_rows: int, tuning: PlanTuning) -> None:
         self._tuning = tuning
-        self._depths = block_size - 1
-        offers = tuning.requests * tuning.memory_steps + 1
-        self._reaches = np.zeros((offers, max_rows - 1), np.float32)  # of the rows of its tree, without the anchor
-        self._row_depths = np.zeros((offers, max_rows - 1), np.int32)
-        self._drafted = np.full(offers, self._depths)  # depths that were drafted
-        self._through = np.zeros(offers, np.float32)  # chance that the first candidates of all these are accepted
+        self._offers = ops.Offers.none(tuning.requests, tuning.memory_steps, max_rows - 1, block_size - 1)
         self._places = Places(tuning.requests)
-        self._kept = [0] * tuning.requests  # offers of each place so far
-        self._deep = np.ones(self._depths, dtype=np.float32)  # mean chance of each depth's first candidate
+
+    def knows(self, name: str) -> bool:
+        """Whether the request was drafted before."""
+        return self._places.get(name) is not None
 
     def keep(self, names: Sequence[str], chances: torch.Tensor, trees: ops.Trees) -> None:
         """Keeps one step of each named request. chances: [b, D, k]."""
-        first = chances[:, :, 0].numpy()
-        drafted = first.shape[1]
-        self._deep[:drafted] += self._tuning.deep_weight * (first.mean(0) - self._deep[:drafted])
-        offers = [self._next_offer(name) for name in names]
-        self._reaches[offers] = trees.reaches.numpy()[:, 1:]
-        self._row_depths[offers] = trees.depths.numpy()[:, 1:]
-        self._drafted[offers] = drafted
-        self._through[offers] = first.prod(1)
-
-    def _next_offer(self, name: str) -> int:
-        """The row of the tables for the request's next offer, in place of its oldest one."""
-        place, new = self._places.use(name)
-        if new:
-            self._kept[place] = 0
-        kept = self._kept[place]
-        self._kept[place] += 1
-        return place * self._tuning.memory_steps + kept % self._tuning.memory_steps
-
-    def recall(self, names: Sequence[str]) -> tuple[Floats, Floats, Floats]:
-        """Recent offers of each request, and of others, with their weights.
-
-        A step that was drafted in part goes on as a chain of mean chances, beyond what it drafted.
-
-        Returns:
-            reaches, depths: [B, M, N]; of the rows offered, without the anchors.
-            weights: [B, M]; the sum of each row is 1.
-        """
-        tuning, steps, nothing = self._tuning, self._tuning.memory_steps, len(self._reaches) - 1
-        latest = islice(self._places.newest_first(), tuning.others)
-        others = [place * steps + (self._kept[place] - 1) % steps for place in latest]
-        listed = []
+        places = []
         for name in names:
-            place = self._places.get(name)
-            own = min(self._kept[place], steps) if place is not None else 0
-            first = place * steps if place is not None else 0
-            listed.append([*range(first, first + own), *[nothing] * (steps - own), *others])
-        offers = np.array(listed)  # [B, M]
-        weights = (offers != nothing).astype(np.float32)
-        weights[:, steps:] = tuning.prior_steps / max(len(others), 1)
-        beyond = self._through[offers][:, :, None] * self._chains()[self._drafted[offers]]
-        reaches = np.concatenate((self._reaches[offers], beyond), axis=2)
-        depths = np.empty_like(reaches)
-        depths[:, :, : -self._depths] = self._row_depths[offers]
-        depths[:, :, -self._depths :] = np.arange(1, self._depths + 1)
-        return reaches, depths, weights / weights.sum(1, keepdims=True)
+            place, new = self._places.use(name)
+            if new:
+                self._offers.kept[place] = 0
+            places.append(place)
+        ops.keep_offers(self._offers, places, chances, trees, self._tuning.deep_weight)
 
-    def _chains(self) -> Floats:
-        """[D + 1, D]: the reaches of a chain of mean chances behind d drafted depths; 0 where drafted."""
-        chains = np.zeros((self._depths + 1, self._depths), dtype=np.float32)
-        for drafted in range(self._depths):
-            chains[drafted, drafted:] = self._deep[drafted:].cumprod()
-        return chains
+    def best_width(self, names: Sequence[str], costs: ops.StepCosts, price: float) -> ops.BestWidth:
+        """See `ops.best_width`."""
+        places = [self._places.get(name) for name in names]
+        known = [-1 if place is None else place for place in places]
+        others = list(islice(self._places.newest_first(), self._tuning.others))
+        return ops.best_width(self._offers, known, others, self._tuning.prior_steps, costs, price)

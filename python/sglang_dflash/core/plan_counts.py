@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 STATE = "dflash_plan"
 """Name of the counts in `/server_info`, in each of `internal_states`."""
@@ -36,13 +33,12 @@ class PlanCounts:
     promised: float = 0.0
     accepted: int = 0
 
-    def chose(self, reaches: npt.NDArray[np.float32], depths: npt.NDArray[np.int32], lens: list[int]) -> None:
-        """The first `lens[i]` rows of drafted request i are verified. reaches, depths: [b, R], as in `ops.Trees`."""
-        taken = np.arange(reaches.shape[1]) < np.array(lens)[:, None]
+    def chose(self, lens: Sequence[int], depth: int, promised: float) -> None:
+        """A step verifies `lens` rows of its drafted requests, anchors included. depth, promised: the step's part."""
         self.blocks += len(lens)
         self.rows += sum(lens) - len(lens)
-        self.depth += int((depths * taken).max(1).sum())
-        self.promised += float((reaches * taken).sum()) - len(lens)
+        self.depth += depth
+        self.promised += promised
 
     def since(self, before: PlanCounts) -> PlanCounts:
         return PlanCounts(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))

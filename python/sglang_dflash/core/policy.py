@@ -78,8 +78,8 @@ class Fixed:
         first = log_probs[:, :, :1]
         lens = [self._rows] * self._batch
         chains = ops.best_first(torch.ones_like(first), self._rows)  # all rows, however unlikely
-        reaches = torch.cat((torch.ones(self._batch, 1), first[:, :, 0].cumsum(1).exp()), 1)
-        self.counts.chose(reaches.numpy(), chains.depths.numpy(), lens)
+        promised = float(first[:, : self._rows - 1, 0].cumsum(1).exp().sum())
+        self.counts.chose(lens, self._batch * (self._rows - 1), promised)
         return ops.take_rows(chains, list(range(self._batch)), lens, self._batch)
 
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:

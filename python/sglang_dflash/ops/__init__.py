@@ -1,5 +1,5 @@
 """The public ops. `reference.py` specifies them; `block_conv.py`, `selector.py`, `domino.py` those of draft heads;
-`tree.py` those over trees of rows.
+`tree.py` those over trees of rows, `platt_scaling.py` and `draft_offers.py` those of a plan.
 
 An op may have torch, native and Triton bodies. `row_argmax`, `accept_chain` and the ops over trees choose theirs here
 at every call, by the tensors' device and dtype. The others are chosen in `bodies.py`, once, when a caller is
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.ops import platt_scaling, reference, tree
+from sglang_dflash.ops import draft_offers, platt_scaling, reference, tree
 from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention, with_sink
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
 from sglang_dflash.ops.block_conv import grouped_conv
@@ -32,6 +32,7 @@ from sglang_dflash.ops.bodies import (
     native_write_and_attend,
 )
 from sglang_dflash.ops.domino import DominoWeights, domino_rollout
+from sglang_dflash.ops.draft_offers import BestWidth, Offers, StepCosts
 from sglang_dflash.ops.kv_buffers import KVBuffers, fits
 from sglang_dflash.ops.murmur import murmur_hash32
 from sglang_dflash.ops.native import install_linear, serves
@@ -43,7 +44,7 @@ from sglang_dflash.ops.penalties import (
     penalize_trees,
     penalties_of,
 )
-from sglang_dflash.ops.platt_scaling import PlattTuning
+from sglang_dflash.ops.platt_scaling import ChosenRows, PlattTuning
 from sglang_dflash.ops.recurrent import TORCH_RECURRENT, RecurrentOps, choose_recurrent
 from sglang_dflash.ops.recurrent_reference import StateRows
 from sglang_dflash.ops.reference import (
@@ -71,13 +72,16 @@ __all__ = [
     "TORCH_RECURRENT",
     "TORCH_ROWS",
     "Attention",
+    "BestWidth",
     "Candidates",
+    "ChosenRows",
     "DominoWeights",
     "Emitted",
     "EmittedTokens",
     "GreedyAcceptance",
     "KVBuffers",
     "KVScratch",
+    "Offers",
     "PagedRows",
     "PagedTable",
     "PenaltyParams",
@@ -87,12 +91,14 @@ __all__ = [
     "RecurrentOps",
     "RowOps",
     "StateRows",
+    "StepCosts",
     "TreeAcceptance",
     "Trees",
     "accept_chain",
     "accept_tree",
     "accept_tree_greedy",
     "best_first",
+    "best_width",
     "bodies",
     "by_id",
     "candidate_logits",
@@ -112,6 +118,7 @@ __all__ = [
     "install_batch_invariant_kernels",
     "install_linear",
     "invariant_attention",
+    "keep_offers",
     "lay_out_trees",
     "murmur_hash32",
     "native_attention",
@@ -248,13 +255,32 @@ def plan_rows(
     least: float,
     drafted: Sequence[int],
     batch: int,
-) -> tuple[torch.Tensor, Trees, PlannedRows]:
+) -> ChosenRows:
     """See `platt_scaling.plan_rows`. One op, because the code of each op has to come into the processor's caches."""
     arguments = log_probs, shared, own, places, max_logit, max_rows, least, drafted, batch
     if not serves("cpu"):
         return platt_scaling.plan_rows(*arguments)
     chances, *fields = torch.ops.sglang_dflash.plan_rows.default(*arguments)
-    return chances, Trees(*fields[:4]), _planned(fields[4:11], drafted, fields[11], batch)
+    rows = _planned(fields[4:11], drafted, fields[11], batch)
+    return ChosenRows(chances, Trees(*fields[:4]), rows, *fields[12:])
+
+
+def keep_offers(offers: Offers, places: Sequence[int], chances: torch.Tensor, trees: Trees, deep_weight: float) -> None:
+    """See `draft_offers.keep_offers`."""
+    if not serves("cpu"):
+        return draft_offers.keep_offers(offers, places, chances, trees, deep_weight)
+    step = places, chances, trees.reaches, trees.depths, deep_weight
+    torch.ops.sglang_dflash.keep_offers.default(*offers, *step)
+
+
+def best_width(
+    offers: Offers, places: Sequence[int], others: Sequence[int], prior_steps: float, costs: StepCosts, price: float
+) -> BestWidth:
+    """See `draft_offers.best_width`."""
+    if not serves("cpu"):
+        return draft_offers.best_width(offers, places, others, prior_steps, costs, price)
+    found = torch.ops.sglang_dflash.best_width.default(*offers, places, others, prior_steps, costs, price)
+    return BestWidth(*found)
 
 
 def lay_out_trees(

@@ -25,6 +25,7 @@ LATEST = (
     "delta_rule",
     "selective_scan",
     "accept_tree",
+    "best_width",
 )  # missing in a build from older sources
 
 

@@ -46,6 +46,24 @@ class PlattTuning(NamedTuple):
     max_logit: float = 12.0
 
 
+class ChosenRows(NamedTuple):
+    """What a plan verifies.
+
+    Fields:
+        chances: [b, D, k] float32; of all candidates of the b drafted requests.
+        trees: of these requests.
+        rows: of all requests of the step.
+        depth: depths of the trees' deepest rows that are verified, in sum.
+        promised: drafts that should be accepted by these chances.
+    """
+
+    chances: torch.Tensor
+    trees: Trees
+    rows: PlannedRows
+    depth: int
+    promised: float
+
+
 def platt(
     log_probs: torch.Tensor, shared: torch.Tensor, own: torch.Tensor, places: Sequence[int], max_logit: float
 ) -> torch.Tensor:
@@ -77,21 +95,21 @@ def plan_rows(
     least: float,
     drafted: Sequence[int],
     batch: int,
-) -> tuple[torch.Tensor, Trees, PlannedRows]:
+) -> ChosenRows:
     """The rows that are reached with a chance above `least`, and at least the anchor of each request.
 
     Args:
         log_probs, shared, own, places, max_logit: as in `platt`.
         max_rows: most rows of a request.
         drafted: the b requests among all `batch`.
-
-    Returns:
-        The chances ([b, D, k]), the trees of the b requests, and the rows of all.
     """
     chances = platt(log_probs, shared, own, places, max_logit)
     trees = best_first(chances, max_rows)
-    lens = (trees.reaches > least).sum(1).clamp(min=1).tolist()
-    return chances, trees, take_rows(trees, drafted, lens, batch)
+    taken = trees.reaches > least
+    taken[:, 0] = True
+    depth, promised = int((trees.depths * taken).amax(1).sum()), float((trees.reaches * taken)[:, 1:].sum())
+    rows = take_rows(trees, drafted, taken.sum(1).tolist(), batch)
+    return ChosenRows(chances, trees, rows, depth, promised)
 
 
 def platt_step(

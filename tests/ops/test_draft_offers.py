@@ -1,0 +1,167 @@
+"""What is remembered of recent drafts, and whom to draft next."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tree_cases import NATIVE, make_chances
+
+from sglang_dflash import ops
+from sglang_dflash.ops import BestWidth, Offers, StepCosts, draft_offers
+
+BODIES = pytest.mark.parametrize("body", [draft_offers, pytest.param(ops, marks=NATIVE)], ids=["spec", "native"])
+PLACES, STEPS, ROWS, DEPTHS = 5, 3, 6, 4
+COSTS = StepCosts(gap_s=0.5, draft_fixed_s=1.0, draft_row_s=0.25, rest_fixed_s=2.0, rest_row_s=0.5)
+
+
+def empty() -> Offers:
+    return Offers.none(PLACES, STEPS, ROWS, DEPTHS)
+
+
+def keep(body, offers: Offers, places: list[int], depths: int, seed: int, weight: float = 0.25) -> ops.Trees:
+    chances = make_chances(len(places), depths, 3, "any", seed)
+    trees = ops.best_first(chances, ROWS + 1)
+    body.keep_offers(offers, places, chances, trees, weight)
+    return trees
+
+
+def chains(offers: Offers, place: int, *reaches: float) -> None:
+    """The place offers a chain, once more."""
+    parents = torch.arange(-1, ROWS, dtype=torch.int32)[None]
+    chain = torch.zeros(1, ROWS + 1)
+    chain[0, : len(reaches) + 1] = torch.tensor([1.0, *reaches])
+    chances = torch.zeros(1, DEPTHS, 1)
+    draft_offers.keep_offers(offers, [place], chances, ops.Trees(parents, parents + 1, parents, chain), 0.0)
+
+
+@BODIES
+def test_the_oldest_offer_makes_room(body):
+    """Fails where a request forgets its newest step, or takes the place of another."""
+    offers = empty()
+    trees = [keep(body, offers, [2, 0], DEPTHS, seed) for seed in range(STEPS + 1)]
+    assert offers.kept.tolist() == [STEPS + 1, 0, STEPS + 1, 0, 0]
+    for step, seed in ((0, STEPS), (1, 1), (2, 2)):
+        for i, place in enumerate([2, 0]):
+            assert torch.equal(offers.reaches[place, step], trees[seed].reaches[i, 1:])
+            assert torch.equal(offers.depths[place, step], trees[seed].depths[i, 1:])
+    assert not offers.reaches[[1, 3, 4]].any()
+
+
+@BODIES
+def test_what_is_kept_of_a_narrow_block(body):
+    """Fails where depths that were not drafted change, or where the chance to come through is of one depth only."""
+    offers = empty()
+    chances = torch.tensor([[[0.5, 0.1], [0.8, 0.1]], [[0.3, 0.1], [0.4, 0.1]]])
+    body.keep_offers(offers, [4, 1], chances, ops.best_first(chances, ROWS + 1), 0.5)
+    assert offers.deep.tolist() == pytest.approx([0.7, 0.8, 1.0, 1.0])
+    assert offers.through[[4, 1], 0].tolist() == pytest.approx([0.4, 0.12])
+    assert offers.drafted[[4, 1], 0].tolist() == [2, 2]
+
+
+@BODIES
+def test_by_hand(body):
+    """Fails where a row that is not worth its time counts, or the draft's own time is left out."""
+    offers = empty()
+    chains(offers, 3, 0.9, 0.8, 0.3, 0.1)
+    # A row costs 0.5 s, which is worth 0.25 tokens: three of four rows pay.
+    best = body.best_width(offers, [3], [], 1.0, COSTS, 0.5)
+    plain_s = 0.5 + 2.0 + 0.5
+    rates = {w: (1 + sum((0.9, 0.8, 0.3)[: w - 1])) / (plain_s + 1 + 0.25 * w + 0.5 * (w - 1)) for w in (2, 3, 4)}
+    width = max(rates, key=rates.__getitem__)
+    assert (best.width, best.requests) == (width, [0]) and best.tokens / best.seconds == pytest.approx(rates[width])
+
+
+@BODIES
+def test_who_is_left_out(body):
+    """Fails where a request without a chance is drafted beside one with, or where its time is still counted."""
+    offers = empty()
+    chains(offers, 0, 0.9, 0.9, 0.9, 0.9)
+    chains(offers, 1, 0.1, 0.01)
+    alone = body.best_width(offers, [0], [], 1.0, COSTS, 0.5)
+    both = body.best_width(offers, [1, 0], [], 1.0, COSTS, 0.5)
+    assert alone.requests == [0] and both.requests == [1] and both.width == alone.width
+    assert both.tokens == pytest.approx(alone.tokens + 1) and both.seconds == pytest.approx(alone.seconds + 0.5)
+    assert body.best_width(offers, [1], [], 1.0, COSTS, 0.5) == BestWidth(1, [], 1.0, 3.0)
+
+
+@BODIES
+def test_an_unknown_request_is_like_the_others(body):
+    """Fails where nothing is expected of a request that was never drafted, or the others outweigh its own steps."""
+    offers = empty()
+    for place in (0, 1):
+        chains(offers, place, 0.9, 0.9, 0.9, 0.9)
+    for _ in range(STEPS):
+        chains(offers, 2, 0.2)
+    assert body.best_width(offers, [-1, 2], [0, 1], 0.1, COSTS, 0.5).requests == [0]
+    assert body.best_width(offers, [-1, -1], [], 1.0, COSTS, 0.5).width == 1
+    assert body.best_width(offers, [2], [0, 1], 100.0, COSTS, 0.5).requests == [0]
+
+
+@BODIES
+def test_beyond_a_narrow_block(body):
+    """Fails where a request whose blocks were narrow can never get wider ones."""
+    offers = empty()
+    chances = torch.full((1, 1, 1), 0.9)
+    for _ in range(200):
+        body.keep_offers(offers, [0], torch.full((1, DEPTHS, 1), 0.9), ops.best_first(chances, ROWS + 1), 0.1)
+    for _ in range(STEPS):
+        body.keep_offers(offers, [0], chances, ops.best_first(chances, ROWS + 1), 0.1)
+    best = body.best_width(offers, [0], [], 1.0, COSTS, 0.2)
+    assert best.width == DEPTHS + 1
+    assert best.tokens == pytest.approx(1 + 0.9 + 0.9**2 + 0.9**3 + 0.9**4, rel=1e-3)
+
+
+@NATIVE
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 9999))
+def test_the_specification(seed):
+    """Fails where the native ops keep or choose anything else than the specification."""
+    chance = random.Random(seed)
+    expected, got = empty(), empty()
+    for step in range(chance.randrange(12)):
+        places = chance.sample(range(PLACES), chance.randrange(PLACES + 1))
+        if not places:
+            continue  # the mean of no chance
+        depths = chance.randrange(1, DEPTHS + 1)
+        for body, offers in ((draft_offers, expected), (ops, got)):
+            keep(body, offers, places, depths, seed + step)
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-7)
+    got = Offers(*(table.clone() for table in expected))  # the same bits for the choice
+    known = [place for place in range(PLACES) if expected.kept[place] > 0]
+    batch = chance.sample(range(PLACES), chance.randrange(1, PLACES)) + [-1] * chance.randrange(2)
+    others = chance.sample(known, chance.randrange(len(known) + 1))
+    costs = StepCosts(*(chance.random() for _ in range(5)))
+    arguments = batch, others, chance.choice([0.5, 1.0, 3.0]), costs, chance.choice([0.0, 0.1, 0.5, 1.0, 4.0])
+    one, other = draft_offers.best_width(expected, *arguments), ops.best_width(got, *arguments)
+    assert (other.width, other.requests) == (one.width, one.requests)
+    assert (other.tokens, other.seconds) == pytest.approx((one.tokens, one.seconds))
+
+
+@NATIVE
+def test_wrong_tables_are_refused():
+    """Fails where the native ops write or read beyond a table."""
+    offers, chances = empty(), make_chances(2, DEPTHS, 3, "any", 0)
+    trees = ops.best_first(chances, ROWS + 1)
+    before = copy.deepcopy(offers)
+    for places, wrong, rows, message in (
+        ([0, PLACES], chances, trees, "a place is 5"),
+        ([-1, 0], chances, trees, "a place is -1"),
+        ([0], chances, trees, "chances are"),
+        ([0, 1], make_chances(2, DEPTHS + 1, 3, "any", 0), trees, "up to 4"),
+        ([0, 1], chances, ops.best_first(chances, ROWS), "trees are"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.keep_offers(offers, places, wrong, rows, 0.1)
+    assert all(map(torch.equal, offers, before))
+    with pytest.raises(RuntimeError, match="a place is 5"):
+        ops.best_width(offers, [0], [PLACES], 1.0, COSTS, 0.5)
+    with pytest.raises(RuntimeError, match="kept is"):
+        ops.best_width(offers._replace(kept=offers.kept[1:]), [0], [], 1.0, COSTS, 0.5)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        ops.best_width(offers._replace(reaches=torch.zeros(PLACES, ROWS, STEPS).mT), [0], [], 1.0, COSTS, 0.5)
