@@ -29,6 +29,16 @@ from sglang_dflash import ops
 from sglang_dflash.ops import TreeAcceptance, reference, tree
 
 
+@pytest.mark.parametrize("batch", [0, 1, 5])
+def test_anchors_alone(batch):
+    """Fails where requests without drafts commit anything but the target's one token, or of another type than trees."""
+    target_ids = torch.arange(batch) * 7
+    parents, starts = torch.full((batch,), -1, dtype=torch.int32), torch.arange(batch + 1)
+    assert_equal(
+        ops.accept_anchors(target_ids), tree.accept_tree(target_ids, torch.zeros_like(target_ids), parents, starts, 1)
+    )
+
+
 @BODIES
 def test_every_path_of_every_tree(body):
     """Fails where, in any tree of up to five rows, the path to any row is not followed to its end and no further, or

@@ -84,7 +84,8 @@ class Fixed:
 
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
         self.counts.steps += 1
-        self.counts.accepted += int(commit_lens.sum()) - self._batch
+        if self._rows > 1:
+            self.counts.accepted += int(commit_lens.sum()) - self._batch
         self.counts.seconds += time.perf_counter() - self._begun_s
 
     def interrupt(self) -> None:

@@ -73,11 +73,12 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
             mla,
             model_kernels,
             recurrent,
+            scheduling,
             shims,
             threads,
         )
 
-        modules += [shims, deterministic, compiled, threads]
+        modules += [shims, scheduling, deterministic, compiled, threads]
         modules += [gated_layers, model_kernels, draft_layers, recurrent, mla]
     for module in modules:
         hooks |= module.HOOKS

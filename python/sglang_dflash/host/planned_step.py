@@ -127,6 +127,11 @@ class PlannedStep:
                 self._target.token_to_kv_pool.move_kv_cache(slots[moved], written[moved])
         return hidden[rows], positions, slots
 
+    @staticmethod
+    def row_counts(plan: VerifyPlan, accepted: ops.TreeAcceptance) -> torch.Tensor:
+        """[B] int32: the rows of each request that the target has verified."""
+        return accepted.commit_lens if plan.width == 1 else torch.tensor(plan.lens, dtype=torch.int32)
+
     def end(self, accepted: ops.TreeAcceptance) -> None:
         self._policy.end(accepted.path, accepted.commit_lens)
         if self.report is not None:

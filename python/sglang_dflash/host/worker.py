@@ -215,7 +215,7 @@ class DFlashWorker(BaseSpecWorker):
             next_token_ids=accepted.out_ids.flatten(),
             accept_lens=accepted.commit_lens,
             speculative_num_draft_tokens=accepted.out_ids.shape[1],
-            cap_lens=None if self._planned is None else torch.tensor(plan.lens, dtype=torch.int32),
+            cap_lens=None if self._planned is None else self._planned.row_counts(plan, accepted),
             next_draft_input=DraftInput.create(accepted.bonus_ids, prefix_lens),
             new_seq_lens=prefix_lens,
             can_run_cuda_graph=target.can_run_cuda_graph,
@@ -242,9 +242,10 @@ class DFlashWorker(BaseSpecWorker):
         plain, trees = self._sampler.plain(batch), plan.trees
         logits = target_out.next_token_logits
         if self._fuses_acceptance and plain:
-            if trees is not None:
+            if trees is None:
+                return self._rows.accept_greedy(logits.view(plan.batch, plan.width, -1), plan.chains())
+            if plan.width > 1:
                 return ops.accept_tree_greedy(logits, plan.ids, trees.parents, trees.row_starts, trees.length)
-            return self._rows.accept_greedy(logits.view(plan.batch, plan.width, -1), plan.chains())
         if self._sharded_logits is not None and plain:
             target_ids = self._sharded_logits.argmax(logits)
             target_out.next_token_logits = None  # a shard must not pass for logits
@@ -253,7 +254,8 @@ class DFlashWorker(BaseSpecWorker):
                 target_out.next_token_logits = self._sharded_logits.gather(logits)
             target_ids = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
         if trees is not None:
-            accepted = ops.accept_tree(target_ids, plan.ids, trees.parents, trees.row_starts, trees.length)
+            rows = plan.ids, trees.parents, trees.row_starts, trees.length
+            accepted = ops.accept_tree(target_ids, *rows) if plan.width > 1 else ops.accept_anchors(target_ids)
             follow(target_out, accepted.path)
             return accepted
         if target_out.next_token_logprobs is not None:

@@ -64,7 +64,7 @@ from sglang_dflash.ops.selector import (
     top_candidates,
 )
 from sglang_dflash.ops.tiled_attention import invariant_attention
-from sglang_dflash.ops.tree import PlannedRows, Proposal, TreeAcceptance, Trees
+from sglang_dflash.ops.tree import PlannedRows, Proposal, TreeAcceptance, Trees, accept_anchors
 
 __all__ = [
     "INVARIANT_ATTENTION",
@@ -94,6 +94,7 @@ __all__ = [
     "StepCosts",
     "TreeAcceptance",
     "Trees",
+    "accept_anchors",
     "accept_chain",
     "accept_tree",
     "accept_tree_greedy",

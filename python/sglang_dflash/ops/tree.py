@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -91,6 +92,22 @@ class TreeAcceptance(NamedTuple):
     commit_lens: torch.Tensor
     bonus_ids: torch.Tensor
     path: torch.Tensor
+
+
+def accept_anchors(target_ids: torch.Tensor) -> TreeAcceptance:
+    """`accept_tree` where nothing was drafted: each request's one row is its anchor.
+
+    Args:
+        target_ids: [B] int64; the target's own tokens. `out_ids` and `bonus_ids` share their memory.
+    """
+    rows, ones = _anchor_rows(len(target_ids))
+    return TreeAcceptance(target_ids[:, None], ones, target_ids, rows)
+
+
+@lru_cache(maxsize=256)
+def _anchor_rows(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, 1] int64 and [B] int32; shared, so nobody writes to them."""
+    return torch.arange(batch)[:, None], torch.ones(batch, dtype=torch.int32)
 
 
 def top_log_probs(logits: torch.Tensor, count: int) -> Proposal:

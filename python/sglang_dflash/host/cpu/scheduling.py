@@ -1,0 +1,62 @@
+"""Spares a speculating step on a CPU what SGLang 0.5.23's scheduler does around it for accelerators.
+
+All of it can go when the host does the same in less time.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.plugins.hook_registry import HookType
+
+FIELDS = tuple(field.name for field in dataclasses.fields(ScheduleBatch))
+
+
+class Isolation(AbstractContextManager[None]):
+    """Gives a batch back its fields after a forward, which may change them."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._fields: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        state = vars(self._batch)
+        self._fields = {name: state[name] for name in FIELDS}
+        if self._batch.sampling_info is not None:
+            self._batch.sampling_info = _for_one_forward(self._batch.sampling_info)
+
+    def __exit__(self, *error: object) -> None:
+        vars(self._batch).update(self._fields)
+
+
+def _for_one_forward(info: Any) -> Any:
+    """`SamplingBatchInfo.copy_for_forward` without passing its thirty fields through the constructor."""
+    info.update_penalties()
+    copied = copy.copy(info)
+    copied.penalizer_orchestrator = None
+    return copied
+
+
+def isolate(original: Any, scheduler: Any, batch: Any, *, overlap: bool) -> AbstractContextManager[None]:
+    """The host reads and writes the batch's hundred fields by name, one by one, in every step."""
+    if overlap or batch.spec_algorithm.is_none():
+        return original(scheduler, batch, overlap=overlap)
+    return Isolation(batch)
+
+
+def copy_unrecorded(original: Any, result: Any, *args: Any, **kwargs: Any) -> None:
+    """The host opens a profiler's span around this copy even where no profiler runs."""
+    copy_to_cpu = original if torch.autograd._profiler_enabled() else original.__wrapped__
+    copy_to_cpu(result, *args, **kwargs)
+
+
+HOOKS: dict[str, tuple[Any, HookType]] = {
+    "sglang.srt.managers.scheduler.Scheduler._forward_isolation": (isolate, HookType.AROUND),
+    "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu": (copy_unrecorded, HookType.AROUND),
+}
+"""Hook target -> (our function, how it is applied)."""
