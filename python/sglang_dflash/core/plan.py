@@ -152,10 +152,10 @@ class Planner:
         return self._drafting
 
     def _holds(self) -> bool:
-        """Whether the decision drafts nobody and still holds: requests of which nothing is known have taken the places
-        of others."""
+        """Whether the decision drafts nobody and still holds: more than half as many requests are left, and of those
+        that came, nothing is known."""
         before = self._decided_for
-        if before is None or self._decided.width > 1 or len(self._requests) < len(before):
+        if before is None or self._decided.width > 1 or 2 * len(self._requests) <= len(before):
             return False
         return not any(map(self._memory.knows, set(self._requests).difference(before)))
 

@@ -124,11 +124,12 @@ def _install_target(runner: Any) -> Any:
     sections = getattr(runner.model, "is_mrope_enabled", False)
     captured = CapturedLayers(module, call, rows, mode, sections)
 
-    parameters = inspect.signature(original)
+    names = list(inspect.signature(original).parameters)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         """Models pass arguments by position or by name; the first four are ids, positions, batch and embeddings."""
-        ids, positions, batch, *others = parameters.bind(*args, **kwargs).arguments.values()
+        named = [kwargs[name] for name in names[len(args) :] if name in kwargs]
+        ids, positions, batch, *others = *args, *named
         rows = others.pop(0) if sees and others else ids
         traced = rows is not None and positions.dim() == 1 + sections and not any(other is not None for other in others)
         if not traced or not 0 < len(rows) <= MAX_ROWS:
