@@ -17,7 +17,7 @@ from test_selector_head import _host_model
 
 from sglang_dflash import ops
 from sglang_dflash.core.draft_vocab import DraftVocabulary
-from sglang_dflash.host import draft_heads, short_head, weights
+from sglang_dflash.host import draft_heads, draft_runner, short_head, weights
 from sglang_dflash.host.draft_heads import DominoHead, DraftHead, SelectorHead
 from sglang_dflash.host.short_head import VARIABLE, DraftIds, ShortHead, asked, special_ids
 
@@ -247,6 +247,29 @@ def test_a_worker_counts_what_it_serves(worker: Any) -> None:
     for _ in range(2 * short_head.COUNTED_STEPS):
         short.see_answers(left)
     assert [int(counts[one]) for one in (40, 50, 51, 52, 53)] == [1, 1, 1, 0, 1], "52 came before its request was known"
+
+
+@pytest.mark.parametrize(
+    ("value", "wrapped", "words"),
+    [
+        ("16", False, "among 16 of this rank's ids, the likeliest (0.0 MB of the target's head); SGLANG_DFLASH_DRAFT"),
+        ("16", True, "among all 64 ids, because LoRA adapters wrap the target's head."),
+        ("full", True, "among all 64 ids."),
+        ("64", False, "among all 64 ids."),
+    ],
+)
+def test_the_start_says_how_many(
+    value: str, wrapped: bool, words: str, worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Fails where a head that adapters wrap is copied without them, or the log does not say what serves and why."""
+    monkeypatch.setenv(VARIABLE, value)
+    monkeypatch.setattr(short_head, "FEWEST_IDS", 2)
+    monkeypatch.setattr(draft_runner, "unwrap_lora_layer", lambda head: object() if wrapped else head)
+    draft = worker._draft
+    draft.short_head = draft._head._short = None
+    with caplog.at_level("INFO"):
+        draft.shorten_head(draft._head._lm_head, WORKER_VOCAB, [WORKER_VOCAB - 1])
+    assert words in caplog.text and (draft.short_head is None) == ("all 64" in words.split(";")[0])
 
 
 def test_special_ids() -> None:

@@ -85,13 +85,19 @@ class ShortHead:
         source = lm_head.weight
         self.ids = torch.from_numpy(vocabulary.ids).to(source.device, copy=True)  # [N] int64, of the span
         self.weight = torch.empty(len(self.ids), source.shape[1], dtype=source.dtype, device=source.device)
-        page = huge_pages.page_bytes() if source.device.type == "cpu" else None
-        if page is not None:
-            huge_pages.move([self.weight], page)
+        self._move_to_huge_pages()
         self._piece = max(1, PIECE_BYTES // (source.shape[1] * source.element_size()))  # rows
         self._followed: dict[int, tuple[Any, int]] = {}  # id of a `Req` -> it, and how many of its answer are counted
         self._steps = 0
         self.take_up()
+
+    def _move_to_huge_pages(self) -> None:
+        page = huge_pages.page_bytes() if self.weight.device.type == "cpu" else None
+        if page is not None:
+            try:
+                huge_pages.move([self.weight], page)
+            except OSError as error:
+                logger.warning("The draft's short head stays on small pages: %s.", error)
 
     @property
     def num_bytes(self) -> int:
