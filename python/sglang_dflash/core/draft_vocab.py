@@ -84,7 +84,6 @@ class DraftVocabulary:
         self.ids = np.argsort(-self._tie)[:size].astype(np.int64)  # [N], the id at each place
         self._place = np.full(span, -1, dtype=np.int64)
         self._place[self.ids] = np.arange(size)
-        self._missed: list[np.ndarray] = []
         self._waiting = _NONE
 
     def _own(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -96,21 +95,17 @@ class DraftVocabulary:
         """Takes ids of the whole vocabulary into account, of a prompt or of an answer."""
         own = self._own(ids)
         np.add.at(self._counts, own, 1)
-        missed = own[self._place[own] < 0]
-        self._missed += [missed] if len(missed) else []
-        if len(self._waiting.ids):  # chosen by older counts
-            self._missed.append(self._waiting.ids)
-            self._waiting = _NONE
         self._seen += len(own)
         if self._seen >= AGED_AFTER:
             self._counts >>= 1
             self._seen >>= 1
+        # The best N are now among those that are in, those that were to come in, and those seen: no other has risen.
+        others = np.unique(np.concatenate((own[self._place[own] < 0], self._waiting.ids)))
+        self._waiting = self._choose(others) if len(others) else _NONE
 
     def next_swaps(self, most: int) -> Swaps | None:
         """At most `most` places that get other ids now; None if there are none. The caller holds the ids from now on,
         and `ids` says so."""
-        if not len(self._waiting.ids) and self._missed:
-            self._waiting = self._choose()
         if not len(self._waiting.ids):
             return None
         now = Swaps(*(field[:most] for field in self._waiting))
@@ -120,16 +115,12 @@ class DraftVocabulary:
         self._place[now.ids] = now.places
         return now
 
-    def _choose(self) -> Swaps:
-        """The best N of the ids that are in and of those that were missed; nothing else can have risen."""
-        missed = np.unique(np.concatenate(self._missed))
-        self._missed.clear()
-        missed = missed[self._place[missed] < 0]  # one may have come in since
-        ids = np.concatenate((self.ids, missed))
+    def _choose(self, others: np.ndarray) -> Swaps:
+        """What brings the best of the ids that are in and of others, [M] rising, into the N places."""
+        ids, size = np.concatenate((self.ids, others)), len(self.ids)
         keys = (self._counts[ids] << _RANK_BITS) + self._tie[ids]  # no two are equal
         out = np.zeros(len(ids), dtype=bool)
-        if len(missed):
-            out[np.argpartition(keys, len(missed) - 1)[: len(missed)]] = True
-        size = len(self.ids)
-        places, entering = np.flatnonzero(out[:size]), missed[~out[size:]]
-        return Swaps(places[np.argsort(keys[places])], entering[np.argsort(-keys[size:][~out[size:]])])
+        out[np.argpartition(keys, len(others) - 1)[: len(others)]] = True
+        places, entering = np.flatnonzero(out[:size]), np.flatnonzero(~out[size:])
+        order = np.argsort(-keys[size + entering])
+        return Swaps(places[np.argsort(keys[places])], others[entering[order]])

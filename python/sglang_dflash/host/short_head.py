@@ -19,7 +19,7 @@ from sglang_dflash.ops import huge_pages
 logger = logging.getLogger(__name__)
 VARIABLE = "SGLANG_DFLASH_DRAFT_VOCAB"
 FEWEST_IDS = 64  # also of a rank: more than a selector has candidates
-PIECE_BYTES = 1 << 20  # of rows that one step copies: a quarter of a millisecond on a CPU
+PIECE_BYTES = 1 << 19  # of rows that one step copies: a quarter of a millisecond on a CPU
 COUNTED_STEPS = 16  # decode steps whose ids are counted together
 
 
@@ -120,10 +120,10 @@ class ShortHead:
 
     def see_prompts(self, reqs: Sequence[Any]) -> None:
         """Counts the prompts of the host's requests that are prefilled now."""
-        for req in reqs:
-            if id(req) not in self._followed:
-                self._followed[id(req)] = req, len(req.output_ids)
-                self._vocabulary.count(np.array(req.origin_input_ids))
+        new = [req for req in reqs if id(req) not in self._followed]
+        self._followed |= {id(req): (req, len(req.output_ids)) for req in new}
+        if new:
+            self._vocabulary.count(np.concatenate([np.array(req.origin_input_ids) for req in new]))
 
     def see_answers(self, reqs: Sequence[Any]) -> None:
         """Counts, every few steps, what the running requests have emitted, and those that have left."""
