@@ -62,6 +62,11 @@ STAGES = {
     "worker: block": ["sglang_dflash.host.worker:DFlashWorker.forward_batch_generation"],
     "worker: draft": ["sglang_dflash.host.draft_runner:DraftRunner.propose"],
     "worker: draft head": ["sglang_dflash.host.draft_heads:DraftHead.draft_ids"],
+    "worker: draft ids": [
+        "sglang_dflash.host.short_head:ShortHead.exchange",
+        "sglang_dflash.host.short_head:ShortHead.see_prompts",
+        "sglang_dflash.host.short_head:ShortHead.see_answers",
+    ],
     "worker: verify": ["sglang_dflash.host.worker:DFlashWorker._verify"],
     "worker: commit": ["sglang_dflash.host.draft_runner:DraftRunner.write_context"],
     "results": ["sglang.srt.managers.scheduler:Scheduler.process_batch_result"],

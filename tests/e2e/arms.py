@@ -59,6 +59,7 @@ EVERY_WIDTH = {
     "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent / "plugins"), os.environ.get("PYTHONPATH")))),
 }
 
+FEW_IDS = 64  # of the embedded pair's 1,792; an answer holds others
 PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 150}
 
 PAGES_AND_CHUNKS = ["--page-size", "16", "--chunked-prefill-size", "64"]
@@ -67,6 +68,7 @@ PAGES_AND_CHUNKS = ["--page-size", "16", "--chunked-prefill-size", "64"]
 ON_ARMS: dict[str, tuple[list[str], dict[str, str]]] = {
     "default": (POOL, TINY_ENVIRONMENT | {"SGLANG_DFLASH_COMPILE": ""}),
     "uncompiled": (POOL, TINY_ENVIRONMENT),
+    "few ids": (POOL, TINY_ENVIRONMENT | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
     "overlap": ([*POOL, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
     "pages": ([*POOL, *PAGES_AND_CHUNKS, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
     "short": ([*POOL, *PAGES_AND_CHUNKS, "--speculative-num-draft-tokens", "4"], TINY_OVERLAPPING | FULL),

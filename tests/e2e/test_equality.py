@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from arms import BLOCK_SIZE, MAX_NEW_TOKENS, Baseline, on_arms, widths_of
+from arms import BLOCK_SIZE, FEW_IDS, MAX_NEW_TOKENS, Baseline, on_arms, widths_of
 
 from equality import assert_equal_tokens, steps_by_accept_len, tau
 from sglang_dflash.checking.arms import plan_counts
@@ -19,6 +19,20 @@ def test_tokens_equal_at_the_default(client: Client, baseline: Baseline, concurr
     """Fails where one token of any held-out prompt differs under the default policy (adaptive, measured widths)."""
     answers = client.generate_all(baseline.prompts, concurrency, max_new_tokens=MAX_NEW_TOKENS)
     assert_equal_tokens(answers, baseline.answers, baseline.prompts)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+@on_arms("few ids")
+def test_tokens_equal_where_the_draft_knows_few_ids(
+    client: Client, server: Server, baseline: Baseline, concurrency: int
+) -> None:
+    """Fails where a token is lost that the draft cannot propose, or where its few ids do not follow what is served: the
+    lowest ids alone are never accepted as often."""
+    answers = client.generate_all(baseline.prompts, concurrency, max_new_tokens=MAX_NEW_TOKENS)
+    assert_equal_tokens(answers, baseline.answers, baseline.prompts)
+    assert f"The draft chooses among {FEW_IDS} of" in server.log.read_text()
+    assert len({token for answer in answers for token in answer.ids}) > 2 * FEW_IDS
+    assert tau(answers) > 1.3
 
 
 @on_arms("default")

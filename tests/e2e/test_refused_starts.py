@@ -213,7 +213,13 @@ def test_builtin_worker_is_one_switch_away(tmp_path: Path) -> None:
     assert "sglang-dflash 0" not in log
 
 
-def test_unknown_worker_is_refused(tmp_path: Path) -> None:
-    """Fails where the server starts with a misspelt value of the switch."""
-    environment = {"SGLANG_DFLASH_WORKER": "bultin"}
-    assert "'bultin'" in refusal(PreloadedServer([*PLAIN, *SPECULATE], tmp_path / "server.log", environment))
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("SGLANG_DFLASH_WORKER", "bultin", "'bultin'"),
+        ("SGLANG_DFLASH_DRAFT_VOCAB", "63", "is 63; allowed: auto, full, a number from 64 to 1792"),
+    ],
+)
+def test_unknown_value_is_refused(variable: str, value: str, words: str, tmp_path: Path) -> None:
+    """Fails where the server starts with a wrong value of a variable."""
+    assert words in refusal(PreloadedServer([*PLAIN, *SPECULATE], tmp_path / "server.log", {variable: value}))

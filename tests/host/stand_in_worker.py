@@ -168,7 +168,7 @@ def _draft(table: torch.Tensor, rows: ops.RowOps, generator: torch.Generator, wi
     runner._head = DraftHead(SimpleNamespace(weight=embedding, shard_indices=None), BLOCK)
     runner._context_kv = ContextKVWriter(model)
     runner._context_kv.bind(runner.runner.token_to_kv_pool)
-    runner._deferred = None
+    runner._deferred = runner.short_head = None
     runner._window = DraftWindow(window, 1, table, torch.zeros_like(table)) if window else None
     runner._spec_infos = {
         rows: make_draft_block_spec_info(draft_token_num=rows, device=device.type) for rows in range(2, BLOCK + 1)

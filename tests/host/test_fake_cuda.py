@@ -27,10 +27,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
-from sglang_dflash.host import context_kv, draft_input, emitted_text, penalties, sampling, sampling_memory, worker
+from sglang_dflash.host import (
+    context_kv,
+    draft_heads,
+    draft_input,
+    emitted_text,
+    penalties,
+    sampling,
+    sampling_memory,
+    short_head,
+    worker,
+)
 from sglang_dflash.host.draft_heads import SelectorHead
 from sglang_dflash.host.sampler import seeded_min_p
 from sglang_dflash.host.sampling_memory import rehearse
+from sglang_dflash.host.short_head import DraftIds
 from sglang_dflash.ops import penalties as torch_penalties
 from sglang_dflash.ops import (
     reference,
@@ -154,7 +165,7 @@ def watch(monkeypatch) -> Iterator[Watch]:
 
     for module in (triton_penalties, triton_warm_up):
         monkeypatch.setattr(module, "TritonEmittedTokens", Emitted)
-    for module in (draft_input, penalties, sampling, worker):
+    for module in (draft_input, penalties, sampling, short_head, worker):
         monkeypatch.setattr(module, "upload", upload_unseen(watch))
     monkeypatch.setattr(context_kv.ops, "fits", lambda *_: False)  # fake tensors have no addresses: layer by layer
     monkeypatch.setattr(host_sampler, "sampler_softmax", lambda logits: torch.softmax(logits, -1))
@@ -204,6 +215,21 @@ def test_a_greedy_step_with_a_selector(watch, monkeypatch):
     assert result.next_token_ids.device.type == "cuda" and result.next_token_ids.shape == (BATCH * BLOCK,)
     assert not watch.waits
     assert watch.launches["aten.topk"] == 1 and not watch.launches["triton.row_argmax"]
+
+
+def test_a_greedy_step_with_a_short_head(watch, monkeypatch):
+    """Fails where counting what was seen, or exchanging rows of the draft's head, waits for the device, or an exchange
+    takes more launches than one upload, one gather and two writes."""
+    monkeypatch.setattr(draft_heads, "FEWEST_IDS", 2)
+    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32))
+    short = one._draft.short_head = one._draft._head.shorten(DraftIds(16), [VOCAB - 1])
+    assert short is not None and short.weight.device.type == "cuda"
+    short.see_prompts(decode_batch("cuda", prompt=[40, 41]).reqs)
+    watch.launches.clear()
+    result = run(watch, one, decode_batch("cuda"))
+    assert result.next_token_ids.shape == (BATCH * BLOCK,) and not watch.waits and 41 in short._vocabulary.ids
+    expected = {"upload": 1, "aten.index_select": 1, "aten.index_copy_": 2}
+    assert {name: watch.launches[name] for name in expected} == expected
 
 
 ASKED: dict[str, dict[str, Any]] = {

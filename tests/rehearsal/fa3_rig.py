@@ -96,7 +96,7 @@ class Rig:
         runner._head = SimpleNamespace(captured_ids=ids, draft_ids=lambda hidden, block: ids[: len(hidden)])
         runner._context_kv = SimpleNamespace(write=_nothing)
         runner._spec_infos = {BLOCK: make_draft_block_spec_info(draft_token_num=BLOCK, device="cpu")}
-        runner._window = runner._mask_rows = runner._deferred = None
+        runner._window = runner._mask_rows = runner._deferred = runner.short_head = None
         if self.setup.draft_window is not None:
             tables = (self.target.table_pool.req_to_token, self.draft.table_pool.req_to_token)
             runner._window = DraftWindow(self.setup.draft_window, self.setup.page_size, *tables)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,19 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 
 from sglang_dflash import ops
+from sglang_dflash.core.draft_vocab import DraftVocabulary
 from sglang_dflash.host.sharded_logits import best_of_ranks
+from sglang_dflash.host.short_head import FEWEST_IDS, DraftIds, ShortHead
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class DraftHead:
-    """Argmax of the target's head over rows 1..K-1 of every block.
+    """Argmax of the target's head over rows 1..K-1 of every block; with a `ShortHead`, among its ids.
 
-    Ties: the lowest id wins. Under tensor parallelism each rank holds a span of the vocabulary, and all end with the
-    same ids.
+    Ties: the lowest id wins; among the ids of a `ShortHead`, the lowest place. Under tensor parallelism each rank holds
+    a span of the vocabulary, and all end with the same ids.
     """
 
     def __init__(self, lm_head: Any, block_size: int) -> None:
@@ -45,10 +47,35 @@ class DraftHead:
         self._group = tp_group if shard is not None and tp_group.world_size > 1 else None
         assert self._vocab_size > 0, f"rank {tp_group.rank_in_group} of {tp_group.world_size} holds no token ids"
         self._block_size = block_size
+        self._short: ShortHead | None = None
+        self._fewest_ids = FEWEST_IDS
         self._device = weight.device if self._dense else next(lm_head.parameters()).device
         self.captured_ids = torch.empty(0, dtype=torch.int64, device=self._device)
 
     most_candidates: int | None = None  # of a row; None: as many as the vocabulary has
+
+    @property
+    def why_whole(self) -> str | None:
+        """Why the head chooses among all ids; None if it can choose among fewer."""
+        return None if self._dense else "the target's head is quantised"
+
+    def shorten(self, draft_ids: DraftIds, kept: Sequence[int]) -> ShortHead | None:
+        """Chooses among fewer ids from now on; to be called before graphs are captured.
+
+        Args:
+            draft_ids: N of the whole vocabulary; each rank takes its share of its span.
+            kept: ids that are always in.
+
+        Returns:
+            None if the span has no more ids than its share.
+        """
+        ranks = 1 if self._group is None else self._group.world_size
+        assert draft_ids.count is not None and self.why_whole is None
+        count = max(self._fewest_ids, -(-draft_ids.count // ranks))
+        if count < self._vocab_size:
+            vocabulary = DraftVocabulary(self._vocab_size, count, kept, draft_ids.first, self._first_id)
+            self._short = ShortHead(self._lm_head, vocabulary)
+        return self._short
 
     def draft_ids(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """hidden: [B * K, H]; block_ids: [B, K] int64, the anchors first. Returns [B, K-1] int64."""
@@ -60,19 +87,25 @@ class DraftHead:
         rank."""
         rows = self._rows(hidden, block_ids)
         shape = (len(block_ids), -1, count)
-        return ops.Proposal(*(field.view(shape) for field in ops.top_log_probs(self._logits(rows), count)))
+        columns, log_probs = ops.top_log_probs(self._logits(rows), count)
+        return ops.Proposal(self._ids(columns).view(shape), log_probs.view(shape))
 
     def _rows(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
         return hidden.view(*block_ids.shape, -1)[:, 1:].reshape(-1, hidden.shape[-1])
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows: [N, H]. Returns [N, V], V this rank's span of the vocabulary, without the host's padding."""
+        """rows: [N, H]. Returns [N, V], V this rank's span of the vocabulary, without the host's padding; or its ids in
+        the `ShortHead`, in their places."""
         if not self._dense:  # packed rows cannot be sliced
             logits: torch.Tensor = self._lm_head.quant_method.apply(self._lm_head, rows, None)
             return logits[:, : self._vocab_size]
-        weight = self._lm_head.weight[: self._vocab_size]
+        weight = self._lm_head.weight[: self._vocab_size] if self._short is None else self._short.weight
         return F.linear(rows.to(weight.dtype), weight)
+
+    def _ids(self, columns: torch.Tensor) -> torch.Tensor:
+        """The ids, in this rank's span, of columns of the logits."""
+        return columns if self._short is None else self._short.ids[columns]
 
     def _choose(self, rows: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
         """rows: [B * (K-1), H]; logits: [B * (K-1), V]; anchor_ids: [B]. Returns B * (K-1) ids, int64."""
@@ -81,14 +114,15 @@ class DraftHead:
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """logits: [N, V] of this rank. Returns [N] int64, of the whole vocabulary."""
         if self._group is None:
-            return ops.row_argmax(logits)
-        best, ids = logits.max(-1)
-        return best_of_ranks(self._group, best, ids + self._first_id)
+            return self._ids(ops.row_argmax(logits))
+        best, columns = logits.max(-1)
+        return best_of_ranks(self._group, best, self._ids(columns) + self._first_id)
 
     @property
     def compared_logits(self) -> tuple[int, torch.dtype]:
         """Columns and dtype of the logits whose argmax is taken."""
-        return self._vocab_size, self._lm_head.weight.dtype if self._dense else torch.bfloat16
+        columns = self._vocab_size if self._short is None else len(self._short.ids)
+        return columns, self._lm_head.weight.dtype if self._dense else torch.bfloat16
 
     def reserve(self, max_batch: int) -> None:
         """Allocates the buffer that graph replays write."""
@@ -112,6 +146,7 @@ class SelectorHead(DraftHead):
         """model: SGLang's `DFlash2DraftModel`. Its weights are read at every call, so updates take effect."""
         super().__init__(lm_head, block_size)
         self._selector = model.candidate_selector
+        self._fewest_ids = max(FEWEST_IDS, self._selector.top_k)
         self._multiplier = model.draft_config.output_multiplier
         self._softcap = model.draft_config.final_logit_softcapping
 
@@ -143,6 +178,8 @@ class SelectorHead(DraftHead):
             own = ops.by_id(*_radix_topk(logits.contiguous(), count))  # it takes no rows cropped from longer ones
         else:
             own = ops.top_candidates(logits, count)
+        if self._short is not None:
+            own = ops.by_id(own.values, self._short.ids[own.ids])
         if self._group is None:
             return own
         pairs = torch.stack((own.values.double(), (own.ids + self._first_id).double()))  # float64 holds both exactly
@@ -169,6 +206,10 @@ class DominoHead(DraftHead):
         self._first_row = 0 if model.shift_label else 1
 
     most_candidates = 1
+
+    @property
+    def why_whole(self) -> str | None:
+        return "Domino's projector corrects the logits of all ids"
 
     def proposal(self, hidden: torch.Tensor, block_ids: torch.Tensor, count: int) -> ops.Proposal:
         assert count == 1, count

@@ -36,7 +36,8 @@ from sglang_dflash.host.draft_heads import head_of
 from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_window import DraftWindow
 from sglang_dflash.host.plan_stream import PlanStream, own_input_buffers
-from sglang_dflash.host.weights import DraftWeights
+from sglang_dflash.host.short_head import VARIABLE, ShortHead, asked
+from sglang_dflash.host.weights import WatchedRunner
 
 logger = logging.getLogger(__name__)
 MIN_GRAPH_MEMORY_GB = 1.0
@@ -84,6 +85,7 @@ class DraftRunner:
         self._embed_scale = float(scale()) if scale else 1.0
         self._mask_rows: torch.Tensor | None = None
         self._head = head_of(self.model, unwrap_lora_layer(target_model.lm_head), block_size, self._embed)
+        self.short_head: ShortHead | None = None  # None: the draft chooses among all ids
         self._context_kv = ContextKVWriter(self.model)
         self._deferred: DeferredRows | None = None
         self._window: DraftWindow | None = None
@@ -96,6 +98,27 @@ class DraftRunner:
     def most_candidates(self) -> int | None:
         """Candidates that the draft's head gives for a row; None: any number."""
         return self._head.most_candidates
+
+    def shorten_head(self, lm_head: Any, vocab_size: int, kept: list[int]) -> None:
+        """Lets the head choose among fewer ids, as the variable asks; to be called before graphs are captured.
+
+        Args:
+            lm_head: the target's, as a LoRA adapter may wrap it.
+            kept: ids that are always in.
+        """
+        draft_ids = asked(vocab_size)
+        reason = self._head.why_whole
+        if lm_head is not unwrap_lora_layer(lm_head):
+            reason = "LoRA adapters wrap the target's head"
+        if draft_ids.count is not None and reason is None:
+            self.short_head = self._head.shorten(draft_ids, kept)
+        if self.short_head is not None:
+            message = "The draft chooses among %d of this rank's ids, the likeliest (%.1f MB of the target's head); %s."
+            own = len(self.short_head.ids), self.short_head.num_bytes / 1e6
+            logger.info(message, *own, f"{VARIABLE}=full takes all {vocab_size} of the vocabulary")
+        else:
+            why = "" if draft_ids.count is None or reason is None else f", because {reason}"
+            logger.info("The draft chooses among all %d ids%s.", vocab_size, why)
 
     def use_mask_embedding(self, embedding: torch.Tensor | None) -> None:
         """Sets what the draft sees at a block's masks; None: the target's embedding of the mask token.
@@ -158,9 +181,9 @@ class DraftRunner:
             SpecTpSyncSite.DFLASH_MEM, self.runner.device, self.runner.gpu_id, group=get_parallel().tp_group
         )
 
-    def weights(self) -> DraftWeights:
+    def weights(self) -> WatchedRunner:
         """The runner through which the host updates the draft's weights."""
-        return DraftWeights(self.runner, taken_up=self._context_kv.refresh)
+        return WatchedRunner(self.runner, taken_up=self._context_kv.refresh)
 
     def propose(self, block: Block, batch: Any, kv_plan: Any) -> torch.Tensor:
         """One draft forward over the block.
@@ -193,6 +216,8 @@ class DraftRunner:
 
     def _forward(self, block: Block, kv_plan: Any, *options: Any) -> Any:
         self.write_deferred_context()
+        if self.short_head is not None:
+            self.short_head.exchange()
         if self.model.block_size != block.block_size:  # DFlash2's convolutions end at a block's first row
             self.model.set_block_size(block.block_size)
         forward_batch = self._forward_batch(block, *options)

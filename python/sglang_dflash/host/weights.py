@@ -19,8 +19,8 @@ UPDATE_FROM_DISK = (
 )
 
 
-class DraftWeights:
-    """The draft's model runner for the host's weight updates; calls `taken_up` after each."""
+class WatchedRunner:
+    """A model runner for the host's weight updates, the draft's or the target's; calls `taken_up` after each."""
 
     def __init__(self, runner: Any, taken_up: Callable[[], None]) -> None:
         self._runner = runner
@@ -64,12 +64,18 @@ def _select_runners(original: Any, manager: Any, selector: str = "all") -> list[
     """Selects the models that an update changes.
 
     The host's default, "all", loads the same tensors into both models, and a target's `layers.0` fits into a draft's.
-    Here, "all" means what the open update session selected, else the target.
+    Here, "all" means what the open update session selected, else the target. The worker's copies of the target's
+    weights follow each update.
     """
     if selector == "all" and manager._session is not None:
         selector = manager._session.selector
     runners = original(manager, selector)
-    if selector != "all" or get_spec().speculative_algorithm != "DFLASH":
+    if get_spec().speculative_algorithm != "DFLASH":
+        return runners
+    follow = getattr(manager.draft_worker, "follow_target", None)  # SGLang's own worker copies nothing
+    if follow is not None:
+        runners = [(role, WatchedRunner(runner, follow) if role == "target" else runner) for role, runner in runners]
+    if selector != "all":
         return runners
     return [(role, runner if role == "target" else _Bystander(runner)) for role, runner in runners]
 

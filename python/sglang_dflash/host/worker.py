@@ -33,6 +33,7 @@ from sglang_dflash.host.recurrent_state import RecurrentState
 from sglang_dflash.host.sampling import RowSampler, follow
 from sglang_dflash.host.sampling_memory import measure_sampling
 from sglang_dflash.host.sharded_logits import ShardedLogits
+from sglang_dflash.host.short_head import special_ids
 from sglang_dflash.host.widths import choose_planner
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class DFlashWorker(BaseSpecWorker):
         self._tp_sync = SpecTpSync(get_parallel().tp_group)
         self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
         self._draft.use_mask_embedding(trained_mask_embedding(cfg, draft_config))
+        vocab_size = self._target.model_config.vocab_size
+        self._draft.shorten_head(self._target.model.lm_head, vocab_size, special_ids(target_worker))
         self._sampler = RowSampler(self._target, self.block_size)
         self._hidden_states = ReturnedHiddenStates(self._target.model)
         self._recurrent_state = RecurrentState.of(target_worker)
@@ -95,6 +98,11 @@ class DFlashWorker(BaseSpecWorker):
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         return [("draft", self._draft.weights())]
+
+    def follow_target(self) -> None:
+        """Called after each update of the target's weights."""
+        if self._draft.short_head is not None:
+            self._draft.short_head.take_up()
 
     def alloc_memory_pool(
         self,
@@ -164,6 +172,8 @@ class DFlashWorker(BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
         self._sampler.prefill(batch)
+        if self._draft.short_head is not None:
+            self._draft.short_head.see_prompts(batch.reqs)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
@@ -184,6 +194,8 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(self, batch: Any, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())  # allocated on the schedule stream
+        if self._draft.short_head is not None:
+            self._draft.short_head.see_answers(batch.reqs)
         if self._planned is not None:
             plan, kv_plan, forward_batch = *self._planned.propose(batch), None
         else:

@@ -1,0 +1,138 @@
+"""The draft's head over the likeliest ids alone: a copy of their rows of the target's head, exchanged while serving."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_dflash.core.draft_vocab import DraftVocabulary, ids_by_default, read_ids
+from sglang_dflash.host.draft_input import upload
+from sglang_dflash.ops import huge_pages
+
+logger = logging.getLogger(__name__)
+VARIABLE = "SGLANG_DFLASH_DRAFT_VOCAB"
+FEWEST_IDS = 64  # also of a rank: more than a selector has candidates
+PIECE_BYTES = 1 << 19  # of rows that one step copies: a quarter of a millisecond on a CPU
+COUNTED_STEPS = 16  # decode steps whose ids are counted together
+
+
+@dataclass(frozen=True, slots=True)
+class DraftIds:
+    """What the variable asks for.
+
+    Fields:
+        count: N; None: all ids.
+        first: ids of a file, the likeliest first.
+    """
+
+    count: int | None
+    first: Sequence[int] = ()
+
+
+def asked(vocab_size: int) -> DraftIds:
+    """Reads the variable.
+
+    Raises:
+        ValueError: one sentence with its value and what is allowed.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value in ("", "auto"):
+        return DraftIds(ids_by_default(vocab_size))
+    if value == "full":
+        return DraftIds(None)
+    allowed = f"allowed: auto, full, a number from {FEWEST_IDS} to {vocab_size}, or the path of a file of token ids"
+    if value.isascii() and value.isdigit():
+        if not FEWEST_IDS <= int(value) <= vocab_size:
+            raise ValueError(f"{VARIABLE} is {value}; {allowed}.")
+        return DraftIds(int(value))
+    try:
+        first = read_ids(Path(value).read_text(), vocab_size)
+    except OSError:
+        raise ValueError(f"{VARIABLE} is {value!r}, and there is no such file; {allowed}.") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{VARIABLE}: {value!r} is no text; {allowed}.") from None
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}: the file {value!r} {error}") from None
+    return DraftIds(max(FEWEST_IDS, len(first)), first)
+
+
+def special_ids(target_worker: Any) -> list[int]:
+    """Ids of the target that are always in: what ends an answer, then the tokenizer's special and added tokens."""
+    tokenizer = target_worker.tokenizer
+    ends = sorted(target_worker.model_runner.model_config.hf_eos_token_id or ())
+    if tokenizer is None:  # --skip-tokenizer-init
+        return ends
+    added = getattr(tokenizer, "get_added_vocab", dict)()  # the host's tiktoken class has none
+    return [*ends, *getattr(tokenizer, "all_special_ids", ()), *sorted(added.values())]
+
+
+class ShortHead:
+    """A copy of N rows of this rank's span of the head, and their ids.
+
+    A captured graph reads both tensors at their places, so they are changed in place, between forwards.
+    """
+
+    def __init__(self, lm_head: Any, vocabulary: DraftVocabulary) -> None:
+        """lm_head: the target's, dense; its weight is read at every exchange."""
+        self._lm_head, self._vocabulary = lm_head, vocabulary
+        source = lm_head.weight
+        self.ids = torch.from_numpy(vocabulary.ids).to(source.device, copy=True)  # [N] int64, of the span
+        self.weight = torch.empty(len(self.ids), source.shape[1], dtype=source.dtype, device=source.device)
+        self._move_to_huge_pages()
+        self._piece = max(1, PIECE_BYTES // (source.shape[1] * source.element_size()))  # rows
+        self._followed: dict[int, tuple[Any, int]] = {}  # id of a `Req` -> it, and how many of its answer are counted
+        self._steps = 0
+        self.take_up()
+
+    def _move_to_huge_pages(self) -> None:
+        page = huge_pages.page_bytes() if self.weight.device.type == "cpu" else None
+        if page is not None:
+            try:
+                huge_pages.move([self.weight], page)
+            except OSError as error:
+                logger.warning("The draft's short head stays on small pages: %s.", error)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.numel() * self.weight.element_size()
+
+    def take_up(self) -> None:
+        """Copies all rows anew: the target's weights have changed."""
+        with torch.no_grad():
+            torch.index_select(self._lm_head.weight, 0, self.ids, out=self.weight)
+
+    def exchange(self) -> None:
+        """Between two forwards: copies the rows of some ids that have become likelier than others."""
+        swaps = self._vocabulary.next_swaps(self._piece)
+        if swaps is None:
+            return
+        places, ids = upload(torch.from_numpy(np.stack(swaps)), self.ids.device)
+        with torch.no_grad():
+            self.weight.index_copy_(0, places, self._lm_head.weight.index_select(0, ids))
+            self.ids.index_copy_(0, places, ids)
+
+    def see_prompts(self, reqs: Sequence[Any]) -> None:
+        """Counts the prompts of the host's requests that are prefilled now."""
+        new = [req for req in reqs if id(req) not in self._followed]
+        self._followed |= {id(req): (req, len(req.output_ids)) for req in new}
+        if new:
+            self._vocabulary.count(np.concatenate([np.array(req.origin_input_ids) for req in new]))
+
+    def see_answers(self, reqs: Sequence[Any]) -> None:
+        """Counts, every few steps, what the running requests have emitted, and those that have left."""
+        self._steps += 1
+        if self._steps < COUNTED_STEPS:
+            return
+        self._steps = 0
+        emitted: list[int] = []
+        for req, counted in self._followed.values():
+            emitted += req.output_ids[counted:]
+        self._followed = {id(req): (req, len(req.output_ids)) for req in reqs}
+        self._vocabulary.count(emitted)
