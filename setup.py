@@ -16,7 +16,17 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "python/sglang_dflash/__init__.py").read_text()).group(1)
 
-OPS = ("attention_op", "linear_op", "recurrent_op", "row_ops", "tree_ops", "plan_ops", "offer_ops", "dispatch")
+OPS = (
+    "attention_op",
+    "linear_op",
+    "expert_op",
+    "recurrent_op",
+    "row_ops",
+    "tree_ops",
+    "plan_ops",
+    "offer_ops",
+    "dispatch",
+)
 SOURCES = ["csrc/bindings.cpp", *(f"csrc/cpu/{name}.cpp" for name in OPS)]
 KERNELS = "csrc/cpu/kernels.cpp"  # compiled once per instruction set
 HEADERS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.h"))]

@@ -36,6 +36,7 @@ TORCH_LIBRARY(sglang_dflash, m) {
   m.def(
       "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps, bool silu=True, bool gate_first=False) -> "
       "Tensor");
+  m.def("experts(Tensor x, Tensor up, Tensor down, Tensor ids, Tensor weights, str activation) -> Tensor");
   m.def("install_linear() -> ()");
   m.def("linear(Tensor x, Tensor weight, Tensor? addend) -> Tensor");
   m.def("row_argmax(Tensor logits) -> Tensor");

@@ -1,5 +1,6 @@
 // The kernels of one instruction set. setup.py compiles this file once for each, with ISA and TABLE as its names.
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "recurrent.h"
 #include "rows.h"
@@ -9,8 +10,8 @@
 
 namespace sglang_dflash {
 
-const Kernels TABLE = {TEXT(ISA), attention_workspace, attend, merge, norm,       norm_rope,   linear,
-                       conv,      delta,               scan,   gated_norm, kLinearRows, kLinearRowsBFloat16, argmax,
-                       top};
+const Kernels TABLE = {TEXT(ISA), attention_workspace, attend,     merge,    norm,         norm_rope,   linear,
+                       conv,      delta,               scan,       gated_norm, activate,   weighted_sum,
+                       kLinearRows, kLinearRowsBFloat16, argmax, top};
 
 }  // namespace sglang_dflash

@@ -142,6 +142,27 @@ struct GatedNorm {
   bool gate_first;               // the norm is that of the gated input
 };
 
+// The activation of experts: SiLU or GELU (tanh) of the gate times the other half, or the square of a ReLU, ungated.
+enum class Activation : int { kSilu, kGelu, kSquaredRelu };
+
+struct Activated {
+  const void* in;      // [rows, 2 * size]: gates, then the other half; [rows, size] if ungated
+  float* out;          // [rows, size]
+  Type type;           // of in
+  int64_t in_stride, size;
+  Activation activation;
+};
+
+// Weighted sums of rows: out[t] is the sum of weights[t, k] * in[places[t, k]], in the order of k.
+struct Weighted {
+  const void* in;         // [*, size]
+  void* out;              // [T, size]
+  Type type;              // of both
+  const float* weights;   // [T, count]
+  const int64_t* places;  // [T, count]
+  int64_t count, size;
+};
+
 struct Best {
   float value;
   int64_t index;
@@ -177,6 +198,8 @@ struct Kernels {
   void (*delta)(const Delta&, const StateItem&);                                // at most kStateRows value dimensions
   void (*scan)(const Scan&, const StateItem&);                                  // the same
   void (*gated_norm)(const GatedNorm&, int64_t begin, int64_t end);             // rows, H for each token
+  void (*activate)(const Activated&, int64_t row, int64_t begin, int64_t end);  // columns of one row
+  void (*weighted_sum)(const Weighted&, int64_t begin, int64_t end);            // rows
   int64_t linear_rows, linear_rows_bfloat16;  // rows up to which it beats a BLAS, or one that emulates bfloat16
   Best (*argmax)(const void* values, Type, int64_t count);                      // lowest index of ties; NaN wins
   void (*top)(const void* values, Type, int64_t first_id, int64_t count, Top&);  // adds columns; NaN counts as -inf

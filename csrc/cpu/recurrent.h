@@ -8,11 +8,6 @@
 namespace sglang_dflash {
 namespace {
 
-INLINE Vec sigmoid(Vec x) {
-  const Vec e = exp_negative(x > 0 ? -x : x);
-  return (x > 0 ? broadcast(1.0f) : e) / (e + 1.0f);
-}
-
 template <typename W>
 INLINE float weight_at(const void* p, int64_t i) {
   return wide(static_cast<const W*>(p)[i]);

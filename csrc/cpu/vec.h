@@ -227,5 +227,10 @@ INLINE Vec exp_negative(Vec x) {
 
 INLINE float exp_negative(float x) { return exp_negative(broadcast(x))[0]; }
 
+INLINE Vec sigmoid(Vec x) {
+  const Vec e = exp_negative(x > 0 ? -x : x);
+  return (x > 0 ? broadcast(1.0f) : e) / (e + 1.0f);
+}
+
 }  // namespace
 }  // namespace sglang_dflash

@@ -27,6 +27,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"regex": "("}, {}, "regex"),
     ({"json_schema": "{"}, {}, "json"),
     ({"logit_bias": {"1000000": 1.0}}, {}, "logit_bias"),
+    ({}, {"video_data": ["data:video/mp4;base64,AAAA"]}, "Videos (video_data"),
+    ({}, {"audio_data": "data:audio/wav;base64,AAAA"}, "Audio (audio_data"),
     ({}, {"return_logprob": True, "token_ids_logprob": [1000000]}, "token_ids_logprob"),
 ]
 

@@ -293,7 +293,7 @@ def _abort_some(client: Client, prompts: list[list[int]]) -> None:
 
 
 def _ask_wrongly(client: Client) -> None:
-    """Requests with images that are refused; the server must survive them."""
+    """Requests with images, videos or audio that are refused; the server must survive them."""
     image, good = [VISION_START, IMAGE, VISION_END], _image(1, 32, 48)
     for prompt, images in (
         ([5, *image, 10**7], [good]),  # such ids stand for images within the server
@@ -301,6 +301,15 @@ def _ask_wrongly(client: Client) -> None:
     ):
         body = {"input_ids": prompt, "image_data": images, "sampling_params": {"max_new_tokens": 4}}
         assert client.post("/generate", body).status_code == 400, (prompt, images)
+    sound = {"data": "AAAA", "format": "wav"}
+    for part in (
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
+        {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AAAA"}},
+        {"type": "input_audio", "input_audio": sound},
+    ):
+        messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
+        refused = client.post("/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": 4})
+        assert refused.status_code == 400 and "not served on a CPU" in refused.text, (part, refused.text)
 
 
 def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[str, Compared]) -> None:

@@ -236,6 +236,29 @@ def test_many_answers_and_many_prompts_pass(serving: bool) -> None:
     _hook(requests.NORMALIZE)(GenerateReqInput(input_ids=[5] * 9000, sampling_params={"n": 2}))
 
 
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"video_data": "data:video/mp4;base64,AAAA"}, "Videos (video_data, video_url) are not served on a CPU"),
+        ({"video_data": [None, ["file.mp4"]]}, "Videos"),
+        ({"audio_data": ["file.wav"]}, "Audio (audio_data, audio_url, input_audio) is not served on a CPU"),
+    ],
+)
+@pytest.mark.parametrize("cpu", [True, False])
+def test_what_a_cpu_cannot_decode_is_refused(
+    serving: bool, data: dict[str, Any], named: str, cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails where a video or audio is silently left out of the prompt, or is refused where an accelerator serves."""
+    monkeypatch.setattr(requests, "cpu_platform_in_use", lambda: cpu)
+    _refused_while_serving(serving and cpu, named, _hook(requests.NORMALIZE), GenerateReqInput(text="Hi", **data))
+
+
+def test_requests_without_videos_and_audio_pass(serving: bool) -> None:
+    """Fails where images, or the empty lists that the chat endpoint sends, are refused."""
+    for data in ({}, {"image_data": ["a.png"]}, {"video_data": [], "audio_data": [[], None]}):
+        _hook(requests.NORMALIZE)(GenerateReqInput(text="Hi", **data))
+
+
 class _Scheduler:
     """A scheduler that fails to take a request in, and notes what it sends back."""
 

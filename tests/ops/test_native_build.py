@@ -40,7 +40,7 @@ def test_every_instruction_set(isa):
     if isa == native.isa():
         pytest.skip("the other tests of this folder use it")
     names = [f"tests/ops/test_native_{part}.py" for part in ("attention", "linear", "rows")]
-    names += ["tests/ops/test_recurrent.py", "tests/ops/test_tree.py"]
+    names += ["tests/ops/test_recurrent.py", "tests/ops/test_tree.py", "tests/ops/test_experts.py"]
     if NAMES.index(isa) < NAMES.index(str(native.isa())):
         refused = run_python("-c", "from sglang_dflash.ops import native; native.isa()", SGLANG_DFLASH_ISA=isa)
         assert "allowed: what this machine has of" in refused.stderr

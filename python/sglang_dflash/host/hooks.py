@@ -69,6 +69,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
             compiled,
             deterministic,
             draft_layers,
+            experts,
             gated_layers,
             mla,
             model_kernels,
@@ -79,7 +80,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         )
 
         modules += [shims, scheduling, deterministic, compiled, threads]
-        modules += [gated_layers, model_kernels, draft_layers, recurrent, mla]
+        modules += [gated_layers, model_kernels, experts, draft_layers, recurrent, mla]
     for module in modules:
         hooks |= module.HOOKS
     return hooks

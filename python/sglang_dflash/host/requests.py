@@ -12,10 +12,16 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
+from sglang_dflash.host.cpu.detect import cpu_platform_in_use
+
 logger = logging.getLogger(__name__)
 MAX_ANSWERS = 4096  # of one HTTP request: the host makes a task and a copy of the request for each, before any check
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 LARGEST = 1e30  # of a temperature or a bias: their quotient must fit float32, or probabilities are NaN
+UNSEEN_ON_CPU = {
+    "video_data": "Videos (video_data, video_url) are",
+    "audio_data": "Audio (audio_data, audio_url, input_audio) is",
+}
 NORMALIZE = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
 VERIFY_SAMPLING = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
 VALIDATE_IN_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
@@ -65,12 +71,19 @@ def _complaint(req: Any) -> str | None:
 
 
 def _normalize(original: Any, request: Any) -> None:
-    """Refuses more answers than a server can make tasks for.
+    """Refuses more answers than a server can make tasks for, and on a CPU videos and audio.
+
+    The host drops them silently where the model or the chat template has no place for them. Its video decoder wants
+    FFmpeg, and pins the frames for an accelerator.
 
     Raises:
         ValueError: the host answers it with HTTP 400.
     """
     if _serves_dflash():
+        if cpu_platform_in_use():
+            for name, words in UNSEEN_ON_CPU.items():
+                if _holds_any(getattr(request, name)):
+                    raise ValueError(f"{words} not served on a CPU; send text and images.")
         parameters = request.sampling_params
         prompts = request.text if request.text is not None else request.input_ids
         batch = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
@@ -79,6 +92,10 @@ def _normalize(original: Any, request: Any) -> None:
             if isinstance(answers, Real) and answers > 1 and answers * batch > MAX_ANSWERS:
                 raise ValueError(f"n is {answers} for {batch} prompts; allowed: {MAX_ANSWERS} answers in all.")
     original(request)
+
+
+def _holds_any(data: Any) -> bool:
+    return any(map(_holds_any, data)) if isinstance(data, list) else data is not None
 
 
 def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> None:

@@ -1,9 +1,10 @@
 """The public ops. `reference.py` specifies them; `block_conv.py`, `selector.py`, `domino.py` those of draft heads;
-`tree.py` those over trees of rows, `platt_scaling.py` and `draft_offers.py` those of a plan.
+`experts.py` that of a mixture of experts, `tree.py` those over trees of rows, `platt_scaling.py` and `draft_offers.py`
+those of a plan.
 
-An op may have torch, native and Triton bodies. `row_argmax`, `accept_chain` and the ops over trees choose theirs here
-at every call, by the tensors' device and dtype. The others are chosen in `bodies.py`, once, when a caller is
-constructed. The first choice of a Triton body imports Triton, so without a GPU nothing loads it.
+An op may have torch, native and Triton bodies. `row_argmax`, `accept_chain`, `experts` and the ops over trees choose
+theirs here at every call, by the tensors' device and dtype. The others are chosen in `bodies.py`, once, when a caller
+is constructed. The first choice of a Triton body imports Triton, so without a GPU nothing loads it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.ops import draft_offers, platt_scaling, reference, tree
+from sglang_dflash.ops import experts as mixture
 from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention, with_sink
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
 from sglang_dflash.ops.block_conv import grouped_conv
@@ -111,6 +113,7 @@ __all__ = [
     "domino_rollout",
     "emitted_tokens",
     "exchange_slots",
+    "experts",
     "extend_positions",
     "fits",
     "gather_slots",
@@ -164,6 +167,15 @@ def accept_chain(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptanc
 
         return triton_acceptance.accept_chain(target_ids, ids)
     return reference.accept_chain(target_ids, ids)
+
+
+def experts(
+    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """See `experts.experts`."""
+    body = torch.ops.sglang_dflash.experts.default if serves(x.device, x.dtype) else mixture.experts
+    out: torch.Tensor = body(x, up, down, ids, weights, activation)
+    return out
 
 
 def top_log_probs(logits: torch.Tensor, count: int) -> Proposal:

@@ -26,6 +26,7 @@ LATEST = (
     "selective_scan",
     "accept_tree",
     "best_width",
+    "experts",
 )  # missing in a build from older sources
 
 
@@ -150,6 +151,10 @@ def _register_fakes() -> None:
 
     @torch.library.register_fake("sglang_dflash::gated_rms_norm")
     def _(x, gate, weight, eps, silu=True, gate_first=False):  # type: ignore[no-untyped-def]
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @torch.library.register_fake("sglang_dflash::experts")
+    def _(x, *rest):  # type: ignore[no-untyped-def]
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @torch.library.register_fake("sglang_dflash::row_argmax")

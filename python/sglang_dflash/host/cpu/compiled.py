@@ -91,7 +91,7 @@ def why_not(runner: Any) -> str | None:
     if mamba2_config(config) is not None:
         return "layers of Mamba-2 are not traced"
     if any(isinstance(module, FusedMoE) for module in runner.model.modules()):
-        return "a mixture of experts reads on the host which experts were chosen"
+        return "a mixture of experts takes other code for other batches"
     if any(isinstance(module, DFlashGroupedConv) for module in runner.model.modules()):
         return "its convolutions end where a block begins, and a trace would fix the width of the blocks"
     backend = getattr(runner.attn_backend, "full_attn_backend", runner.attn_backend)

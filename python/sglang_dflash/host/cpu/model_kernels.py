@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from sglang.srt.plugins.hook_registry import HookType
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -56,32 +55,9 @@ def route_and_run_experts(moe: Any, hidden: torch.Tensor) -> tuple[torch.Tensor,
     return moe.experts(inner, chosen), shared
 
 
-def squared_relu_experts(original: Any, layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
-    """The host's torch experts are gated, and do not know a routed scaling factor. Nemotron-H's are not gated: the
-    sum of `weight * down(relu(up x)^2)` over a row's experts, in the order of their numbers.
-
-    Args:
-        layer: the host's `FusedMoE`.
-        x: [T, H].
-        topk_output: the host's `StandardTopKOutput`.
-    """
-    if config.is_gated or config.activation != "relu2":
-        out: torch.Tensor = original(layer, x, topk_output, config)
-        return out
-    weights, ids, _ = topk_output
-    weights = weights.float() * (config.routed_scaling_factor or 1.0)
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in ids.unique().tolist():
-        rows, places = (ids == expert).nonzero(as_tuple=True)
-        inner = F.relu(F.linear(x[rows], layer.w13_weight[expert])).square()
-        total.index_add_(0, rows, F.linear(inner, layer.w2_weight[expert]) * weights[rows, places, None])
-    return total.to(x.dtype)
-
-
 HOOKS: dict[str, tuple[Any, HookType]] = {
     "sglang.kernels.ops.activation.softcap._softcap_logits": (softcap_logits, HookType.REPLACE),
     "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm._forward_naive": (norm_all_heads, HookType.AROUND),
     "sglang.srt.models.nemotron_h.NemotronHMoE._forward_core_normal": (route_and_run_experts, HookType.REPLACE),
-    "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": (squared_relu_experts, HookType.AROUND),
 }
 """Hook target -> (our function, how it is applied)."""
