@@ -72,12 +72,13 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
             gated_layers,
             mla,
             model_kernels,
+            quantization,
             recurrent,
             shims,
             threads,
         )
 
-        modules += [shims, deterministic, compiled, threads]
+        modules += [shims, deterministic, compiled, threads, quantization]
         modules += [gated_layers, model_kernels, draft_layers, recurrent, mla]
     for module in modules:
         hooks |= module.HOOKS
