@@ -100,8 +100,8 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
             ["accepted", "draft: fp8"],
         ),
         "packed draft": (
-            draft("awq", lambda c: c.update(quantization_config={"quant_method": "awq"})),
-            ["the draft", "awq", "fp8"],
+            draft("quark", lambda c: c.update(quantization_config={"quant_method": "quark"})),
+            ["the draft", "quark", "fp8, awq, gptq"],
         ),
         "target for accelerators": (speculate(good, "--quantization", "awq"), ["the target", "awq", "fp8"]),
         "without speculation": ([*PLAIN, "--quantization", "awq"], ["the target", "awq", "fp8"]),
@@ -129,7 +129,7 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         ),
         "FP8 with MLA": (
             ["--model-path", target("mla", DeepseekV3Config(**shape)), "--device", "cpu", "--quantization", "fp8"],
-            ["DeepseekV3ForCausalLM", "latent attention (MLA)", "plain weights only"],
+            ["DeepseekV3ForCausalLM", "latent attention (MLA)", "--quantization is fp8"],
         ),
         "mask embedding": (mask_embedding, ["mask_embedding.pt", "[5]", "[256]"]),
         "torch_native": (speculate(good, "--attention-backend", "torch_native"), ["torch_native", "dflash_cpu"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from transformers import (
 )
 
 from equality import BLOCK_SIZE
+from packed_checkpoints import pack
 from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.serving import TINY_TARGET
 from sglang_dflash.training import TrainOptions
@@ -177,6 +178,7 @@ class Family:
         sees: whether it reads images.
         taps: layers that its draft reads.
         remote: whether its processor comes with the checkpoint.
+        packed: the family whose target this is, and the method that quantises it; None: plain weights.
     """
 
     config: Callable[[], PreTrainedConfig]
@@ -184,6 +186,7 @@ class Family:
     sees: bool = False
     taps: tuple[int, ...] = (0, 2)
     remote: bool = False
+    packed: tuple[str, str] | None = None
 
     @property
     def experts(self) -> bool:
@@ -279,10 +282,27 @@ FAMILIES = {
     "Qwen3-VL": _wrapper(Qwen3VLConfig, QWEN3_VL, DEEPSTACK, recurrent=False),
     "Qwen3-VL MoE": _wrapper(Qwen3VLMoeConfig, {**QWEN3_VL, **MOE}, DEEPSTACK, recurrent=False),
 }
+PACKED = {
+    "gpt-oss in MXFP4": ("gpt-oss", "mxfp4"),
+    "Kimi K2.5 in INT4": ("Kimi K2.5", "compressed-tensors"),
+    "Qwen3.5 MoE in AWQ": ("Qwen3.5 MoE", "awq"),
+    "Qwen3 MoE in GPTQ": ("Qwen3 MoE", "gptq"),
+    "DeepSeek-V3 in FP8": ("DeepSeek-V3", "fp8"),
+}
+FAMILIES |= {name: replace(FAMILIES[packed[0]], packed=packed) for name, packed in PACKED.items()}
+
+
+def plain_twin(target: Path) -> Path:
+    """Where `make_target` writes, in float32, what the weights of a quantised target mean."""
+    return target.with_name(f"{target.name}-plain")
 
 
 def make_target(family: str, folder: Path) -> Path:
-    """Writes a random target of the family in float32, with the embedded pair's tokenizer."""
+    """Writes a random target of the family in float32 or quantised, with the embedded pair's tokenizer."""
+    packed = FAMILIES[family].packed
+    if packed is not None:
+        pack(make_target(packed[0], folder), plain_twin(folder), packed[1])
+        return folder
     torch.manual_seed(11)
     sees = FAMILIES[family].sees
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM

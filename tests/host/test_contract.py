@@ -66,7 +66,7 @@ RELIED_ON = [
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.move_kv_cache",
     "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.move_kv_cache",
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._apply_decode_logprobs",
-    # What FP8 layers made dense say to an update; the draft's own way to context KV.
+    # What a model made dense says to an update; the draft's own way to context KV.
     "sglang.srt.model_executor.model_runner_components.weight_updater._unsupported_derived_weight_cache_error",
     "sglang.srt.models.dflash.DFlashAttention.kv_proj_only",
     "sglang.srt.models.dflash.DFlashAttention.apply_k_norm",

@@ -1,74 +1,88 @@
-"""FP8 weights on a plain CPU: what a layer multiplies by after loading; other methods are refused."""
+"""Quantised weights on a plain CPU: what the host sees, `--quantization fp8`, and what is refused."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from sglang.kernels.ops.quantization.awq_triton import awq_dequantize_decomposition
 from sglang.srt.layers.linear import MergedColumnParallelLinear
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.test.cpu_test_utils import unpack_and_dequant_gptq
 from stand_ins import configured, one_rank
 
+from packed_checkpoints import awq, gptq
+from sglang_dflash.host.cpu import quantization
 from sglang_dflash.host.cpu.platform import CpuPlatform
-from sglang_dflash.host.cpu.quantization import DenseFp8Config, DenseFp8MoEMethod, check
+from sglang_dflash.host.cpu.quantization import RoundedMoEMethod, RoundedToFp8, check, packing_of
 
-BLOCK, SIZES, INPUT = 16, [32, 48], 40
-FP8 = torch.float8_e4m3fn
-
-
-def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [out, in] in FP8, and its scales: one, or one per block."""
-    if kind != "block":
-        scale = weight.abs().max() / 448
-        return (weight / scale).to(FP8), scale
-    rows, columns = (-(-size // BLOCK) for size in weight.shape)
-    scales = torch.rand(rows, columns) + 0.5
-    wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: weight.shape[0], : weight.shape[1]]
-    return (weight / wide).to(FP8), scales
+SIZES, INPUT = [32, 48], 40
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 
 
-def dequantised(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    if scales.dim():
-        scales = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: packed.shape[0], : packed.shape[1]]
-    return packed.float() * scales
+def model_config(described: Any, flag: str | None = None, architecture: str = "Qwen3ForCausalLM") -> Any:
+    hf_config = SimpleNamespace(architectures=[architecture], quantization_config=described)
+    return SimpleNamespace(hf_config=hf_config, quantization=flag, dtype=torch.float32, model_path="somewhere")
 
 
-def config_of(kind: str) -> DenseFp8Config:
-    described = {"quant_method": "fp8", "activation_scheme": "static" if kind == "static" else "dynamic"}
-    if kind == "block":
-        described["weight_block_size"] = [BLOCK, BLOCK]
-    return DenseFp8Config() if kind == "online" else DenseFp8Config.from_config(described)
+def unseen(config: Any) -> str:
+    config.quantization = "the host's"
+    return "asked"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["block", "tensor", "static"])
-def test_a_merged_layer_from_a_checkpoint(kind: str, dtype: torch.dtype) -> None:
-    """Fails where a part of a merged layer gets another part's scale, or a block its neighbour's."""
+def test_our_checkpoints_are_those_that_the_host_reads() -> None:
+    """Fails where the tests' AWQ or GPTQ weights, against which ours are compared, are laid out in another way than
+    those that SGLang's own torch code unpacks."""
     torch.manual_seed(0)
-    parts = [quantised(scale * torch.randn(size, INPUT), kind) for scale, size in zip((1, 7), SIZES, strict=True)]
-    with configured(), one_rank():
-        layer = MergedColumnParallelLinear(
-            INPUT, SIZES, bias=False, params_dtype=dtype, quant_config=config_of(kind), prefix="mlp.gate_up_proj"
-        )
-        scales = layer.weight_scale_inv if kind == "block" else layer.weight_scale
-        for shard, (packed, scale) in enumerate(parts):
-            layer.weight.weight_loader(layer.weight, packed, shard)
-            scales.weight_loader(scales, scale, shard)
-        layer.quant_method.process_weights_after_loading(layer)
-        x = torch.randn(3, INPUT, dtype=dtype)
-        got, _ = layer(x)
-    weight = torch.cat([dequantised(*part) for part in parts]).to(dtype)
-    assert torch.equal(layer.weight, weight) and type(layer.quant_method) is UnquantizedLinearMethod
-    torch.testing.assert_close(got, F.linear(x, weight))
+    weight = torch.randn(32, 48)
+    parts, dense = awq(weight)
+    theirs = awq_dequantize_decomposition(parts["qweight"], parts["scales"].float(), parts["qzeros"])
+    assert torch.equal(theirs.t(), dense)
+    parts, dense = gptq(weight, act_order=False)
+    assert torch.equal(unpack_and_dequant_gptq(parts["qweight"], parts["qzeros"], parts["scales"].float()), dense)
+
+
+@pytest.mark.parametrize("flag", [None, "unquant", "awq"])
+def test_the_host_sees_a_plain_model(flag: str | None) -> None:
+    """Fails where the host makes quantised layers, for which it has no kernel, or where a second reading of the same
+    config has forgotten how the weights are packed."""
+    config = model_config(AWQ, flag)
+    for _ in range(2):
+        quantization._verify_quantization(unseen, config)
+        assert config.quantization is None and config.hf_config.quantization_config is None
+        assert packing_of(config.hf_config).method == "awq"
+
+
+@pytest.mark.parametrize(
+    ("described", "flag"),
+    [(None, None), (None, "fp8"), ({"quant_method": "quark"}, None), (AWQ, "fp8"), ({**AWQ, "bits": 3}, None)],
+    ids=str,
+)
+def test_the_rest_is_the_hosts(described: Any, flag: str | None) -> None:
+    """Fails where weights that we cannot make dense pass for plain ones, or a plain checkpoint for a packed one."""
+    config = model_config(described, flag)
+    quantization._verify_quantization(unseen, config)
+    assert config.quantization == "the host's" and config.hf_config.quantization_config == described
+
+
+def test_updates_are_refused_and_loads_are_dense() -> None:
+    """Fails where an update could read quantised tensors as plain ones, or a plain model cannot be updated."""
+    described = {"quant_method": "fp8"}
+    loaded = [("a.weight", torch.ones(2, 3).to(torch.float8_e4m3fn)), ("a.weight_scale", torch.tensor(2.0))]
+    for config, count in ((model_config(described), 1), (model_config(None), 2)):
+        model = torch.nn.Module()
+        got = list(quantization._load_dense(lambda *_: iter(loaded), None, config, model))
+        assert len(got) == count and hasattr(model, "_derived_weight_cache_error") == (count == 1)
+        if count == 1:
+            assert got[0][0] == "a.weight" and torch.equal(got[0][1], torch.full((2, 3), 2.0))
 
 
 def test_plain_weights_are_rounded() -> None:
     """Fails where `--quantization fp8` leaves a plain checkpoint as it is, or changes it by more than FP8's error."""
     torch.manual_seed(0)
     with configured(), one_rank():
-        layer = MergedColumnParallelLinear(INPUT, SIZES, bias=False, quant_config=config_of("online"), prefix="x")
+        layer = MergedColumnParallelLinear(INPUT, SIZES, bias=False, quant_config=RoundedToFp8(), prefix="x")
         weight = torch.randn(sum(SIZES), INPUT)
         layer.weight.data.copy_(weight)
         layer.quant_method.process_weights_after_loading(layer)
@@ -76,51 +90,45 @@ def test_plain_weights_are_rounded() -> None:
     assert error.max() > 0 and (error <= weight.abs() / 16 + weight.abs().max() / 448).all()
 
 
-def test_skipped_layers_stay_plain() -> None:
-    """Fails where a layer that the checkpoint keeps in full precision is read as FP8."""
-    ignored = [f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj")]
-    config = DenseFp8Config(is_checkpoint_fp8_serialized=True, ignored_layers=ignored)
-    with configured(), one_rank():
-        layer = MergedColumnParallelLinear(
-            INPUT, SIZES, bias=False, quant_config=config, prefix="model.layers.0.mlp.gate_up_proj"
-        )
-    assert layer.weight.dtype == torch.get_default_dtype()
-
-
-@pytest.mark.parametrize("kind", ["block", "tensor", "online"])
-def test_experts(kind: str) -> None:
-    """Fails where an expert gets another expert's scale, or the up projection the gate's."""
+def test_plain_experts_are_rounded() -> None:
+    """Fails where an expert stays as it is, or is rounded with another expert's scale."""
     torch.manual_seed(0)
     experts, hidden, inner = 3, 32, 16
     layer = torch.nn.Module()
     layer.moe_tp_size, layer.moe_runner_config = 1, SimpleNamespace(is_gated=True)
+    sizes = torch.tensor([1.0, 30.0, 900.0]).view(3, 1, 1)
     with configured():
-        method = DenseFp8MoEMethod(config_of(kind))
+        method = RoundedMoEMethod()
         method.create_weights(layer, experts, hidden, inner, torch.float32)
-        expected = {}
-        for name, shapes in (("w13_weight", [(inner, hidden)] * 2), ("w2_weight", [(hidden, inner)])):
-            whole = []
-            for expert in range(experts):
-                parts = [(expert + 1) * (part + 2) * torch.randn(shape) for part, shape in enumerate(shapes)]
-                packed = [(part, torch.ones(())) if kind == "online" else quantised(part, kind) for part in parts]
-                getattr(layer, name).data[expert] = torch.cat([values for values, _ in packed])
-                if kind == "block":
-                    getattr(layer, f"{name}_scale_inv").data[expert] = torch.cat([scales for _, scales in packed])
-                elif kind == "tensor":
-                    getattr(layer, f"{name}_scale").data[expert] = torch.stack([s for _, s in packed]).squeeze()
-                whole.append(torch.cat([dequantised(*part) for part in packed]))
-            expected[name] = torch.stack(whole)
+        before = {name: sizes * torch.randn(getattr(layer, name).shape) for name in ("w13_weight", "w2_weight")}
+        for name, weight in before.items():
+            getattr(layer, name).data.copy_(weight)
         method.process_weights_after_loading(layer)
-    for name, weight in expected.items():
-        tolerance = weight.abs().amax((1, 2), keepdim=True) / 16 if kind == "online" else 0
-        assert ((getattr(layer, name) - weight).abs() <= tolerance).all()
+    for name, weight in before.items():
+        error = (getattr(layer, name) - weight).abs()
+        assert (error.amax((1, 2)) > 0).all()
+        assert (error <= weight.abs() / 16 + weight.abs().amax((1, 2), keepdim=True) / 448).all()
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "mxfp4", "compressed-tensors", "modelopt_fp4", "w8a8_int8", "gguf"])
+@pytest.mark.parametrize("method", ["modelopt_fp4", "w8a8_int8", "gguf", "bitsandbytes", "quark", "mxfp4"])
 def test_other_methods_are_refused(method: str) -> None:
     """Fails where weights are read that only an accelerator's kernels can multiply by."""
-    with pytest.raises(ValueError, match=f"^the target is quantised by {method}, which needs .* fp8 is served.$"):
-        check(method, "the target")
+    with pytest.raises(ValueError, match=f"^the target is quantised by {method}, which needs .* are served.$"):
+        check({"quant_method": method}, ("Qwen3ForCausalLM",), None, "the target")
     assert CpuPlatform().get_quantization_config(method) is None
-    check("fp8", "the target")
-    check(None, "the target")
+
+
+@pytest.mark.parametrize(("described", "flag"), [(None, "awq"), (AWQ, "fp8"), (None, "gguf")], ids=str)
+def test_a_flag_that_the_checkpoint_does_not_allow(described: Any, flag: str) -> None:
+    """Fails where a plain checkpoint is read as a packed one, or a packed one is packed anew."""
+    with pytest.raises(ValueError, match=f"^the target is to be quantised by {flag}; .* allows: (fp8|awq).$"):
+        check(described, (), flag, "the target")
+
+
+def test_what_is_served_passes() -> None:
+    """Fails where a served method is refused."""
+    check({"quant_method": "mxfp4"}, ("GptOssForCausalLM",), None, "the target")
+    check(AWQ, (), "unquant", "the draft")
+    check(AWQ, (), "AWQ", "the draft")
+    check(None, (), "fp8", "the target")
+    check(None, (), None, "the target")

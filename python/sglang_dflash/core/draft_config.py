@@ -60,7 +60,7 @@ class DraftConfig:
         value_scale: factor of all attention values; None for 1.
         attention_sinks: whether each attention head has a learned sink: a logit that takes part in the softmax and
             has no value.
-        quantization: `quant_method` of the weights; None if they are plain.
+        quantization: what the config says of quantised weights (`quantization_config`); None if they are plain.
         convolution: around attention and MLP of every layer; None: none.
         selector: chooses each draft given the one before it; None: each draft is its row's argmax.
         domino: corrects each row's logits by the drafts before it; None: as they are.
@@ -79,7 +79,7 @@ class DraftConfig:
     gemma_norms: bool = False
     value_scale: float | None = None
     attention_sinks: bool = False
-    quantization: str | None = None
+    quantization: Mapping[str, Any] | None = None
     convolution: Convolution | None = None
     selector: Selector | None = None
     domino: Domino | None = None
@@ -116,7 +116,7 @@ class DraftConfig:
             attention=_layer_attention(merged, num_layers),
             gemma_norms=_flag(config, "use_gemma_norm"),
             value_scale=_value_scale(dflash),
-            attention_sinks=_flag(dflash, "attention_sink_bias"),
+            attention_sinks=_flag(dflash, "attention_sink_bias", null=False),
             quantization=_quantization(config),
             convolution=read_convolution(config, dflash),
             selector=read_selector(config, dflash),
@@ -199,9 +199,10 @@ def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) 
         raise ValueError(f"The draft has LiLiCorr's reranker ({lilicorr[0]}), which we do not serve: {USE_BUILTIN}.")
 
 
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key)
-    if value is not None and type(value) is not bool:
+def _flag(config: Mapping[str, Any], key: str, null: bool = True) -> bool:
+    """null: whether the host takes a null for false."""
+    value = config.get(key, False)
+    if type(value) is not bool and not (null and value is None):
         raise ValueError(f"The draft's {key} is {value!r}; it must be true, false or absent.")
     return bool(value)
 
@@ -213,7 +214,7 @@ def _value_scale(dflash: Mapping[str, Any]) -> float | None:
     return None if value is None else float(value)
 
 
-def _quantization(config: Mapping[str, Any]) -> str | None:
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     described = config.get("quantization_config")
     if not described:
         return None
@@ -224,7 +225,7 @@ def _quantization(config: Mapping[str, Any]) -> str | None:
             "The draft is quantised and has an embedding of its own (has_embed_tokens), which we do not serve: "
             f"{USE_BUILTIN}."
         )
-    return str(described.get("quant_method") or described.get("quant_algo"))
+    return dict(described)
 
 
 def _layer_attention(config: Mapping[str, Any], num_layers: int) -> tuple[LayerAttention, ...]:

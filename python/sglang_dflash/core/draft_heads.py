@@ -79,6 +79,7 @@ def read_convolution(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Co
 def read_selector(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Selector | None:
     """The draft's selector; None if it has none. Arguments and errors as of `read_convolution`."""
     architectures = config.get("architectures")
+    multiplier, softcap = _scores(dflash)
     rank, top_k = _pair(config, dflash, "selector_rank", "selector_top_k")
     needs = architectures is not None and architectures[0] in DFLASH2_ARCHITECTURES
     if needs != bool(rank):
@@ -94,10 +95,6 @@ def read_selector(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Selec
             f"The draft's config has vocab_size={vocab_size!r}; it must be an integer of at least selector_top_k, "
             f"{top_k}."
         )
-    multiplier = _number(dflash, "output_multiplier", 1.0)
-    if multiplier <= 0:
-        raise ValueError(f"dflash_config.output_multiplier is {multiplier}; it must be above 0.")
-    softcap = _number(dflash, "final_logit_softcapping", 0.0)
     return Selector(rank, top_k, vocab_size, multiplier, softcap if softcap > 0 else None)
 
 
@@ -151,6 +148,16 @@ def _pair(config: Mapping[str, Any], dflash: Mapping[str, Any], first: str, seco
             "positive, or neither given."
         )
     return values[first], values[second]
+
+
+def _scores(dflash: Mapping[str, Any]) -> tuple[float, float]:
+    """The factor and the bound of a selector's scores. The host reads both in every draft, and a null only as bound."""
+    multiplier = _number(dflash, "output_multiplier", 1.0)
+    if multiplier <= 0 or dflash.get("output_multiplier", 1.0) is None:
+        raise ValueError(
+            f"dflash_config.output_multiplier is {dflash['output_multiplier']}; it must be a number above 0, or absent."
+        )
+    return multiplier, _number(dflash, "final_logit_softcapping", 0.0)
 
 
 def _number(dflash: Mapping[str, Any], key: str, default: float) -> float:

@@ -199,10 +199,8 @@ def _check_quantization(cfg: Any, draft: DraftConfig) -> None:
     if cpu_platform_in_use():
         from sglang_dflash.host.cpu import quantization
 
-        quantization.check(draft.quantization, "the draft (quantization_config)")
-        quantization.check(
-            cfg.speculative_draft_model_quantization, "the draft (--speculative-draft-model-quantization)"
-        )
+        whose = "the draft (quantization_config, --speculative-draft-model-quantization)"
+        quantization.check(draft.quantization, (), cfg.speculative_draft_model_quantization, whose)
 
 
 def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:

@@ -73,13 +73,14 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
             gated_layers,
             mla,
             model_kernels,
+            quantization,
             recurrent,
             scheduling,
             shims,
             threads,
         )
 
-        modules += [shims, scheduling, deterministic, compiled, threads]
+        modules += [shims, scheduling, deterministic, compiled, threads, quantization]
         modules += [gated_layers, model_kernels, experts, draft_layers, recurrent, mla]
     for module in modules:
         hooks |= module.HOOKS

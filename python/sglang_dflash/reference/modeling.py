@@ -245,9 +245,10 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         """
         revision = kwargs.get("revision")
         where = {key: kwargs[key] for key in ("cache_dir", "local_files_only", "subfolder", "token") if key in kwargs}
-        quantization = DFlashConfig.from_pretrained(name, revision=revision, **where).draft.quantization
-        if quantization is not None:
-            raise ValueError(f"The draft {name} is quantised ({quantization}); here, only plain weights are read.")
+        described = DFlashConfig.from_pretrained(name, revision=revision, **where).draft.quantization
+        if described is not None:
+            method = described.get("quant_method") or described.get("quant_algo")
+            raise ValueError(f"The draft {name} is quantised ({method}); here, only plain weights are read.")
         wanted = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # else transformers raises, and its error names no weight
         model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)

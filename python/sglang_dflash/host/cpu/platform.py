@@ -44,9 +44,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return ATTENTION_BACKEND
 
     def get_quantization_config(self, quantization: str) -> Any:
-        from sglang_dflash.host.cpu.quantization import SERVED  # its imports ask for this platform
+        from sglang_dflash.host.cpu.quantization import ONLINE  # its imports ask for this platform
 
-        return SERVED.get(quantization)
+        return ONLINE.get(quantization)
 
     def support_mamba_cache_extra_buffer(self) -> bool:
         """Whether recurrent layers keep snapshots of their states for the prefix cache (`CpuStateBackend`)."""
