@@ -302,6 +302,23 @@ def test_new_requests_are_taken_for_what_others_are():
             assert (np.mean(shares) > 0.8) if drafted else (np.mean(shares) < 0.3), shares
 
 
+def test_requests_that_leave_cost_no_decision():
+    """Fails where, with nobody drafted, each request that leaves makes the planner decide anew, or where a crowd that
+    has halved is still planned for as it was."""
+    world = World(MACHINES["dear rows"])
+    planner, skills = world.planner(), mix(0, 8)
+    world.run(planner, skills, 200)
+    decide, decided_for = planner._decide, []
+    planner._decide = lambda: (decided_for.append(len(planner._requests)), decide())
+    planner._probe = lambda: None  # after a probe it decides, too
+    while not decided_for:
+        world.step(planner, skills)
+    assert planner._decided == NOTHING
+    for left in (7, 6, 5, 4):
+        world.step(planner, dict(list(skills.items())[:left]))
+    assert decided_for == [8, 4]
+
+
 def assert_sound(step: Step, max_rows: int, candidates: int) -> None:
     """The rows of a plan hang together."""
     planned, drafting = step.planned, step.drafting
