@@ -68,7 +68,7 @@ PAGES_AND_CHUNKS = ["--page-size", "16", "--chunked-prefill-size", "64"]
 ON_ARMS: dict[str, tuple[list[str], dict[str, str]]] = {
     "default": (POOL, TINY_ENVIRONMENT | {"SGLANG_DFLASH_COMPILE": ""}),
     "uncompiled": (POOL, TINY_ENVIRONMENT),
-    "few ids": (POOL, TINY_ENVIRONMENT | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
+    "few ids": (POOL, TINY_ENVIRONMENT | EVERY_WIDTH | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
     "overlap": ([*POOL, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
     "pages": ([*POOL, *PAGES_AND_CHUNKS, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
     "short": ([*POOL, *PAGES_AND_CHUNKS, "--speculative-num-draft-tokens", "4"], TINY_OVERLAPPING | FULL),

@@ -26,13 +26,13 @@ def test_tokens_equal_at_the_default(client: Client, baseline: Baseline, concurr
 def test_tokens_equal_where_the_draft_knows_few_ids(
     client: Client, server: Server, baseline: Baseline, concurrency: int
 ) -> None:
-    """Fails where a token is lost that the draft cannot propose, or where its few ids do not follow what is served: the
-    lowest ids alone are never accepted as often."""
+    """Fails where a token is lost that the draft cannot propose, or its few ids are hardly ever the right ones; in
+    steps of every shape, so with several candidates for a row."""
     answers = client.generate_all(baseline.prompts, concurrency, max_new_tokens=MAX_NEW_TOKENS)
     assert_equal_tokens(answers, baseline.answers, baseline.prompts)
     assert f"The draft chooses among {FEW_IDS} of" in server.log.read_text()
     assert len({token for answer in answers for token in answer.ids}) > 2 * FEW_IDS
-    assert tau(answers) > 1.3
+    assert tau(answers) > 1.1
 
 
 @on_arms("default")

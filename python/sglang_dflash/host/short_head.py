@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SGLANG_DFLASH_DRAFT_VOCAB"
 FEWEST_IDS = 64  # also of a rank: more than a selector has candidates
 PIECE_BYTES = 1 << 19  # of rows that one step copies: a quarter of a millisecond on a CPU
-COUNTED_STEPS = 16  # decode steps whose ids are counted together
+COUNTED_STEPS = 32  # decode steps whose ids are counted together
 
 
 @dataclass(frozen=True, slots=True)
