@@ -21,8 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from sglang_dflash.ops import experts as mixture
-from sglang_dflash.ops import huge_pages, native
+from sglang_dflash.ops import huge_pages, mixture, native
 
 MODELS = {"small": (8, 512, 32, 8, 256), "30b-a3b, 4 layers": (4, 2048, 128, 8, 768)}
 """Layers, hidden size, experts, experts per token, their inner size."""

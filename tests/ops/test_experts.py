@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from sglang_dflash.ops import experts as chosen
 from sglang_dflash.ops import native
-from sglang_dflash.ops.experts import ACTIVATIONS, experts
+from sglang_dflash.ops.mixture import ACTIVATIONS, experts
 
 needs_native = pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -76,7 +76,9 @@ def test_the_native_body_is_the_specification(tokens, count, each, size, inner, 
     ours, theirs = (body(*inputs, activation) for body in (compiled, experts))
     assert (ours.shape, ours.dtype) == (theirs.shape, dtype)
     if tokens:
-        allowed = 2 * (theirs - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+        # The last term: float32 sums whose parts cancel each other.
+        parts = exactly(*(part.abs() for part in inputs), activation).max()
+        allowed = 2 * (theirs - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max() + 2**-22 * parts
         assert (ours - exact).abs().max() <= allowed
 
 

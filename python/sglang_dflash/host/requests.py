@@ -73,8 +73,8 @@ def _complaint(req: Any) -> str | None:
 def _normalize(original: Any, request: Any) -> None:
     """Refuses more answers than a server can make tasks for, and on a CPU videos and audio.
 
-    The host drops them silently where the model or the chat template has no place for them. Its video decoder wants
-    FFmpeg, and pins the frames for an accelerator.
+    The host drops them silently where the model has no place for them. Its video decoder wants FFmpeg, and pins the
+    frames for an accelerator.
 
     Raises:
         ValueError: the host answers it with HTTP 400.

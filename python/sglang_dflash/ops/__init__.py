@@ -1,5 +1,5 @@
 """The public ops. `reference.py` specifies them; `block_conv.py`, `selector.py`, `domino.py` those of draft heads;
-`experts.py` that of a mixture of experts, `tree.py` those over trees of rows, `platt_scaling.py` and `draft_offers.py`
+`mixture.py` that of a mixture of experts, `tree.py` those over trees of rows, `platt_scaling.py` and `draft_offers.py`
 those of a plan.
 
 An op may have torch, native and Triton bodies. `row_argmax`, `accept_chain`, `experts` and the ops over trees choose
@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.ops import draft_offers, platt_scaling, reference, tree
-from sglang_dflash.ops import experts as mixture
+from sglang_dflash.ops import draft_offers, mixture, platt_scaling, reference, tree
 from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention, with_sink
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
 from sglang_dflash.ops.block_conv import grouped_conv
@@ -172,7 +171,7 @@ def accept_chain(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptanc
 def experts(
     x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """See `experts.experts`."""
+    """See `mixture.experts`."""
     body = torch.ops.sglang_dflash.experts.default if serves(x.device, x.dtype) else mixture.experts
     out: torch.Tensor = body(x, up, down, ids, weights, activation)
     return out
