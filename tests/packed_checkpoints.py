@@ -112,7 +112,7 @@ def mxfp4(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
 
 WAYS: dict[str, tuple[Callable[[torch.Tensor], tuple[Parts, torch.Tensor]], dict[str, Any]]] = {
     "awq": (awq, {"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
-    "gptq": (gptq, {"bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
+    "gptq": (gptq, {"bits": 4, "group_size": GROUP, "desc_act": True, "sym": False, "lm_head": True}),
     "compressed-tensors": (
         compressed,
         {
@@ -139,7 +139,8 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], tuple[Parts, torch.Tensor]], dict
 
 
 def pack(folder: Path, plain: Path, method: str) -> None:
-    """Quantises the layers' projections of the checkpoint at `folder`, and writes to `plain` what they then mean."""
+    """Quantises the layers' projections of the checkpoint at `folder`, with GPTQ its head, too. What they then mean is
+    written to `plain`."""
     way, described = WAYS[method]
     tensors = load_file(folder / "model.safetensors")
     packed: Parts = {}
@@ -147,6 +148,7 @@ def pack(folder: Path, plain: Path, method: str) -> None:
     for name, tensor in tensors.items():
         experts = method == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj"))
         linear = method != "mxfp4" and name.endswith("_proj.weight") and ".layers." in name and "vision" not in name
+        linear |= method == "gptq" and name == "lm_head.weight"
         if not experts and not (linear and tensor.shape[1] % GROUP == 0 and tensor.shape[0] % 8 == 0):
             packed[name] = dense[name] = tensor
             continue

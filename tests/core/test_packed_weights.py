@@ -122,6 +122,13 @@ def test_fp8_with_other_scales() -> None:
     assert torch.equal(made(named, config, torch.float32)[1], packed[0].float() * rows)
 
 
+def test_fp8_with_too_many_scales() -> None:
+    """Fails where shards that were padded to whole blocks are read with their neighbours' scales (MiMo's fused
+    projections)."""
+    with pytest.raises(ValueError, match=r"40 x 32 in blocks of \(16, 16\) have \[4, 2\] scales"):
+        dense_fp8(torch.zeros(40, 32).to(torch.float8_e4m3fn), torch.ones(4, 2), torch.float32, (16, 16))
+
+
 def test_parts_in_any_order_and_plain_tensors_between() -> None:
     """Fails where a part of one weight goes to another, a plain tensor is lost, or a weight is kept until the end."""
     first, second = awq(weight(ROWS, COLUMNS)), awq(weight(16, 32))

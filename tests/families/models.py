@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from kimi_k25 import config as kimi_k25_config
 from kimi_k25 import publish as publish_kimi_k25
+from mixed_models import GEMMA_3, MIMO_V2, QWEN2_MOE, publish_mimo_v2
 from mla_models import DEEPSEEK_V3, GLM_FLASH, KIMI_LINEAR, PLAIN_QUERIES, name_dense_layers
 from nemotron_models import NEMOTRON_FAMILIES, NEMOTRON_H, NEMOTRON_H_MOE, publish_nemotron_h
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     DeepseekV3Config,
+    Gemma3TextConfig,
     Gemma4AudioFeatureExtractor,
     Gemma4Config,
     Gemma4ImageProcessor,
@@ -31,10 +33,12 @@ from transformers import (
     Glm4MoeLiteConfig,
     GptOssConfig,
     KimiLinearConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     NemotronHConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen2VLImageProcessor,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
@@ -177,8 +181,8 @@ class Family:
         recurrent: whether it keeps recurrent state.
         sees: whether it reads images.
         taps: layers that its draft reads.
-        remote: whether its processor comes with the checkpoint.
-        packed: the family whose target this is, and the method that quantises it; None: plain weights.
+        remote: whether its processor or its config comes with the checkpoint.
+        packed: the family whose target this is, the method that quantises it, and a seed; None: plain weights.
     """
 
     config: Callable[[], PreTrainedConfig]
@@ -186,7 +190,7 @@ class Family:
     sees: bool = False
     taps: tuple[int, ...] = (0, 2)
     remote: bool = False
-    packed: tuple[str, str] | None = None
+    packed: tuple[str, str, int] | None = None
 
     @property
     def experts(self) -> bool:
@@ -228,6 +232,9 @@ FAMILIES = {
     ),
     # Drafts of Qwen2 and MiniMax-M2 read the last layer here, as NVIDIA's for MiniMax-M2 do.
     "Qwen2": Family(lambda: Qwen2Config(**NO_HEAD_DIM, intermediate_size=96), recurrent=False, taps=(0, 3)),
+    "Qwen2 MoE": Family(lambda: Qwen2MoeConfig(**NO_HEAD_DIM, **QWEN2_MOE), recurrent=False),
+    "Gemma 3": Family(lambda: Gemma3TextConfig(**COMMON, **deepcopy(GEMMA_3)), recurrent=False),
+    "MiMo-V2": Family(lambda: MiMoV2FlashConfig(**deepcopy({**COMMON, **MIMO_V2})), recurrent=False, remote=True),
     "GLM-4": Family(lambda: Glm4Config(**COMMON, intermediate_size=96), recurrent=False),
     "GLM-4 MoE": Family(
         lambda: Glm4MoeConfig(
@@ -282,12 +289,13 @@ FAMILIES = {
     "Qwen3-VL": _wrapper(Qwen3VLConfig, QWEN3_VL, DEEPSTACK, recurrent=False),
     "Qwen3-VL MoE": _wrapper(Qwen3VLMoeConfig, {**QWEN3_VL, **MOE}, DEEPSTACK, recurrent=False),
 }
+# With seed 11, two groups of experts tie in a router of Kimi K2.5 in INT4: at one token their scores differ by 5e-9.
 PACKED = {
-    "gpt-oss in MXFP4": ("gpt-oss", "mxfp4"),
-    "Kimi K2.5 in INT4": ("Kimi K2.5", "compressed-tensors"),
-    "Qwen3.5 MoE in AWQ": ("Qwen3.5 MoE", "awq"),
-    "Qwen3 MoE in GPTQ": ("Qwen3 MoE", "gptq"),
-    "DeepSeek-V3 in FP8": ("DeepSeek-V3", "fp8"),
+    "gpt-oss in MXFP4": ("gpt-oss", "mxfp4", 11),
+    "Kimi K2.5 in INT4": ("Kimi K2.5", "compressed-tensors", 12),
+    "Qwen3.5 MoE in AWQ": ("Qwen3.5 MoE", "awq", 11),
+    "Qwen3 MoE in GPTQ": ("Qwen3 MoE", "gptq", 11),
+    "DeepSeek-V3 in FP8": ("DeepSeek-V3", "fp8", 11),
 }
 FAMILIES |= {name: replace(FAMILIES[packed[0]], packed=packed) for name, packed in PACKED.items()}
 
@@ -297,16 +305,21 @@ def plain_twin(target: Path) -> Path:
     return target.with_name(f"{target.name}-plain")
 
 
-def make_target(family: str, folder: Path) -> Path:
-    """Writes a random target of the family in float32 or quantised, with the embedded pair's tokenizer."""
+def make_target(family: str, folder: Path, seed: int = 11, **changed: Any) -> Path:
+    """Writes a random target of the family in float32 or quantised, with the embedded pair's tokenizer.
+
+    changed: keys of the config.
+    """
     packed = FAMILIES[family].packed
     if packed is not None:
-        pack(make_target(packed[0], folder), plain_twin(folder), packed[1])
+        pack(make_target(packed[0], folder, packed[2]), plain_twin(folder), packed[1])
         return folder
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     sees = FAMILIES[family].sees
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    model = kind.from_config(FAMILIES[family].config()).float()
+    config = FAMILIES[family].config()
+    config.update(changed)
+    model = kind.from_config(config).float()
     for name, weight in model.named_parameters():
         if weight.dim() >= 2 or name.endswith((".bias", "_bias")):
             torch.nn.init.normal_(weight, std=SCALE)
@@ -328,6 +341,8 @@ def make_target(family: str, folder: Path) -> Path:
         publish_kimi_k25(folder, IMAGE)
     if family == "Kimi-Linear":
         name_dense_layers(folder / "model.safetensors")
+    if family == "MiMo-V2":
+        publish_mimo_v2(folder)
     if family in NEMOTRON_FAMILIES:
         publish_nemotron_h(folder)
     return folder

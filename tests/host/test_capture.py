@@ -72,6 +72,42 @@ def test_taps(taps):
         assert [float(state[0, 0]) for state in tapped] == [start + layer + 1 for layer in taps]
 
 
+class Gemma3Layer(torch.nn.Module):
+    """Adds 1 to its residual, before its norm: what enters the next layer is 0, and a residual."""
+
+    def forward(self, *, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        total = hidden_states if residual is None else hidden_states + residual
+        return torch.full_like(total, 0.25), total + 0.75
+
+
+class Gemma3Layers(torch.nn.Module):
+    """As SGLang's loop: a tap is what enters a layer, without the residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Gemma3Layer() for _ in range(3))
+        self.layers_to_capture: list[int] = []
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        tapped, residual = [], None
+        for place, layer in enumerate(self.layers):
+            if place in self.layers_to_capture:
+                tapped.append(hidden)
+            hidden, residual = layer(hidden_states=hidden, residual=residual)
+        return hidden + residual, tapped
+
+
+def test_gemma_3s_taps_have_their_residual():
+    """Fails where the draft reads what a layer adds in the place of what leaves it, or a forward's taps stay for the
+    next."""
+    model = type("Gemma3ForCausalLM", (Qwen2ForCausalLM,), {})()
+    model.model = Gemma3Layers()
+    configure(model, [0, 1])
+    for start in (0.0, 5.0):
+        out, tapped = model.model.forward(torch.full((4, 2), start))
+        assert [float(state[0, 0]) for state in [*tapped, out]] == [start + 1, start + 2, start + 3]
+
+
 def test_parameters_keep_their_names():
     """Fails where SGLang's graph runner or a captured forward no longer finds the input embeddings by name."""
     model = Qwen2ForCausalLM()

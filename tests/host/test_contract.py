@@ -66,6 +66,9 @@ RELIED_ON = [
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.move_kv_cache",
     "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.move_kv_cache",
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._apply_decode_logprobs",
+    # Gemma 3's loop, whose taps lack the residual.
+    "sglang.srt.models.gemma3_causal.Gemma3TextModel.forward",
+    "sglang.srt.models.gemma3_causal.Gemma3DecoderLayer.forward",
     # What a model made dense says to an update; the draft's own way to context KV.
     "sglang.srt.model_executor.model_runner_components.weight_updater._unsupported_derived_weight_cache_error",
     "sglang.srt.models.dflash.DFlashAttention.kv_proj_only",

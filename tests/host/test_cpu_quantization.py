@@ -114,7 +114,7 @@ def test_plain_experts_are_rounded() -> None:
 def test_other_methods_are_refused(method: str) -> None:
     """Fails where weights are read that only an accelerator's kernels can multiply by."""
     with pytest.raises(ValueError, match=f"^the target is quantised by {method}, which needs .* are served.$"):
-        check({"quant_method": method}, ("Qwen3ForCausalLM",), None, "the target")
+        check({"quant_method": method}, ("Qwen3ForCausalLM",), None, "auto", "the target")
     assert CpuPlatform().get_quantization_config(method) is None
 
 
@@ -122,13 +122,19 @@ def test_other_methods_are_refused(method: str) -> None:
 def test_a_flag_that_the_checkpoint_does_not_allow(described: Any, flag: str) -> None:
     """Fails where a plain checkpoint is read as a packed one, or a packed one is packed anew."""
     with pytest.raises(ValueError, match=f"^the target is to be quantised by {flag}; .* allows: (fp8|awq).$"):
-        check(described, (), flag, "the target")
+        check(described, (), flag, "auto", "the target")
 
 
 def test_what_is_served_passes() -> None:
     """Fails where a served method is refused."""
-    check({"quant_method": "mxfp4"}, ("GptOssForCausalLM",), None, "the target")
-    check(AWQ, (), "unquant", "the draft")
-    check(AWQ, (), "AWQ", "the draft")
-    check(None, (), "fp8", "the target")
-    check(None, (), None, "the target")
+    check({"quant_method": "mxfp4"}, ("GptOssForCausalLM",), None, "auto", "the target")
+    check(AWQ, (), "unquant", "safetensors", "the draft")
+    check(AWQ, (), "AWQ", "dummy", "the draft")
+    check(None, (), "fp8", "auto", "the target")
+    check(None, (), None, "runai_streamer", "the target")
+
+
+def test_loaders_that_hand_over_whole_files_are_refused() -> None:
+    """Fails where packed tensors reach plain layers."""
+    with pytest.raises(ValueError, match=r"^the target is quantised by awq and --load-format is runai_streamer; .*\.$"):
+        check(AWQ, (), None, "runai_streamer", "the target")

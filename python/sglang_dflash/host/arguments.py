@@ -200,7 +200,8 @@ def _check_quantization(cfg: Any, draft: DraftConfig) -> None:
         from sglang_dflash.host.cpu import quantization
 
         whose = "the draft (quantization_config, --speculative-draft-model-quantization)"
-        quantization.check(draft.quantization, (), cfg.speculative_draft_model_quantization, whose)
+        load_format = cfg.speculative_draft_load_format or cfg.load_format
+        quantization.check(draft.quantization, (), cfg.speculative_draft_model_quantization, load_format, whose)
 
 
 def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:

@@ -49,6 +49,7 @@ def configure_capture(
     - Kimi-Linear has DSpark's setter alone, with the same meaning.
     - Qwen3-VL's wrapper calls a setter that its language model lacks; what the model captures is `layers_to_capture`.
     - Gemma 4 adds 1 to a forward's positions in place, and we write the draft's KV for the same positions after it.
+    - Gemma 3's loop captures what enters a layer without its residual, once the taps are set: see `_add_residuals`.
     - In most classes, the loop over the layers does not reach the last layer's output: see `_LastTap`.
     """
     if dflash_use_aux_hidden_state and not settings["is_dspark"]:
@@ -71,6 +72,32 @@ def configure_capture(
         dflash_target_layer_ids=dflash_target_layer_ids,
         **settings,
     )
+    if dflash_use_aux_hidden_state and type(model).__name__ == "Gemma3ForCausalLM":
+        _add_residuals(model.model)
+
+
+def _add_residuals(inner: Any) -> None:
+    """Completes what Gemma 3's loop captures by the residual, which the next layer's norm adds.
+
+    inner: the module that runs the layers.
+    """
+    entered: list[torch.Tensor] = []  # of one forward; [T, H] each
+
+    def note(layer: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        entered.append(named["hidden_states"] + named["residual"])
+
+    for layer in inner.layers_to_capture:
+        inner.layers[layer].register_forward_pre_hook(note, with_kwargs=True)
+    original = inner.forward
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        entered.clear()
+        hidden, captured = original(*args, **kwargs)
+        assert len(captured) == len(entered), (len(captured), len(entered))
+        return hidden, list(entered)
+
+    inner.forward = forward
 
 
 def _set_taps(model: Any, layer_ids: list[int]) -> None:

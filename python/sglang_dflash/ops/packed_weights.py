@@ -132,10 +132,17 @@ def dense_fp8(
 
     Returns:
         [..., out, in].
+
+    Raises:
+        ValueError: there are not as many scales as blocks.
     """
     wide = scales.float()
     if block is not None:
         rows, columns = weight.shape[-2:]
+        if scales.shape[-2:] != (-(-rows // block[0]), -(-columns // block[1])):
+            raise ValueError(
+                f"FP8 weights of {rows} x {columns} in blocks of {block} have {list(scales.shape)} scales."
+            )
         wide = wide.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
     return (weight.float() * wide).to(dtype)
 

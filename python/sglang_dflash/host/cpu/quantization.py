@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -143,11 +143,21 @@ ONLINE: dict[str, type[Fp8Config]] = {"fp8": RoundedToFp8}
 """What `--quantization` may ask of a plain checkpoint."""
 
 
-def check(described: Mapping[str, Any] | None, architectures: tuple[str, ...], flag: str | None, whose: str) -> None:
+LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache", "fastsafetensors", "layered", "dummy")
+"""`--load-format` with which the host hands a checkpoint's tensors over one by one, or reads none."""
+
+
+def check(
+    described: Mapping[str, Any] | None,
+    architectures: tuple[str, ...],
+    flag: str | None,
+    load_format: Any,
+    whose: str,
+) -> None:
     """Raises ValueError, in one sentence, if such weights cannot be served on a plain CPU.
 
-    described: the checkpoint's `quantization_config`. flag: what the user asks for. whose: what has them, with the
-    names of its key and its flag.
+    described: the checkpoint's `quantization_config`. flag, load_format: what the user asks for. whose: what has them,
+    with the names of its key and its flag.
     """
     packing = None
     if described:
@@ -155,6 +165,11 @@ def check(described: Mapping[str, Any] | None, architectures: tuple[str, ...], f
             packing = read_packing(described, architectures)
         except ValueError as error:
             raise ValueError(f"{whose} is quantised by {error}.") from None
+        if load_format not in LOAD_FORMATS:
+            raise ValueError(
+                f"{whose} is quantised by {packing.method} and --load-format is {load_format}; on the CPU, such "
+                f"weights are read with {', '.join(LOAD_FORMATS)}."
+            )
     allowed = list(ONLINE) if packing is None else [packing.method]
     if flag is not None and flag.lower() not in (*allowed, "unquant"):
         of_what = "a plain checkpoint" if packing is None else f"a checkpoint quantised by {packing.method}"
@@ -171,7 +186,8 @@ def _check_target(server_args: Any, previous: Any) -> None:
         target = model_config_of(server_args)
         architectures = tuple(target.hf_config.architectures)
         described = _described(target.hf_config)
-        check(described, architectures, target.quantization, "the target (--model-path, --quantization)")
+        load_format = resolving_view(server_args).load_format
+        check(described, architectures, target.quantization, load_format, "the target (--model-path, --quantization)")
         if target.quantization is not None and is_latent(target):
             raise ValueError(
                 f"the target {', '.join(architectures)} has latent attention (MLA), and --quantization is "
