@@ -9,8 +9,8 @@
 
 namespace sglang_dflash {
 
-const Kernels TABLE = {TEXT(ISA), attention_workspace, attend, merge, norm,       norm_rope,   linear,
-                       conv,      delta,               scan,   gated_norm, kLinearRows, kLinearRowsBFloat16, argmax,
-                       top};
+const Kernels TABLE = {TEXT(ISA),  attention_workspace, attend, merge, norm,  norm_rope,
+                       panel_rows, pack_panels,         linear, conv,  delta, scan,
+                       gated_norm, kLinearRows,         kLinearRowsBFloat16,  argmax, top};
 
 }  // namespace sglang_dflash
