@@ -1,5 +1,5 @@
 // Products of few rows with a weight in its stored layout. Each call reads the weight from memory once for all rows.
-// Tiles serve up to 15 rows and what panels (linear_panels.h) leave over.
+// Tiles serve few rows and what panels (linear_panels.h) leave over.
 #pragma once
 
 #include "linear_panels.h"

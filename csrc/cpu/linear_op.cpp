@@ -27,7 +27,7 @@ void multiply_few(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   l.rows = x.size(0), l.inner = x.size(1);
   l.x_stride = rows.stride(0), l.weight_stride = weight.stride(0), l.out_stride = out.stride(0);
   Linear packed = l;
-  packed.rows = l.panel_rows = kernels().panel_rows(l.rows, l.inner);
+  packed.rows = l.panel_rows = kernels().panel_rows(l);
   at::Tensor panels;
   if (l.panel_rows) {
     panels = at::empty({padded(l.panel_rows), padded(l.inner)}, rows.options());

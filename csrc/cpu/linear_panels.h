@@ -16,17 +16,20 @@ constexpr int kPanelVectors = 2;        // vectors of rows that share a broadcas
 constexpr int kPanelColumns = 8;        // with kPanelVectors, 16 accumulators; divides the columns of a work item
 constexpr int64_t kPanelSteps = 32;     // vectors of a weight's row that stay in the L1 cache for all rows
 constexpr int64_t kPanelPass = 128;     // rows that share such weights
-constexpr int64_t kPanelLeast = 9;      // rows that are worth a panel of 16
-constexpr int64_t kPanelInner = 4 * kLanes;  // shorter sums are left to the tiles
+constexpr int64_t kPanelLeast = 9;      // rows that are worth a panel of 16, beside others
+constexpr int64_t kPanelShort = 64;     // inner dimension below which tiles serve any number of rows
+constexpr int64_t kPanelLong = 1024;    // inner dimension from which a tile's weights do not fit the L1 cache
 constexpr int64_t kPanelHeight = kPanelVectors * kLanes;
 constexpr int64_t kPanelArea = kPanelColumns * kPanelHeight;  // sums of a block of columns and a panel
 
 INLINE int64_t steps_of(int64_t inner) { return (inner + kLanes - 1) / kLanes; }
 
-// Rows of a product that panels compute: the first ones. The last vector of rows may be filled up.
-int64_t panel_rows(int64_t rows, int64_t inner) {
-  if (inner < kPanelInner || rows < kLanes) return 0;
-  return rows % kLanes < kPanelLeast ? rows / kLanes * kLanes : rows;
+// The first rows of a product, which panels compute; the last vector of rows may be filled up. Tiles are faster for few
+// rows: packing them, and copying weights, costs the same for any number.
+int64_t panel_rows(const Linear& l) {
+  const int64_t least = l.type == Type::kBFloat16 || l.inner >= kPanelLong ? 32 : 64;
+  if (l.inner < kPanelShort || l.rows < least) return 0;
+  return l.rows % kLanes < kPanelLeast ? l.rows / kLanes * kLanes : l.rows;
 }
 
 // Transposes 16 vectors. Element (i, j) has the number 16 i + j; each round rotates the 8 bits of the numbers by one.
@@ -193,7 +196,7 @@ void panels_of(const Linear& l, int64_t begin, int64_t end) {
 
 #else
 
-int64_t panel_rows(int64_t, int64_t) { return 0; }
+int64_t panel_rows(const Linear&) { return 0; }
 void pack_panels(const Linear&, float*) {}
 template <typename T>
 void panels_of(const Linear&, int64_t, int64_t) {}
