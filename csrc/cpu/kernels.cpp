@@ -10,8 +10,9 @@
 
 namespace sglang_dflash {
 
-const Kernels TABLE = {TEXT(ISA), attention_workspace, attend,     merge,    norm,         norm_rope,   linear,
-                       conv,      delta,               scan,       gated_norm, activate,   weighted_sum,
-                       kLinearRows, kLinearRowsBFloat16, argmax, top};
+const Kernels TABLE = {TEXT(ISA),   attention_workspace, attend,     merge,       norm,
+                       norm_rope,   panel_rows,          pack_panels, linear,     conv,
+                       delta,       scan,                gated_norm,  activate,   weighted_sum,
+                       kLinearRows, kLinearRowsBFloat16, argmax,      top};
 
 }  // namespace sglang_dflash

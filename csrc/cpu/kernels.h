@@ -71,11 +71,12 @@ struct Heads {
 
 struct Linear {
   const float* x;      // [rows, inner]
+  const float* panels;  // the first `panel_rows` rows once more, packed by `pack_panels`
   const void* weight;  // [columns, inner]
   const void* addend;  // [rows, columns] or null; with stride 0, one row for all
   void* out;           // [rows, columns]
   Type type;           // of weight, addend and out
-  int64_t rows, inner, x_stride, weight_stride, addend_stride, out_stride;
+  int64_t rows, panel_rows, inner, x_stride, weight_stride, addend_stride, out_stride;
 };
 
 // Channels of one request's causal convolution; see `causal_conv` in ops/recurrent_reference.py.
@@ -193,6 +194,8 @@ struct Kernels {
   void (*merge)(const Attention&, const AttentionItem&, float*);                // adds up the chunks of a split item
   void (*norm)(const Norm&, int64_t begin, int64_t end);                        // rows
   void (*norm_rope)(const Heads&, int64_t in_row, int64_t out_row, int64_t position);
+  int64_t (*panel_rows)(const Linear&);                                         // the first rows, for panels; 0: none
+  void (*pack_panels)(const Linear&, float* panels);                            // its rows, to a multiple of 16 x 16
   void (*linear)(const Linear&, int64_t begin, int64_t end);                    // columns
   void (*conv)(const Conv&, const ConvItem&, int64_t begin, int64_t end);       // channels
   void (*delta)(const Delta&, const StateItem&);                                // at most kStateRows value dimensions

@@ -1,7 +1,8 @@
 // Products of few rows with a weight in its stored layout. Each call reads the weight from memory once for all rows.
+// Tiles serve few rows and what panels (linear_panels.h) leave over.
 #pragma once
 
-#include "vec.h"
+#include "linear_panels.h"
 
 namespace sglang_dflash {
 namespace {
@@ -95,12 +96,26 @@ void linear_of(const Linear& l, int64_t begin, int64_t end) {
   }
 }
 
-// Computes columns begin .. end - 1 of the result.
+// Computes columns begin .. end - 1 of the result: panels compute the first rows, tiles the others.
+template <typename T>
+void linear_in_two(const Linear& l, int64_t begin, int64_t end) {
+  Linear few = l;
+  if (l.panel_rows) {
+    few.rows = l.panel_rows;
+    panels_of<T>(few, begin, end);
+    few.rows = l.rows - l.panel_rows;
+    few.x += l.panel_rows * l.x_stride;
+    few.out = static_cast<T*>(l.out) + l.panel_rows * l.out_stride;
+    if (l.addend) few.addend = static_cast<const T*>(l.addend) + l.panel_rows * l.addend_stride;
+  }
+  if (few.rows) linear_of<T>(few, begin, end);
+}
+
 void linear(const Linear& l, int64_t begin, int64_t end) {
   if (l.type == Type::kFloat)
-    linear_of<float>(l, begin, end);
+    linear_in_two<float>(l, begin, end);
   else
-    linear_of<BFloat16>(l, begin, end);
+    linear_in_two<BFloat16>(l, begin, end);
 }
 
 }  // namespace

@@ -252,7 +252,7 @@ def test_a_worker_counts_what_it_serves(worker: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "wrapped", "words"),
     [
-        ("16", False, "among 16 of this rank's ids, the likeliest (0.0 MB of the target's head); SGLANG_DFLASH_DRAFT"),
+        ("16", False, "among 16 of this rank's ids, the likeliest (0.0 MB of the target's head); "),
         ("16", True, "among all 64 ids, because LoRA adapters wrap the target's head."),
         ("full", True, "among all 64 ids."),
         ("64", False, "among all 64 ids."),

@@ -55,16 +55,17 @@ def test_it_is_the_product(rows, inner, columns, dtype, adds):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inner", "columns"), [(256, 1152), (37, 53), (1024, 100)])
+@pytest.mark.parametrize(("inner", "columns"), [(256, 1152), (37, 53), (1024, 100), (600, 61)])
 def test_a_rows_bits_depend_on_it_alone(inner, columns, dtype):
-    """Fails where the shape of a tile, the threads or other rows change the rounding of a sum."""
-    x, weight, bias = drawn(128, inner, columns, dtype)
-    alone = torch.cat([linear(x[i : i + 1], weight, bias) for i in range(128)])
+    """Fails where the shape of a tile, a panel that sums or folds in another order than a tile, the threads or other
+    rows change the rounding of a sum."""
+    x, weight, bias = drawn(160, inner, columns, dtype)
+    alone = torch.cat([linear(x[i : i + 1], weight, bias) for i in range(160)])
     threads = torch.get_num_threads()
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            for rows in (2, 3, 4, 5, 7, 8, 9, 16, 17, 24, 31, 33, 64, 65, 128):
+            for rows in (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 40, 48, 57, 64, 65, 128, 145, 160):
                 assert torch.equal(linear(x[:rows], weight, bias), alone[:rows]), (count, rows)
     finally:
         torch.set_num_threads(threads)
