@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from sglang_dflash.host.arguments import VISION_TARGETS
+from sglang_dflash.host.capture import EMBEDDING_ADDED
 from sglang_dflash.host.cpu.compiled import BY_DEFAULT
 from sglang_source import SGLANG
 
@@ -104,10 +105,11 @@ def _methods() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("target", TARGETS, ids=[target["name"] for target in TARGETS])
 def test_sglang_can_tap_its_classes(target: dict[str, Any]) -> None:
-    """Fails where SGLang has no such class, where neither it nor we can set its taps, or where the table is wrong about
-    SGLang's own worker, which needs its own setter."""
+    """Fails where SGLang has no such class, where neither it nor we can set its taps or get its embedding, or where the
+    table is wrong about SGLang's own worker, which needs its own setter."""
     methods = [_methods()[name] for name in target["classes"]]
     assert all(SETTER in own or own & ADDED for own in methods)
+    assert all("get_input_embeddings" in own or own & EMBEDDING_ADDED for own in methods)
     if target["builtin"].startswith("yes"):
         assert all(SETTER in own for own in methods)
     if "lack" in target["builtin"] and "MoE alone" not in target["builtin"]:

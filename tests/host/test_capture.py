@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
 
-from sglang_dflash.host.capture import LAST_TAP_ADDED, check_taps, configure_capture, final_norm
+from sglang_dflash.host.capture import LAST_TAP_ADDED, check_taps, configure_capture, embedding_of, final_norm
 from sglang_source import SGLANG
 
 
@@ -70,6 +70,15 @@ def test_taps(taps):
         out, tapped = model.model.forward(torch.full((4, 2), start))
         assert torch.equal(out, torch.full((4, 2), (start + 3) * 10))
         assert [float(state[0, 0]) for state in tapped] == [start + layer + 1 for layer in taps]
+
+
+def test_qwen2_moe_hands_out_its_embedding():
+    """Fails where the start ends in an AttributeError of ours, after the weights were read."""
+    model = type("Qwen2MoeForCausalLM", (Qwen2ForCausalLM,), {})()
+    model.model.embed_tokens = torch.nn.Embedding(3, 2)
+    assert embedding_of(model) is model.model.embed_tokens
+    model = SimpleNamespace(get_input_embeddings=lambda: "its own")
+    assert embedding_of(model) == "its own"
 
 
 class Gemma3Layer(torch.nn.Module):

@@ -28,6 +28,14 @@ LAST_TAP_ADDED = {
     "Qwen3ForCausalLM",
 }
 
+EMBEDDING_ADDED = frozenset({"ExaoneMoEForCausalLM", "Qwen2MoeForCausalLM"})
+"""Classes that do not hand out their embedding."""
+
+
+def embedding_of(model: Any) -> Any:
+    """The target's embedding, which the draft reads, too."""
+    return model.model.embed_tokens if type(model).__name__ in EMBEDDING_ADDED else model.get_input_embeddings()
+
 
 def check_taps(architectures: list[str], num_layers: int, layer_ids: tuple[int, ...]) -> None:
     """Raises ValueError, in one sentence, if the draft reads the last layer of a target that cannot give it."""

@@ -31,6 +31,7 @@ from sglang.srt.speculative.spec_utils import draft_pp_context
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block
+from sglang_dflash.host.capture import embedding_of
 from sglang_dflash.host.context_kv import ContextKVWriter, DeferredRows
 from sglang_dflash.host.draft_heads import head_of
 from sglang_dflash.host.draft_input import known_kv_lens
@@ -80,7 +81,7 @@ class DraftRunner:
             for layer in self.model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False  # Triton, also without CUDA (models/dflash.py:383)
         target_model = target_runner.model
-        self._embed = _lookup(unwrap_lora_layer(target_model.get_input_embeddings()))  # LoRA is for the target only
+        self._embed = _lookup(unwrap_lora_layer(embedding_of(target_model)))  # LoRA is for the target only
         scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
         self._embed_scale = float(scale()) if scale else 1.0
         self._mask_rows: torch.Tensor | None = None
