@@ -129,6 +129,12 @@ def test_fp8_with_too_many_scales() -> None:
         dense_fp8(torch.zeros(40, 32).to(torch.float8_e4m3fn), torch.ones(4, 2), torch.float32, (16, 16))
 
 
+def test_fp8_with_a_flat_row_of_scales() -> None:
+    """Fails where scales without a second dimension are taken for those of columns, which fits square weights."""
+    with pytest.raises(ValueError, match=r"shape \[32, 32\] have scales of shape \[32\]"):
+        dense_fp8(torch.zeros(32, 32).to(torch.float8_e4m3fn), torch.ones(32), torch.float32, None)
+
+
 def test_parts_in_any_order_and_plain_tensors_between() -> None:
     """Fails where a part of one weight goes to another, a plain tensor is lost, or a weight is kept until the end."""
     first, second = awq(weight(ROWS, COLUMNS)), awq(weight(16, 32))

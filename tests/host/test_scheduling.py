@@ -70,17 +70,20 @@ def test_overlap_and_plain_decoding_keep_the_hosts_way():
     assert asked == [{"overlap": True}, {"overlap": False}]
 
 
-def test_the_profilers_span_of_a_copy():
-    """Fails where a result is not copied, or where the span of a running profiler is lost."""
+def test_the_profilers_span_of_a_copy(monkeypatch):
+    """Fails where a result is not copied, where the span of a running profiler is lost, or where another plugin's hook
+    around the copy is left out."""
+    assert scheduling.UNRECORDED is not None, "the host opens no span any more"
     calls = []
+    monkeypatch.setattr(scheduling, "UNRECORDED", lambda *args: calls.append("plain"))
 
     def original(*args):
-        calls.append("recorded")
+        calls.append("original")
 
-    original.__wrapped__ = lambda *args: calls.append("plain")
     result = GenerationBatchResult(logits_output=None, can_run_cuda_graph=False)
+    scheduling.copy_unrecorded(original, result, False)  # another hook, or a copy without a span
+    original.__wrapped__ = scheduling.UNRECORDED
     scheduling.copy_unrecorded(original, result, False)
     with torch.autograd.profiler.profile():
         scheduling.copy_unrecorded(original, result, False)
-    assert calls == ["plain", "recorded"]
-    assert hasattr(GenerationBatchResult.copy_to_cpu, "__wrapped__"), "the host opens no span any more"
+    assert calls == ["original", "plain", "original"]

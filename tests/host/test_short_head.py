@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from stand_in_worker import BATCH, COLUMNS, decode_batch, prefill_batch, worker_of
 from stand_in_worker import VOCAB as WORKER_VOCAB
@@ -179,7 +180,7 @@ def test_new_weights_of_the_target_are_taken_up() -> None:
 
     def follow() -> None:
         followed.append(1)
-        short.take_up()
+        short.mark_stale()
 
     def runner(update: Callable[[], Any]) -> SimpleNamespace:
         return SimpleNamespace(weight_updater=SimpleNamespace(update=update), check_weights=None)
@@ -200,6 +201,7 @@ def test_new_weights_of_the_target_are_taken_up() -> None:
             short.weight.zero_()
             runners = dict(weights._select_runners(original, manager, selector))
             runners["target"].weight_updater.update()
+            short.exchange()
             assert torch.equal(short.weight, new[short.ids])
 
 
@@ -249,6 +251,19 @@ def test_a_worker_counts_what_it_serves(worker: Any) -> None:
     assert [int(counts[one]) for one in (40, 50, 51, 52, 53)] == [1, 1, 1, 0, 1], "52 came before its request was known"
 
 
+def test_requests_that_end_at_once_are_let_go(worker: Any) -> None:
+    """Fails where requests that never come to a decode step are kept for good, or their one token is not counted."""
+    short = worker._draft.short_head
+    counts = short._vocabulary._counts
+    for turn in range(200):
+        req = make_req(str(turn), 0, WORKER_VOCAB, prompt=[40])
+        short.see_prompts([req])
+        req.output_ids.append(50)
+        req.to_finish = req.finished_reason = FINISH_LENGTH(1)
+    assert len(short._followed) == 1
+    assert [int(counts[one]) for one in (40, 50)] == [200, 199]
+
+
 @pytest.mark.parametrize(
     ("value", "wrapped", "words"),
     [
@@ -275,7 +290,7 @@ def test_the_start_says_how_many(
 def test_special_ids() -> None:
     """Fails where the ids that end an answer are not the first to be kept, or a server without a tokenizer ends."""
     config = SimpleNamespace(model_config=SimpleNamespace(hf_eos_token_id={7, 3}))
-    tokenizer = SimpleNamespace(all_special_ids=[9], get_added_vocab=lambda: {"b": 12, "a": 11})
+    tokenizer = SimpleNamespace(all_special_ids=[9, None], get_added_vocab=lambda: {"b": 12, "a": 11})
     assert special_ids(SimpleNamespace(tokenizer=tokenizer, model_runner=config)) == [3, 7, 9, 11, 12]
     assert special_ids(SimpleNamespace(tokenizer=None, model_runner=config)) == [3, 7]
 

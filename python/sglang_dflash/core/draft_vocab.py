@@ -55,8 +55,8 @@ def read_ids(text: str, vocab_size: int) -> list[int]:
 class DraftVocabulary:
     """N places for ids of a span of the vocabulary, and what was seen of the span's ids.
 
-    Afterwards and at any time, the places hold the kept ids and those with the largest counts; of equal counts, the one
-    that comes first in the initial order. What changes comes out in bounded pieces (`next_swaps`), the likeliest first.
+    Once all swaps are taken, the places hold the kept ids and those with the largest counts; of equal counts, the one
+    that comes first in the initial order. Swaps come out in bounded pieces (`next_swaps`), the likeliest first.
     After counts were halved, ids that tied anew keep their places until one of them is seen.
 
     Ids of the span are numbered from 0.

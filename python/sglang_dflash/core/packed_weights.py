@@ -131,7 +131,7 @@ def _gptq(described: Mapping[str, Any]) -> Packing:
         )
     parts = {".qweight": "qweight", ".qzeros": "qzeros", ".scales": "scales"}
     dropped: tuple[str, ...] = (".g_idx",)
-    if described.get("desc_act"):
+    if described.get("desc_act", True):  # if nothing is said, the order of the inputs may differ
         parts, dropped = {**parts, ".g_idx": "groups"}, ()
     suffixes = {suffix: (".weight", part) for suffix, part in parts.items()}
     dense = partial(dense_gptq, bits=bits, zero_offset=int(layout == "gptq"))

@@ -100,10 +100,12 @@ def _add_residuals(inner: Any) -> None:
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        entered.clear()
-        hidden, captured = original(*args, **kwargs)
-        assert len(captured) == len(entered), (len(captured), len(entered))
-        return hidden, list(entered)
+        try:
+            hidden, captured = original(*args, **kwargs)
+            assert len(captured) == len(entered), (len(captured), len(entered))
+            return hidden, list(entered)
+        finally:
+            entered.clear()  # nothing may hold a prompt's taps for longer
 
     inner.forward = forward
 

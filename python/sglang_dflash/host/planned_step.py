@@ -130,7 +130,8 @@ class PlannedStep:
     @staticmethod
     def row_counts(plan: VerifyPlan, accepted: ops.TreeAcceptance) -> torch.Tensor:
         """[B] int32: the rows of each request that the target has verified."""
-        return accepted.commit_lens if plan.width == 1 else torch.tensor(plan.lens, dtype=torch.int32)
+        ones = accepted.commit_lens
+        return ones if plan.width == 1 else torch.tensor(plan.lens, dtype=torch.int32)
 
     def end(self, accepted: ops.TreeAcceptance) -> None:
         self._policy.end(accepted.path, accepted.commit_lens)

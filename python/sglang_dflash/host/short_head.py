@@ -70,7 +70,8 @@ def special_ids(target_worker: Any) -> list[int]:
     if tokenizer is None:  # --skip-tokenizer-init
         return ends
     added = getattr(tokenizer, "get_added_vocab", dict)()  # the host's tiktoken class has none
-    return [*ends, *getattr(tokenizer, "all_special_ids", ()), *sorted(added.values())]
+    special = [one for one in getattr(tokenizer, "all_special_ids", ()) if one is not None]
+    return [*ends, *special, *sorted(added.values())]
 
 
 class ShortHead:
@@ -89,6 +90,7 @@ class ShortHead:
         self._piece = max(1, PIECE_BYTES // (source.shape[1] * source.element_size()))  # rows
         self._followed: dict[int, tuple[Any, int]] = {}  # id of a `Req` -> it, and how many of its answer are counted
         self._steps = 0
+        self._stale = False
         self.take_up()
 
     def _move_to_huge_pages(self) -> None:
@@ -103,13 +105,21 @@ class ShortHead:
     def num_bytes(self) -> int:
         return self.weight.numel() * self.weight.element_size()
 
+    def mark_stale(self) -> None:
+        """The target's weights have changed. The next exchange copies all rows anew: an update may have many parts, and
+        on an accelerator only an exchange runs on the forwards' stream."""
+        self._stale = True
+
     def take_up(self) -> None:
-        """Copies all rows anew: the target's weights have changed."""
+        """Copies all rows anew."""
         with torch.no_grad():
             torch.index_select(self._lm_head.weight, 0, self.ids, out=self.weight)
+        self._stale = False
 
     def exchange(self) -> None:
         """Between two forwards: copies the rows of some ids that have become likelier than others."""
+        if self._stale:
+            self.take_up()
         swaps = self._vocabulary.next_swaps(self._piece)
         if swaps is None:
             return
@@ -119,11 +129,15 @@ class ShortHead:
             self.ids.index_copy_(0, places, ids)
 
     def see_prompts(self, reqs: Sequence[Any]) -> None:
-        """Counts the prompts of the host's requests that are prefilled now."""
+        """Counts the prompts of the host's requests that are prefilled now, and the answers of those that have ended:
+        where requests end at their first token, no decode step counts them."""
+        ended = [key for key, (req, _) in self._followed.items() if req.finished()]
+        seen = [self._emitted(*self._followed.pop(key)) for key in ended]
         new = [req for req in reqs if id(req) not in self._followed]
         self._followed |= {id(req): (req, len(req.output_ids)) for req in new}
-        if new:
-            self._vocabulary.count(np.concatenate([np.array(req.origin_input_ids) for req in new]))
+        seen += [np.array(req.origin_input_ids, dtype=np.int64) for req in new]
+        if seen:
+            self._vocabulary.count(np.concatenate(seen))
 
     def see_answers(self, reqs: Sequence[Any]) -> None:
         """Counts, every few steps, what the running requests have emitted, and those that have left."""
@@ -131,8 +145,12 @@ class ShortHead:
         if self._steps < COUNTED_STEPS:
             return
         self._steps = 0
-        emitted: list[int] = []
-        for req, counted in self._followed.values():
-            emitted += req.output_ids[counted:]
+        emitted = [self._emitted(*followed) for followed in self._followed.values()]
         self._followed = {id(req): (req, len(req.output_ids)) for req in reqs}
-        self._vocabulary.count(emitted)
+        if emitted:
+            self._vocabulary.count(np.concatenate(emitted))
+
+    @staticmethod
+    def _emitted(req: Any, counted: int) -> np.ndarray:
+        """What a request has emitted and is not counted yet."""
+        return np.array(req.output_ids[counted:], dtype=np.int64)

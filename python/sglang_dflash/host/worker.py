@@ -102,7 +102,7 @@ class DFlashWorker(BaseSpecWorker):
     def follow_target(self) -> None:
         """Called after each update of the target's weights."""
         if self._draft.short_head is not None:
-            self._draft.short_head.take_up()
+            self._draft.short_head.mark_stale()
 
     def alloc_memory_pool(
         self,
@@ -172,11 +172,11 @@ class DFlashWorker(BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
         self._sampler.prefill(batch)
-        if self._draft.short_head is not None:
-            self._draft.short_head.see_prompts(batch.reqs)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
+        if self._draft.short_head is not None:  # on the host, while an accelerator runs the forward
+            self._draft.short_head.see_prompts(batch.reqs)
         kv_plan, result.kv_loc_plan = result.kv_loc_plan, None
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
@@ -194,8 +194,6 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(self, batch: Any, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())  # allocated on the schedule stream
-        if self._draft.short_head is not None:
-            self._draft.short_head.see_answers(batch.reqs)
         if self._planned is not None:
             plan, kv_plan, forward_batch = *self._planned.propose(batch), None
         else:
@@ -203,6 +201,8 @@ class DFlashWorker(BaseSpecWorker):
         grammar_tree = self._sampler.grammar_tree(batch, plan)
         with spec_stage_span("verify"):
             target = self._verify(plan, forward_batch, batch, kv_plan)
+        if self._draft.short_head is not None:
+            self._draft.short_head.see_answers(batch.reqs)
         out = target.logits_output
         accepted = self._accept(plan, batch, out, grammar_tree, grammar_barrier)
         self._sampler.commit(batch, accepted.out_ids, accepted.commit_lens)

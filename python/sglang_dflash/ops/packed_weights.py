@@ -134,7 +134,7 @@ def dense_fp8(
         [..., out, in].
 
     Raises:
-        ValueError: there are not as many scales as blocks.
+        ValueError: there are not as many scales as blocks, or they are not those of rows.
     """
     wide = scales.float()
     if block is not None:
@@ -144,6 +144,8 @@ def dense_fp8(
                 f"FP8 weights of {rows} x {columns} in blocks of {block} have {list(scales.shape)} scales."
             )
         wide = wide.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
+    elif scales.numel() > 1 and (scales.dim() != weight.dim() or scales.shape[-1] != 1):
+        raise ValueError(f"FP8 weights of shape {list(weight.shape)} have scales of shape {list(scales.shape)}.")
     return (weight.float() * wide).to(dtype)
 
 

@@ -129,6 +129,8 @@ def _install_target(runner: Any) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         """Models pass arguments by position or by name; the first four are ids, positions, batch and embeddings."""
         named = [kwargs[name] for name in names[len(args) :] if name in kwargs]
+        if len(named) < len(kwargs):  # an argument that the trace does not know
+            return original(*args, **kwargs)
         ids, positions, batch, *others = *args, *named
         rows = others.pop(0) if sees and others else ids
         traced = rows is not None and positions.dim() == 1 + sections and not any(other is not None for other in others)

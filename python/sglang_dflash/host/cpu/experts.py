@@ -9,7 +9,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dflash import ops
 
-MAX_ROWS = 128  # of an expert, on average: a prompt's; above it torch's BLAS multiplies faster
+MAX_ROWS = 128  # rows of an expert, on average; with more, as in long prompts, torch's BLAS is faster
 
 
 def run_experts(original: Any, layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:

@@ -57,7 +57,8 @@ def _verify_quantization(original: Any, model_config: Any) -> None:
         packing = packing_of(hf_config)
     except ValueError:
         packing = None  # `check` refuses it, in the main process
-    if packing is None or model_config.quantization not in (None, "unquant", packing.method):
+    flag = model_config.quantization
+    if packing is None or (flag is not None and flag.lower() not in ("unquant", packing.method)):
         return original(model_config)
     setattr(hf_config, DESCRIBED, _described(hf_config))
     hf_config.quantization_config = hf_config.compression_config = None
@@ -143,7 +144,7 @@ ONLINE: dict[str, type[Fp8Config]] = {"fp8": RoundedToFp8}
 """What `--quantization` may ask of a plain checkpoint."""
 
 
-LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache", "fastsafetensors", "layered", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache", "layered", "dummy")
 """`--load-format` with which the host hands a checkpoint's tensors over one by one, or reads none."""
 
 

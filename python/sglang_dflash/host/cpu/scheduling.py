@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookType
 
 FIELDS = tuple(field.name for field in dataclasses.fields(ScheduleBatch))
+UNRECORDED = getattr(GenerationBatchResult.copy_to_cpu, "__wrapped__", None)
+"""The host's copy without its span; this file is imported before any hook is applied."""
 
 
 class Isolation(AbstractContextManager[None]):
@@ -51,7 +54,8 @@ def isolate(original: Any, scheduler: Any, batch: Any, *, overlap: bool) -> Abst
 
 def copy_unrecorded(original: Any, result: Any, *args: Any, **kwargs: Any) -> None:
     """The host opens a profiler's span around this copy even where no profiler runs."""
-    copy_to_cpu = original if torch.autograd._profiler_enabled() else original.__wrapped__
+    spanned = UNRECORDED is not None and getattr(original, "__wrapped__", None) is UNRECORDED  # no other plugin's hook
+    copy_to_cpu = UNRECORDED if spanned and not torch.autograd._profiler_enabled() else original
     copy_to_cpu(result, *args, **kwargs)
 
 
