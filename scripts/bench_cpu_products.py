@@ -3,8 +3,9 @@
 A round multiplies the same number of rows by every weight once, so weights come from cache or memory as in a real
 forward. A server does other work between two rounds, and on a shared machine other programs may then use the last-level
 cache: `--pause-ms` waits as long before each round. Weights lie on huge pages as in a server
-(`SGLANG_DFLASH_HUGE_PAGES=0` leaves them on small pages). The two arms alternate. Prints per row count: median
-milliseconds per round of each arm, the ratio with its range, GFLOP/s, the weight bytes read per second (each weight
+(`SGLANG_DFLASH_HUGE_PAGES=0` leaves them on small pages). The arms alternate. `--openvino` adds OpenVINO (`pip install
+openvino`), as an engine that others have tuned: one compiled chain of the same products. Prints per row count: median
+milliseconds per round of each arm, the ratios with their ranges, GFLOP/s, the weight bytes read per second (each weight
 counted once), and the time relative to the first row count. The last line is JSON.
 """
 
@@ -32,16 +33,47 @@ MODELS = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def round_s(product: Any, weights: list[torch.Tensor], inputs: dict[int, torch.Tensor], pause_s: float) -> float:
+class OpenVino:
+    """The products of `weights` as one compiled chain: each takes the first columns of the result before."""
+
+    def __init__(self, weights: list[torch.Tensor], threads: int) -> None:
+        import openvino
+        from openvino import opset13 as opset
+
+        kind = {torch.float32: openvino.Type.f32, torch.bfloat16: openvino.Type.bf16}[weights[0].dtype]
+        first = h = opset.parameter([-1, weights[0].shape[1]], openvino.Type.f32)
+        for weight in weights:
+            columns = [opset.constant([n]) for n in (0, weight.shape[1], 1, 1)]
+            used = h if weight is weights[0] else opset.slice(h, *columns)
+            h = opset.matmul(used, opset.constant(weight.float().numpy()), False, True)
+        hints = {"INFERENCE_PRECISION_HINT": kind, "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
+        model = openvino.Model([h], [first], "products")
+        self._request = openvino.Core().compile_model(model, "CPU", hints).create_infer_request()
+
+    def round_s(self, x: torch.Tensor, pause_s: float) -> float:
+        begin = wait(pause_s)
+        self._request.infer([x.float().numpy()], share_inputs=True)
+        return time.perf_counter() - begin
+
+
+def wait(pause_s: float) -> float:
+    """Returns when the pause is over, and the time then."""
     begin = time.perf_counter() + pause_s
     while time.perf_counter() < begin:  # awake: a core that sleeps has to speed up again
         pass
+    return time.perf_counter()
+
+
+def round_s(product: Any, weights: list[torch.Tensor], inputs: dict[int, torch.Tensor], pause_s: float) -> float:
+    begin = wait(pause_s)
     for weight in weights:
         product(inputs[weight.shape[1]], weight, None)
     return time.perf_counter() - begin
 
 
-def measure(weights: list[torch.Tensor], rows: int, repeats: int, pause_s: float) -> dict[str, Any]:
+def measure(
+    weights: list[torch.Tensor], rows: int, repeats: int, pause_s: float, openvino: OpenVino | None
+) -> dict[str, Any]:
     inputs = {inner: torch.randn(rows, inner).to(weights[0].dtype) for inner in {w.shape[1] for w in weights}}
     tolerance = {"rtol": 1e-3, "atol": 1e-2} if weights[0].dtype == torch.float32 else {"rtol": 2e-2, "atol": 0.25}
     ours = torch.ops.sglang_dflash.linear
@@ -49,11 +81,19 @@ def measure(weights: list[torch.Tensor], rows: int, repeats: int, pause_s: float
         x = inputs[weight.shape[1]]
         torch.testing.assert_close(ours(x, weight, None), F.linear(x, weight), **tolerance)
     rest = weights, inputs, pause_s
-    pairs = [(round_s(ours, *rest), round_s(F.linear, *rest)) for _ in range(repeats + 1)][1:]
-    native_s, torch_s = (statistics.median(times) for times in zip(*pairs, strict=True))
-    ratios = [theirs / own for own, theirs in pairs]
+    rounds = []
+    for _ in range(repeats + 1):
+        times = [round_s(ours, *rest), round_s(F.linear, *rest)]
+        rounds.append(times if openvino is None else [*times, openvino.round_s(inputs[weights[0].shape[1]], pause_s)])
+    native_s, torch_s, *openvino_s = (statistics.median(times) for times in zip(*rounds[1:], strict=True))
+    ratios = [times[1] / times[0] for times in rounds[1:]]
     numbers = sum(weight.numel() for weight in weights)
-    return {
+    anchor = {}
+    if openvino_s:
+        over = [times[2] / times[0] for times in rounds[1:]]
+        ratios_of = [min(over), statistics.median(over), max(over)]
+        anchor = {"openvino_ms": openvino_s[0] * 1e3, "openvino_ratios": ratios_of}
+    return anchor | {
         "rows": rows,
         "native_ms": native_s * 1e3,
         "torch_ms": torch_s * 1e3,
@@ -72,6 +112,7 @@ def main() -> None:
     parser.add_argument("--pause-ms", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--openvino", action="store_true")
     options = parser.parse_args()
     if native.isa() is None:
         raise SystemExit(f"bench_cpu_products.py needs the native ops: {native.described()}.")
@@ -79,20 +120,26 @@ def main() -> None:
     weights = [torch.randn(columns, inner).to(DTYPES[options.dtype]) for inner, columns in MODELS[options.model]]
     page = huge_pages.page_bytes()
     moved, huge = (0, 0) if page is None else huge_pages.move(weights, page)
+    openvino = OpenVino(weights, options.threads) if options.openvino else None
     console = Console(width=140)
     title = f"products of {options.model}, {options.dtype}, {options.threads} threads, {native.isa()}"
     table = Table(title=f"{title}, {huge / 1e6:.0f} of {moved / 1e6:.0f} MB on huge pages")
     base = f"over {options.rows[0]}"
-    for name in ("rows", "native ms", "torch ms", "ratio", "lowest-highest", "GFLOP/s", "GB/s", base):
+    names = ["rows", "native ms", "torch ms", "ratio", "lowest-highest", "GFLOP/s", "GB/s", base]
+    for name in names if openvino is None else [*names, "OpenVINO ms", "ratio"]:
         table.add_column(name, justify="right")
     results = []
     for rows in options.rows:
-        one = measure(weights, rows, options.repeats, options.pause_ms / 1e3)
+        one = measure(weights, rows, options.repeats, options.pause_ms / 1e3, openvino)
         results.append(one)
         low, high = one["ratios"]
         cells = [str(rows), f"{one['native_ms']:.2f}", f"{one['torch_ms']:.2f}", f"{one['ratio']:.2f}"]
         cells += [f"{low:.2f}-{high:.2f}", f"{one['gflop_s']:.0f}", f"{one['gb_s']:.1f}"]
-        table.add_row(*cells, f"{one['native_ms'] / results[0]['native_ms']:.2f}")
+        cells.append(f"{one['native_ms'] / results[0]['native_ms']:.2f}")
+        if openvino is not None:
+            least, middle, most = one["openvino_ratios"]
+            cells += [f"{one['openvino_ms']:.2f}", f"{middle:.2f} ({least:.2f}-{most:.2f})"]
+        table.add_row(*cells)
     console.print(table)
     machine = {"isa": native.isa(), "torch": torch.__version__, "load": os.getloadavg()[0], "huge_page_bytes": huge}
     print(json.dumps(vars(options) | machine | {"results": results}))
