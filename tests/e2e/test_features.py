@@ -45,7 +45,8 @@ def _dressed(folder: Path) -> list[str]:
 
 # Flags and environment of each arm; each starts once, one at a time.
 FEATURE_ARMS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
-    "ranks": (lambda folder: [*SPECULATE, "--tp-size", "2", "--page-size", "16"], TINY_OVERLAPPING),
+    "ranks": (lambda folder: [*SPECULATE, "--tp-size", "2", "--page-size", "16"], TINY_OVERLAPPING | FULL),
+    "planning ranks": (lambda folder: [*SPECULATE, "--tp-size", "2"], TINY_OVERLAPPING | EVERY_WIDTH),
     "replicas": (
         lambda folder: [*SPECULATE, "--dp-size", "2", "--enable-metrics", "--stream-interval", "4"],
         TINY_ENVIRONMENT,
@@ -96,6 +97,17 @@ def test_tensor_parallel(client: Client, baseline: Baseline, oracle: ReferencePa
         assert answer["output_ids"] == expected.ids
     client.flush_cache()
     assert_like(client, oracle, baseline.prompts[::12])
+    assert_pool_empties(client)
+
+
+@on_arm("planning ranks")
+def test_tensor_parallel_trees(client: Client, baseline: Baseline) -> None:
+    """Fails where a rank plans for itself, proposes other candidates, or commits another path than the first; with
+    sampled requests, too, whose tokens each rank would draw for itself."""
+    assert_served(client, baseline, 1.5)
+    sampled = client.generate_all(baseline.prompts[:8], 8, max_new_tokens=MAX_NEW_TOKENS, temperature=1.3)
+    assert all(len(answer.ids) > 1 for answer in sampled)
+    assert_served(client, baseline, 1.5)  # the ranks still agree
     assert_pool_empties(client)
 
 

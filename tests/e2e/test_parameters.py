@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 from arms import EVERY_WIDTH, FULL, PLAIN, POOL, SPECULATE, pick
+from transformers import PreTrainedTokenizerBase
+
+from conftest import chat_ids
 from parameters import (
     BODIES,
     COMBINATIONS,
@@ -28,9 +31,6 @@ from parameters import (
     processor_body,
     requests_of,
 )
-from transformers import PreTrainedTokenizerBase
-
-from conftest import chat_ids
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, Client, held_out_prompts
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from family_settings import ARMS, POOL, SMALL_POOL, STATES, target_flags
 from mla_models import MLA_FAMILIES
 from models import FAMILIES, IMAGE, PACKED, VIDEO, VISION_END, VISION_START, make_draft, make_target, plain_twin
 from nemotron_models import NEMOTRON_FAMILIES
@@ -29,62 +29,12 @@ from transformers_answers import greedy_in_transformers, tapped_in_transformers
 
 from equality import TIE_GAP, OffAnswer, ask_off, assert_equal_tokens, steps_by_accept_len, tau
 from preloaded import PreloadedServer
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, Answer, Client
+from sglang_dflash.serving import TINY_ENVIRONMENT, Answer, Client
 
 pytestmark = pytest.mark.server
-REPLAYED = Path(__file__).parent / "plugins"
-EVERY_WIDTH = Path(__file__).parents[1] / "e2e" / "plugins"
 TABLE = Path(__file__).parents[2] / "build" / "families.md"
 NEW_TOKENS = 48
 TAPPED_TOKENS = 17  # as in the plugin
-CHUNK = 64  # rows after which SGLang keeps a state for the prefix cache
-
-POOL = ["--max-total-tokens", "8192", "--max-running-requests", "8"]
-SMALL_POOL = ["--max-total-tokens", "900", "--max-running-requests", "8", "--schedule-conservativeness", "0.05"]
-STATES = ["--max-mamba-cache-size", "64"]
-SNAPSHOTS = ["--mamba-track-interval", str(CHUNK), "--mamba-radix-cache-strategy"]
-
-
-def _with_plugins(*folders: Path) -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-FULL = {"SGLANG_DFLASH_WIDTH": "full", **_with_plugins(REPLAYED)}
-EVERY = {"SGLANG_DFLASH_WIDTH": "adaptive", **_with_plugins(REPLAYED, EVERY_WIDTH)}
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """Settings of a server with speculation on.
-
-    Fields:
-        flags, environment: for every family.
-        recurrent: further flags for families with recurrent state.
-    """
-
-    flags: list[str]
-    environment: dict[str, str]
-    recurrent: list[str]
-
-
-ARMS = {
-    "every width": Arm(POOL, TINY_ENVIRONMENT | EVERY, STATES),
-    "overlap, pages, chunks": Arm(
-        [*POOL, "--page-size", "16", "--chunked-prefill-size", str(CHUNK)],
-        TINY_OVERLAPPING | FULL,
-        [*STATES, *SNAPSHOTS, "extra_buffer"],
-    ),
-    "small pool": Arm(
-        SMALL_POOL, TINY_OVERLAPPING | EVERY, ["--max-mamba-cache-size", "44", *SNAPSHOTS, "extra_buffer_lazy"]
-    ),
-    "whole blocks": Arm(POOL, TINY_ENVIRONMENT | FULL, STATES),
-    "overlap, every width": Arm(POOL, TINY_OVERLAPPING | EVERY, [*STATES, *SNAPSHOTS, "extra_buffer"]),
-    "overlap, lazy": Arm(POOL, TINY_OVERLAPPING | FULL, [*STATES, *SNAPSHOTS, "extra_buffer_lazy"]),
-    "compiled": Arm(
-        [*POOL, "--chunked-prefill-size", str(CHUNK)], TINY_ENVIRONMENT | EVERY | {"SGLANG_DFLASH_COMPILE": "1"}, STATES
-    ),
-    "small pool, no overlap": Arm(SMALL_POOL, TINY_ENVIRONMENT | FULL, ["--max-mamba-cache-size", "28"]),
-}
 USUAL = [
     ("Qwen3.5", "every width"),
     ("Qwen3.5", "overlap, pages, chunks"),
@@ -208,11 +158,6 @@ def _ask_off(client: Client, request: Request) -> tuple[Request, OffAnswer]:
     return request, ask_off(client, request.prompt, request.images, **sampling)
 
 
-def _flags(family: str, target: Path, flags: list[str]) -> list[str]:
-    remote = ["--trust-remote-code"] if FAMILIES[family].remote else []
-    return ["--device", "cpu", "--model-path", str(target), "--dtype", "float32", *remote, *flags]
-
-
 @pytest.fixture(scope="module")
 def baselines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Family -> its `Baseline`, made when first asked for."""
@@ -237,7 +182,7 @@ def _make_baseline(family: str, folder: Path) -> Baseline:
     rng = random.Random(5)
     requests = _requests(rng, family)
     flags = [*POOL, *(STATES if FAMILIES[family].recurrent else [])]
-    arguments = _flags(family, target, [*flags, "--disable-overlap-schedule", "--disable-radix-cache"])
+    arguments = target_flags(family, target, [*flags, "--disable-overlap-schedule", "--disable-radix-cache"])
     with PreloadedServer(arguments, folder / "off.log", TINY_ENVIRONMENT) as server:
         client = server.client()
         first = [_ask_off(client, request) for request in requests]
@@ -323,7 +268,7 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[st
     environment = settings.environment | {"REPLAYED_ANSWERS": str(baseline.answers), "REPLAYED_TAPS": str(tapped)}
     answers: list[Answer] = []
     asked: list[tuple[Request, OffAnswer]] = []
-    with PreloadedServer(_flags(family, baseline.target, flags), folder / "on.log", environment) as server:
+    with PreloadedServer(target_flags(family, baseline.target, flags), folder / "on.log", environment) as server:
         client = server.client()
         for concurrency, turns in ((1, (baseline.first,)), (8, (baseline.first, baseline.later))):
             for turn in turns:

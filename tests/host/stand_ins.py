@@ -144,10 +144,20 @@ class Group:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.rank_in_group = 0
         self._sent: dict[int, torch.Tensor] = {}
         self._barrier = threading.Barrier(world_size)
         self.local = threading.local()
+
+    @property
+    def rank_in_group(self) -> int:
+        return getattr(self.local, "rank", 0)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        self._sent[self.local.rank] = tensor
+        self._barrier.wait(10)
+        if self.local.rank != src:
+            tensor.copy_(self._sent[src])
+        self._barrier.wait(10)
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         self._sent[self.local.rank] = tensor
@@ -162,7 +172,11 @@ class Group:
         @torch.inference_mode()
         def on(rank: int) -> Any:
             self.local.rank = rank
-            return function(rank)
+            try:
+                return function(rank)
+            except BaseException:
+                self._barrier.abort()  # the other ranks wait in vain
+                raise
 
         with ThreadPoolExecutor(self.world_size) as pool:
             return list(pool.map(on, range(self.world_size)))

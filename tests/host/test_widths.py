@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from stand_ins import Group
 
 from sglang_dflash.core.plan import Planner
 from sglang_dflash.core.policy import Fixed
 from sglang_dflash.host import planned_step, widths
+from sglang_dflash.host.shared_plan import SharedPlan
 
 
 @pytest.fixture(autouse=True)
@@ -25,44 +27,42 @@ def _unset(monkeypatch):
         ("1", "cpu", 1, Fixed),
         ("8", "cpu", 1, Fixed),
         ("full", "cpu", 1, type(None)),
-        (None, "cpu", 2, type(None)),
+        (None, "cpu", 2, SharedPlan),
+        ("4", "cpu", 2, SharedPlan),
+        ("full", "cpu", 2, type(None)),
         (None, "cuda", 1, type(None)),
     ],
 )
 def test_who_plans(monkeypatch, value, device, tp_size, policy):
-    """Fails where steps are planned with graphs of one size or on several ranks, or are not planned where they can."""
+    """Fails where steps are planned with graphs of one size, or by each rank for itself, or not where they can be."""
     if value is not None:
         monkeypatch.setenv(widths.WIDTH, value)
-    widths.check(device, tp_size, 8)
-    assert type(widths.choose_planner(8, device, tp_size)) is policy
+    widths.check(device, 8)
+    assert type(widths.choose_planner(8, device, Group(tp_size))) is policy
 
 
 def test_simulated_acceptance_has_whole_blocks(monkeypatch):
     """Fails where a mean commit_len of 4 would be drawn in blocks of 2."""
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "4")
-    assert widths.choose_planner(8, "cpu", 1) is None
+    assert widths.choose_planner(8, "cpu", Group(1)) is None
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "device", "tp_size", "words"),
+    ("name", "value", "device", "words"),
     [
-        (widths.WIDTH, "9", "cpu", 1, "'9'; allowed: adaptive, full, or a number from 1 to 8"),
-        (widths.WIDTH, "0", "cpu", 1, "'0'; allowed: adaptive, full, or a number from 1 to 8"),
-        (widths.WIDTH, "wide", "cpu", 1, "'wide'; allowed: adaptive, full, or a number from 1 to 8"),
-        (widths.WIDTH, "4", "cuda", 1, "SGLANG_DFLASH_WIDTH=4 needs --device cpu, not cuda"),
-        (
-            *(widths.WIDTH, "adaptive", "cpu", 2),
-            "needs --tp-size 1, not 2, because ranks could choose different widths. Use full",
-        ),
-        (widths.WIDTH, "adaptive", "cuda", 1, "needs --device cpu, not cuda, because an accelerator"),
-        (widths.TREE, "2", "cpu", 1, "'2'; allowed: 0 .chains., 1 "),
+        (widths.WIDTH, "9", "cpu", "'9'; allowed: adaptive, full, or a number from 1 to 8"),
+        (widths.WIDTH, "0", "cpu", "'0'; allowed: adaptive, full, or a number from 1 to 8"),
+        (widths.WIDTH, "wide", "cpu", "'wide'; allowed: adaptive, full, or a number from 1 to 8"),
+        (widths.WIDTH, "4", "cuda", "SGLANG_DFLASH_WIDTH=4 needs --device cpu, not cuda"),
+        (widths.WIDTH, "adaptive", "cuda", "needs --device cpu, not cuda, because an accelerator"),
+        (widths.TREE, "2", "cpu", "'2'; allowed: 0 .chains., 1 "),
     ],
 )
-def test_what_cannot_be_had_is_refused(monkeypatch, name, value, device, tp_size, words):
+def test_what_cannot_be_had_is_refused(monkeypatch, name, value, device, words):
     """Fails where an unknown or impossible value is silently replaced by another."""
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
-        widths.check(device, tp_size, 8)
+        widths.check(device, 8)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def check(server_args: Any, previous: Any) -> None:
         block_size = _block_size(cfg, draft, target.context_len)
         if simulated.simulates():
             simulated.check(block_size, cfg.tp_size)
-        widths.check(cfg.device, cfg.tp_size, block_size)
+        widths.check(cfg.device, block_size)
         short_head.asked(target.vocab_size)
         recurrent_state.check(cfg, target, block_size, cpu_platform_in_use())
         declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)

@@ -13,7 +13,7 @@ from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 
 from sglang_dflash import ops
 from sglang_dflash.core.draft_vocab import DraftVocabulary
-from sglang_dflash.host.sharded_logits import best_of_ranks
+from sglang_dflash.host.sharded_logits import best_of_ranks, candidates_of_ranks
 from sglang_dflash.host.short_head import FEWEST_IDS, DraftIds, ShortHead
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
@@ -83,12 +83,21 @@ class DraftHead:
         return self._choose(rows, self._logits(rows), block_ids[:, 0]).view(len(block_ids), -1)
 
     def proposal(self, hidden: torch.Tensor, block_ids: torch.Tensor, count: int) -> ops.Proposal:
-        """`draft_ids` with the `count` best ids of each row and their log-probabilities: [B, K-1, count] each. On one
-        rank."""
+        """`draft_ids` with the `count` best ids of each row and their log-probabilities: [B, K-1, count] each."""
         rows = self._rows(hidden, block_ids)
         shape = (len(block_ids), -1, count)
-        columns, log_probs = ops.top_log_probs(self._logits(rows), count)
-        return ops.Proposal(self._ids(columns).view(shape), log_probs.view(shape))
+        ids, log_probs = self._best(self._logits(rows), count)
+        return ops.Proposal(ids.view(shape), log_probs.view(shape))
+
+    def _best(self, logits: torch.Tensor, count: int) -> ops.Proposal:
+        """logits: [N, V] of this rank. Returns the best ids of the whole vocabulary, [N, count]."""
+        if logits.shape[1] < count:  # the last rank's span may be that short
+            logits = F.pad(logits, (0, count - logits.shape[1]), value=float("-inf"))
+        columns, log_probs = ops.top_log_probs(logits, count)
+        if self._group is None:
+            return ops.Proposal(self._ids(columns), log_probs)
+        totals = logits.gather(1, columns[:, :1])[:, 0].float() - log_probs[:, 0]
+        return candidates_of_ranks(self._group, ops.Proposal(self._ids(columns) + self._first_id, log_probs), totals)
 
     def _rows(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
@@ -216,7 +225,7 @@ class DominoHead(DraftHead):
         log_probs: list[torch.Tensor] = []
 
         def best(logits: torch.Tensor) -> torch.Tensor:
-            ids, own = ops.top_log_probs(logits, 1)
+            ids, own = self._best(logits, 1)
             log_probs.append(own)
             return ids[:, 0]
 

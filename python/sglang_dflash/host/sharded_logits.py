@@ -27,6 +27,28 @@ def best_of_ranks(group: Any, best: torch.Tensor, ids: torch.Tensor) -> torch.Te
     return ids.gather(0, best.argmax(0, keepdim=True))[0].long()
 
 
+def candidates_of_ranks(group: Any, own: ops.Proposal, totals: torch.Tensor) -> ops.Proposal:
+    """The best candidates of the whole vocabulary, from those of each rank. Ties as in `best_of_ranks`.
+
+    Args:
+        own: [N, k]; this rank's candidates: ids in the whole vocabulary, log-probabilities among the rank's own ids.
+        totals: [N]; logarithms of the sums over the exponentials of the rank's logits.
+
+    Returns:
+        [N, k] each, with log-probabilities among all ids; the same on every rank.
+    """
+    count = own.ids.shape[1]
+    logits = own.log_probs.double() + totals.double()[:, None]
+    sent = torch.cat((logits, own.ids.double(), totals.double()[:, None]), dim=1)  # float64 holds ids exactly
+    received = group.all_gather(sent[None], dim=0).transpose(0, 1)  # [N, ranks, 2 k + 1]
+    received = torch.where(received.isnan(), float("-inf"), received)  # where a rank's logits have no finite maximum
+    logits, ids = received[..., :count].flatten(1), received[..., count:-1].flatten(1)  # [N, ranks * k], ids rising
+    best = logits.sort(dim=1, descending=True, stable=True)
+    log_probs = best.values[:, :count] - received[..., -1].logsumexp(1, keepdim=True)
+    log_probs = torch.where(log_probs.isnan(), float("-inf"), log_probs)
+    return ops.Proposal(ids.gather(1, best.indices[:, :count]).long(), log_probs.float())
+
+
 class ShardedLogits:
     """The logits of a verify forward that were not gathered: a row's width is this rank's span of the vocabulary.
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from sglang_dflash.core.plan import Planner
 from sglang_dflash.core.policy import Fixed, Policy
 from sglang_dflash.host import simulated
+from sglang_dflash.host.shared_plan import SharedPlan
 
 WIDTH, TREE = "SGLANG_DFLASH_WIDTH", "SGLANG_DFLASH_TREE"
 POLICIES = ("adaptive", "full")
 
 
-def check(device: str, tp_size: int, block_size: int) -> None:
+def check(device: str, block_size: int) -> None:
     """Raises ValueError if a variable has no allowed value, or asks for what this server does not serve."""
     asked = os.environ.get(WIDTH, "")
     rows = _rows(asked)
     if asked and asked not in POLICIES and (rows is None or not 1 <= rows <= block_size):
         raise ValueError(f"{WIDTH} is {asked!r}; allowed: {', '.join(POLICIES)}, or a number from 1 to {block_size}.")
-    reason = why_full(device, tp_size)
+    reason = why_full(device)
     if asked and asked != "full" and reason is not None:
         raise ValueError(f"{WIDTH}={asked} needs {reason}. Use full.")
     tree = os.environ.get(TREE, "")
@@ -31,24 +33,26 @@ def _rows(asked: str) -> int | None:
     return int(asked) if asked.isascii() and asked.isdigit() else None
 
 
-def why_full(device: str, tp_size: int) -> str | None:
+def why_full(device: str) -> str | None:
     """What a planned step needs and this server lacks, and why; None if it lacks nothing."""
     if device != "cpu":
         return f"--device cpu, not {device}, because an accelerator's graphs are captured for whole blocks"
-    if tp_size > 1:
-        return f"--tp-size 1, not {tp_size}, because ranks could choose different widths"
     if simulated.simulates():
         return f"{simulated.VARIABLE} unset, because it draws commit lengths for whole blocks"
     return None
 
 
-def choose_planner(block_size: int, device: str, tp_size: int) -> Policy | None:
-    """The policy that the variable names; without it, a planner if this server can plan. None: whole blocks."""
+def choose_planner(block_size: int, device: str, tp_group: Any) -> Policy | None:
+    """The policy that the variable names; without it, a planner if this server can plan. None: whole blocks.
+
+    tp_group: the host's `GroupCoordinator` of the ranks of `--tp-size`.
+    """
     asked = os.environ.get(WIDTH, "")
-    if asked == "full" or why_full(device, tp_size) is not None:
+    if asked == "full" or why_full(device) is not None:
         return None
     rows = _rows(asked)
-    return Planner(block_size) if rows is None else Fixed(rows)
+    policy = Planner(block_size) if rows is None else Fixed(rows)
+    return policy if tp_group.world_size == 1 else SharedPlan(policy, block_size, tp_group)
 
 
 def trees_wanted() -> bool:

@@ -71,7 +71,7 @@ class DFlashWorker(BaseSpecWorker):
         # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
         self._plan_stream: PlanStream | None = None
-        planner, self._planned = choose_planner(self.block_size, self.device, get_parallel().tp_size), None
+        planner, self._planned = choose_planner(self.block_size, self.device, get_parallel().tp_group), None
         if planner is not None:
             report = PlanReport(planner.counts)
             self._planned = PlannedStep(planner, self._target, self._draft, self._lay_out, report)
@@ -265,6 +265,7 @@ class DFlashWorker(BaseSpecWorker):
             if self._sharded_logits is not None:
                 target_out.next_token_logits = self._sharded_logits.gather(logits)
             target_ids = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
+        target_ids = self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
         if trees is not None:
             rows = plan.ids, trees.parents, trees.row_starts, trees.length
             accepted = ops.accept_tree(target_ids, *rows) if plan.width > 1 else ops.accept_anchors(target_ids)
@@ -272,8 +273,7 @@ class DFlashWorker(BaseSpecWorker):
             return accepted
         if target_out.next_token_logprobs is not None:
             target_out.next_token_logprobs = target_out.next_token_logprobs.view(plan.batch, plan.width)
-        target_ids = self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids.view(plan.batch, plan.width))
-        return self._accept_chain(target_ids, plan.chains())
+        return self._accept_chain(target_ids.view(plan.batch, plan.width), plan.chains())
 
     def _lay_out(
         self, bonus_ids: torch.Tensor, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor, block_size: int

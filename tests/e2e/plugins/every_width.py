@@ -23,11 +23,13 @@ def activate() -> None:
 
 def _plan_at_random(*_: Any) -> None:
     import torch
+    from sglang.srt.runtime_context import get_parallel
 
     from sglang_dflash import ops
     from sglang_dflash.core import plan, policy
 
-    chance, turns = random.Random(20261123), itertools.count()
+    # Each rank would plan something else, if they did not follow the first.
+    chance, turns = random.Random(20261123 + get_parallel().tp_rank), itertools.count()
 
     def begin(planner: plan.Planner, requests: Sequence[str]) -> policy.Drafting:
         planner._requests = list(requests)

@@ -1,0 +1,73 @@
+"""Under tensor parallelism all ranks follow the first rank's plan: their own would differ, as their clocks do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang_dflash import ops
+from sglang_dflash.core.plan_counts import PlanCounts
+from sglang_dflash.core.policy import Drafting, Policy, anchors
+
+
+class SharedPlan:
+    """A `Policy` that asks another one on the first rank alone, and sends its answers to the others.
+
+    All ranks call it with the same requests. A step takes one exchange, or two if somebody is drafted.
+    """
+
+    def __init__(self, policy: Policy, most_rows: int, group: Any) -> None:
+        """
+        Args:
+            most_rows: of one request, anchor included.
+            group: the host's `GroupCoordinator` of the ranks.
+        """
+        self._policy = policy if group.rank_in_group == 0 else None
+        self._most_rows, self._group = most_rows, group
+        self.counts = PlanCounts() if self._policy is None else policy.counts
+        self._batch, self._drafting = 0, Drafting(1, [])
+
+    def begin(self, requests: Sequence[str]) -> Drafting:
+        self._batch = len(requests)
+        sent = torch.zeros(2 + self._batch, dtype=torch.int64)  # width, count, requests
+        if self._policy is not None:
+            drafting = self._policy.begin(requests)
+            count = len(drafting.requests)
+            sent[: 2 + count] = torch.tensor([drafting.width, count, *drafting.requests])
+        self._group.broadcast(sent, src=0)
+        width, count, *drafted = sent.tolist()
+        self._drafting = Drafting(width, drafted[:count])
+        return self._drafting
+
+    def draft_begins(self) -> None:
+        if self._policy is not None:
+            self._policy.draft_begins()
+
+    def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
+        rows = None if self._policy is None else self._policy.choose(log_probs)
+        if log_probs is None:
+            return anchors(self._batch) if rows is None else rows
+        drafted = self._drafting.requests
+        sent = torch.zeros(4, len(drafted), self._most_rows, dtype=torch.int32)  # parents, depths, ranks, count
+        if rows is not None:
+            fields = torch.stack((rows.parents, rows.depths, rows.ranks))  # [3, T]
+            starts = rows.row_starts.tolist()
+            for place, request in enumerate(drafted):
+                count = sent[3, place, 0] = rows.lens[request]
+                sent[:3, place, :count] = fields[:, starts[request] : starts[request + 1]]
+        self._group.broadcast(sent, src=0)
+        if rows is not None:
+            return rows
+        parents, depths, ranks, counts = sent
+        trees = ops.Trees(parents, depths, ranks, torch.ones(ranks.shape))
+        return ops.take_rows(trees, drafted, counts[:, 0].tolist(), self._batch)
+
+    def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
+        if self._policy is not None:
+            self._policy.end(path, commit_lens)
+
+    def interrupt(self) -> None:
+        if self._policy is not None:
+            self._policy.interrupt()
