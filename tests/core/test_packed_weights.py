@@ -167,7 +167,7 @@ def test_a_missing_part_is_named() -> None:
         (described("compressed-tensors", format="nvfp4-pack-quantized"), "'nvfp4-pack-quantized'"),
         (described("compressed-tensors", format="int-quantized"), "'int-quantized'"),
         (described("compressed-tensors", transform_config={"a": 1}), "transforms"),
-        (described("fp8", routed_experts_quant_method="mxfp4"), "fp8, which needs an accelerator"),
+        (described("fp8", routed_experts_quant_method="mxfp4"), "routed_experts_quant_method 'mxfp4'"),
         ({"quant_algo": "NVFP4"}, "nvfp4, which needs an accelerator"),
         ({}, "none, which needs an accelerator"),
     ],

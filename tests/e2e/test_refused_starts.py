@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from arms import PLAIN, POOL, SPECULATE
-from transformers import DeepseekV3Config, FalconH1Config, PretrainedConfig, Qwen3_5TextConfig
+from transformers import DeepseekV3Config, FalconH1Config, PretrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Server, ServerError, held_out_prompts
@@ -47,6 +47,7 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
             "qwen3_5_text": "Qwen3_5ForCausalLM",
             "deepseek_v3": "DeepseekV3ForCausalLM",
             "falcon_h1": "FalconH1ForCausalLM",
+            "qwen3": "Qwen3ForCausalLM",
         }
         config.architectures = [architectures[config.model_type]]
         config.save_pretrained(tmp_path / name)
@@ -57,6 +58,10 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 6, "vocab_size": 1792}
     layers = ["linear_attention", "linear_attention", "full_attention"] * 2
     gated_delta = target("gated", Qwen3_5TextConfig(**shape, layer_types=layers, full_attention_interval=3))
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    packed = target("packed", Qwen3Config(**shape, quantization_config=fp8))
+    experts = {"routed_experts_quant_method": "mxfp4"}
+    mixed = target("mixed", Qwen3Config(**shape, quantization_config=fp8 | experts))
     mask_embedding = draft("e", lambda c: None)
     torch.save(torch.zeros(5), tmp_path / "e" / "mask_embedding.pt")
     cases: dict[str, tuple[list[str], list[str]]] = {
@@ -104,6 +109,26 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
             ["the draft", "quark", "fp8, awq, gptq"],
         ),
         "target for accelerators": (speculate(good, "--quantization", "awq"), ["the target", "awq", "fp8"]),
+        "experts of another kind": (
+            speculate(good, "--model-path", mixed),
+            ["the target", "fp8 with routed_experts_quant_method 'mxfp4'"],
+        ),
+        "experts of another kind, and a flag": (
+            ["--model-path", mixed, "--device", "cpu", "--quantization", "mxfp4"],
+            ["the target", "fp8 with routed_experts_quant_method 'mxfp4'"],
+        ),
+        "a flag against the checkpoint": (
+            ["--model-path", packed, "--device", "cpu", "--quantization", "awq"],
+            ["the target", "to be quantised by awq", "allows: fp8"],
+        ),
+        "a draft's flag against its checkpoint": (
+            [
+                *draft("flagged", lambda c: c.update(quantization_config={"quant_method": "fp8"})),
+                "--speculative-draft-model-quantization",
+                "awq",
+            ],
+            ["the draft", "to be quantised by awq", "allows: fp8"],
+        ),
         "without speculation": ([*PLAIN, "--quantization", "awq"], ["the target", "awq", "fp8"]),
         "override": (speculate(good, "--json-model-override-args", '{"block_size": 0}'), ["block_size=0"]),
         "ray": (speculate(good, "--use-ray"), ["--use-ray"]),

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 CONFIG = Path(__file__).parent / "remote" / "configuration_mimo_v2.py"
 WINDOW = 24
 LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -19,6 +21,15 @@ GEMMA_3: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+}
+GEMMA_3_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+    "image_size": 32,
+    "vision_use_head": False,
 }
 QWEN2_MOE: dict[str, Any] = {
     "num_experts": 8,
@@ -42,6 +53,14 @@ MIMO_V2: dict[str, Any] = {
         "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
     },
 }
+
+
+def publish_gemma_3(checkpoint: Path) -> None:
+    """Names the weights of the vision tower as published checkpoints do, which SGLang reads."""
+    named = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): w for name, w in load_file(checkpoint).items()
+    }
+    save_file(named, checkpoint, metadata={"format": "pt"})
 
 
 def publish_mimo_v2(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from kimi_k25 import config as kimi_k25_config
 from kimi_k25 import publish as publish_kimi_k25
-from mixed_models import GEMMA_3, MIMO_V2, QWEN2_MOE, publish_mimo_v2
+from mixed_models import GEMMA_3, GEMMA_3_VISION, MIMO_V2, QWEN2_MOE, publish_gemma_3, publish_mimo_v2
 from mla_models import DEEPSEEK_V3, GLM_FLASH, KIMI_LINEAR, PLAIN_QUERIES, name_dense_layers
 from nemotron_models import NEMOTRON_FAMILIES, NEMOTRON_H, NEMOTRON_H_MOE, publish_nemotron_h
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     DeepseekV3Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Gemma4AudioFeatureExtractor,
     Gemma4Config,
@@ -216,6 +217,13 @@ def _wrapper(
     return Family(config, recurrent, sees=True)
 
 
+def _gemma_3_wrapper() -> PreTrainedConfig:
+    """SGLang serves its text alone, unless it is started with --enable-multimodal."""
+    ids = {"boi_token_index": VISION_START, "eoi_token_index": VISION_END, "image_token_index": IMAGE}
+    parts = deepcopy({"text_config": {**TEXT, **GEMMA_3}, "vision_config": GEMMA_3_VISION})
+    return Gemma3Config(**parts, mm_tokens_per_image=4, tie_word_embeddings=True, **ids)
+
+
 FAMILIES = {
     "Qwen3.5": Family(lambda: Qwen3_5TextConfig(**deepcopy({**COMMON, **QWEN3_5})), recurrent=True),
     "Qwen3.5 MoE": Family(lambda: Qwen3_5MoeTextConfig(**deepcopy({**COMMON, **QWEN3_5_MOE})), recurrent=True),
@@ -234,6 +242,7 @@ FAMILIES = {
     "Qwen2": Family(lambda: Qwen2Config(**NO_HEAD_DIM, intermediate_size=96), recurrent=False, taps=(0, 3)),
     "Qwen2 MoE": Family(lambda: Qwen2MoeConfig(**NO_HEAD_DIM, **QWEN2_MOE), recurrent=False),
     "Gemma 3": Family(lambda: Gemma3TextConfig(**COMMON, **deepcopy(GEMMA_3)), recurrent=False),
+    "Gemma 3 wrapper": Family(_gemma_3_wrapper, recurrent=False),
     "MiMo-V2": Family(lambda: MiMoV2FlashConfig(**deepcopy({**COMMON, **MIMO_V2})), recurrent=False, remote=True),
     "GLM-4": Family(lambda: Glm4Config(**COMMON, intermediate_size=96), recurrent=False),
     "GLM-4 MoE": Family(
@@ -341,6 +350,8 @@ def make_target(family: str, folder: Path, seed: int = 11, **changed: Any) -> Pa
         publish_kimi_k25(folder, IMAGE)
     if family == "Kimi-Linear":
         name_dense_layers(folder / "model.safetensors")
+    if family == "Gemma 3 wrapper":
+        publish_gemma_3(folder / "model.safetensors")
     if family == "MiMo-V2":
         publish_mimo_v2(folder)
     if family in NEMOTRON_FAMILIES:

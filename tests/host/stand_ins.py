@@ -192,3 +192,21 @@ def split_head(weight: torch.Tensor, ranks: int, span: int) -> list[SimpleNamesp
         shard = SimpleNamespace(num_added_elements=0, num_org_elements=len(own), org_vocab_start_index=first)
         heads.append(SimpleNamespace(weight=padded, shard_indices=shard))
     return heads
+
+
+class PackedHead(torch.nn.Module):
+    """A quantised head: its weight is packed, so only its method can multiply by it."""
+
+    def __init__(self, weight: torch.Tensor, padding: int) -> None:
+        super().__init__()
+        padded = torch.cat((weight, torch.full((padding, weight.shape[1]), 1e4)))
+        self.qweight = torch.nn.Parameter((padded * 2).to(torch.int8), requires_grad=False)
+        self.shard_indices = SimpleNamespace(
+            num_added_elements=0, num_org_elements=len(weight), org_vocab_start_index=0
+        )
+        self.quant_method = SimpleNamespace(apply=self._apply)
+        self.calls = 0
+
+    def _apply(self, head: torch.nn.Module, x: torch.Tensor, bias: None) -> torch.Tensor:
+        self.calls += 1
+        return x @ (head.qweight.to(x.dtype) / 2).T

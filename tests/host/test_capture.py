@@ -11,7 +11,14 @@ import pytest
 import torch
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
 
-from sglang_dflash.host.capture import LAST_TAP_ADDED, check_taps, configure_capture, embedding_of, final_norm
+from sglang_dflash.host.capture import (
+    LAST_TAP_ADDED,
+    check_taps,
+    configure_capture,
+    embedding_of,
+    final_norm,
+    lm_head_of,
+)
 from sglang_source import SGLANG
 
 
@@ -115,6 +122,37 @@ def test_gemma_3s_taps_have_their_residual():
     for start in (0.0, 5.0):
         out, tapped = model.model.forward(torch.full((4, 2), start))
         assert [float(state[0, 0]) for state in [*tapped, out]] == [start + 1, start + 2, start + 3]
+
+
+class Gemma3ForConditionalGeneration(Qwen2ForCausalLM):
+    """As SGLang's wrapper: it has no head of its own, and adds 1 to positions in place."""
+
+    def __init__(self) -> None:
+        inner = Qwen2ForCausalLM()
+        inner.model, inner.lm_head = Gemma3Layers(), "the text model's head"
+        self.language_model = inner
+
+    def set_eagle3_layers_to_capture(self, layer_ids: list[int]) -> None:
+        self.language_model.set_eagle3_layers_to_capture(layer_ids)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> Any:
+        positions += 1
+        return positions, self.language_model.model.forward(input_ids)
+
+
+def test_gemma_3s_wrapper_is_tapped_and_leaves_positions():
+    """Fails where the wrapper's text model keeps taps without their residual, the draft has no head, or its KV is
+    written at the positions that the target has changed."""
+    model = Gemma3ForConditionalGeneration()
+    assert lm_head_of(model) == "the text model's head"
+    before = inspect.signature(model.forward)
+    configure(model, [0, 1])
+    positions = torch.arange(4)
+    for _ in range(2):
+        seen, (out, tapped) = model.forward(torch.full((4, 2), 5.0), positions, forward_batch=None)
+        assert torch.equal(positions, torch.arange(4)) and torch.equal(seen, torch.arange(1, 5))
+        assert [float(state[0, 0]) for state in [*tapped, out]] == [6, 7, 8]
+    assert inspect.signature(model.forward) == before
 
 
 def test_parameters_keep_their_names():

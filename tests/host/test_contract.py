@@ -66,7 +66,9 @@ RELIED_ON = [
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.move_kv_cache",
     "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.move_kv_cache",
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._apply_decode_logprobs",
-    # Gemma 3's loop, whose taps lack the residual.
+    # Gemma 3's loop, whose taps lack the residual; its wrapper, which changes positions and has no head of its own.
+    "sglang.srt.models.gemma3_mm.Gemma3ForConditionalGeneration.forward",
+    "sglang.srt.models.gemma3_mm.Gemma3ForConditionalGeneration.set_eagle3_layers_to_capture",
     "sglang.srt.models.gemma3_causal.Gemma3TextModel.forward",
     "sglang.srt.models.gemma3_causal.Gemma3DecoderLayer.forward",
     # What a model made dense says to an update; the draft's own way to context KV.

@@ -23,7 +23,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
 
 def model_config(described: Any, flag: str | None = None, architecture: str = "Qwen3ForCausalLM") -> Any:
     hf_config = SimpleNamespace(architectures=[architecture], quantization_config=described)
-    return SimpleNamespace(hf_config=hf_config, quantization=flag, dtype=torch.float32, model_path="somewhere")
+    common = {"dtype": torch.float32, "model_path": "somewhere", "is_draft_model": False}
+    return SimpleNamespace(hf_config=hf_config, quantization=flag, **common)
 
 
 def unseen(config: Any) -> str:
@@ -56,7 +57,7 @@ def test_the_host_sees_a_plain_model(flag: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("described", "flag"),
-    [(None, None), (None, "fp8"), ({"quant_method": "quark"}, None), (AWQ, "fp8"), ({**AWQ, "bits": 3}, None)],
+    [(None, None), (None, "fp8"), ({"quant_method": "quark"}, None), ({**AWQ, "bits": 3}, None)],
     ids=str,
 )
 def test_the_rest_is_the_hosts(described: Any, flag: str | None) -> None:
@@ -64,6 +65,22 @@ def test_the_rest_is_the_hosts(described: Any, flag: str | None) -> None:
     config = model_config(described, flag)
     quantization._verify_quantization(unseen, config)
     assert config.quantization == "the host's" and config.hf_config.quantization_config == described
+
+
+@pytest.mark.parametrize(
+    "described", [AWQ, {**AWQ, "bits": 3}, {"quant_method": "fp8", "routed_experts_quant_method": "mxfp4"}], ids=str
+)
+def test_a_flag_against_the_targets_checkpoint_is_ours_to_refuse(described: Any) -> None:
+    """Fails where the host ends with a traceback before our sentence, or where nothing refuses the pair."""
+    config = model_config(described, "gguf")
+    quantization._verify_quantization(unseen, config)
+    assert config.quantization == "gguf" and config.hf_config.quantization_config == described
+    with pytest.raises(ValueError, match=r"^the target is .*\.$"):
+        check(described, ("Qwen3ForCausalLM",), config.quantization, "auto", "the target")
+    draft = model_config(described, "gguf")
+    draft.is_draft_model = True
+    quantization._verify_quantization(unseen, draft)
+    assert draft.quantization == "the host's"
 
 
 def test_updates_are_refused_and_loads_are_dense() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stand_ins import Group, split_head
+from stand_ins import Group, PackedHead, split_head
 
 from sglang_dflash.host import draft_heads
 from sglang_dflash.host.draft_heads import DraftHead
@@ -64,19 +64,6 @@ def test_new_weights_are_drafted_with(monkeypatch) -> None:
     assert head.draft_ids(hidden, torch.zeros(1, 2, dtype=torch.int64)).tolist() == [[1]]
     lm_head.weight = torch.eye(4).flip(0)
     assert head.draft_ids(hidden, torch.zeros(1, 2, dtype=torch.int64)).tolist() == [[2]]
-
-
-class PackedHead(torch.nn.Module):
-    """A quantised head: its weight is packed, so only its method can multiply by it."""
-
-    def __init__(self, weight: torch.Tensor, padding: int) -> None:
-        super().__init__()
-        padded = torch.cat((weight, torch.full((padding, weight.shape[1]), 1e4)))
-        self.qweight = torch.nn.Parameter((padded * 2).to(torch.int8), requires_grad=False)
-        self.shard_indices = SimpleNamespace(
-            num_added_elements=0, num_org_elements=len(weight), org_vocab_start_index=0
-        )
-        self.quant_method = SimpleNamespace(apply=lambda head, x, bias: x @ (head.qweight.to(x.dtype) / 2).T)
 
 
 @pytest.mark.parametrize("with_weight", [False, True], ids=["GGUF", "FP8"])

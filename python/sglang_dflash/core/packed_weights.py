@@ -53,7 +53,12 @@ def read_packing(described: Mapping[str, Any], architectures: Iterable[str]) -> 
         ValueError: weights of that kind cannot be made dense; the sentence's end, after "quantised by".
     """
     method = str(described.get("quant_method") or described.get("quant_algo")).lower()
-    if method == "fp8" and not described.get("routed_experts_quant_method"):
+    if method == "fp8":
+        experts = described.get("routed_experts_quant_method")
+        if experts:
+            raise ValueError(
+                f"fp8 with routed_experts_quant_method {experts!r}; on the CPU, fp8 is served without that key"
+            )
         return _fp8(method, described.get("weight_block_size"))
     if method == "awq":
         return _awq(described)

@@ -31,10 +31,17 @@ LAST_TAP_ADDED = {
 EMBEDDING_ADDED = frozenset({"ExaoneMoEForCausalLM", "Qwen2MoeForCausalLM"})
 """Classes that do not hand out their embedding."""
 
+GEMMA_3_WRAPPER = "Gemma3ForConditionalGeneration"
+
 
 def embedding_of(model: Any) -> Any:
     """The target's embedding, which the draft reads, too."""
     return model.model.embed_tokens if type(model).__name__ in EMBEDDING_ADDED else model.get_input_embeddings()
+
+
+def lm_head_of(model: Any) -> Any:
+    """The target's output head, which the draft shares."""
+    return model.language_model.lm_head if type(model).__name__ == GEMMA_3_WRAPPER else model.lm_head
 
 
 def check_taps(architectures: list[str], num_layers: int, layer_ids: tuple[int, ...]) -> None:
@@ -56,7 +63,8 @@ def configure_capture(
     - Most classes that EAGLE3 can use have its setter alone. It takes the same layer numbers. GLM-4 has none.
     - Kimi-Linear has DSpark's setter alone, with the same meaning.
     - Qwen3-VL's wrapper calls a setter that its language model lacks; what the model captures is `layers_to_capture`.
-    - Gemma 4 adds 1 to a forward's positions in place, and we write the draft's KV for the same positions after it.
+    - Gemma 4 and Gemma 3's wrapper add 1 to a forward's positions in place, and we write the draft's KV for the same
+      positions after it.
     - Gemma 3's loop captures what enters a layer without its residual, once the taps are set: see `_add_residuals`.
     - In most classes, the loop over the layers does not reach the last layer's output: see `_LastTap`.
     """
@@ -72,6 +80,8 @@ def configure_capture(
             model.model.set_dflash_layers_to_capture = partial(setattr, model.model, "layers_to_capture")
         if kind.startswith("Gemma4"):
             envs.SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION.set(True)
+        if kind == GEMMA_3_WRAPPER:
+            _keep_positions(model)
         if kind in LAST_TAP_ADDED and max(dflash_target_layer_ids) == len(model.model.layers) - 1:
             _LastTap.install(model.model, len(dflash_target_layer_ids))
     original(
@@ -80,8 +90,19 @@ def configure_capture(
         dflash_target_layer_ids=dflash_target_layer_ids,
         **settings,
     )
-    if dflash_use_aux_hidden_state and type(model).__name__ == "Gemma3ForCausalLM":
-        _add_residuals(model.model)
+    if dflash_use_aux_hidden_state and type(model).__name__ in ("Gemma3ForCausalLM", GEMMA_3_WRAPPER):
+        _add_residuals(getattr(model, "language_model", model).model)
+
+
+def _keep_positions(model: Any) -> None:
+    """Has the model's forward change a copy of the positions that it is given."""
+    original = model.forward
+
+    @wraps(original)
+    def forward(input_ids: Any, positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(input_ids, positions.clone(), *args, **kwargs)
+
+    model.forward = forward
 
 
 def _add_residuals(inner: Any) -> None:

@@ -31,7 +31,7 @@ from sglang.srt.speculative.spec_utils import draft_pp_context
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block
-from sglang_dflash.host.capture import embedding_of
+from sglang_dflash.host.capture import embedding_of, lm_head_of
 from sglang_dflash.host.context_kv import ContextKVWriter, DeferredRows
 from sglang_dflash.host.draft_heads import head_of
 from sglang_dflash.host.draft_input import known_kv_lens
@@ -85,7 +85,7 @@ class DraftRunner:
         scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
         self._embed_scale = float(scale()) if scale else 1.0
         self._mask_rows: torch.Tensor | None = None
-        self._head = head_of(self.model, unwrap_lora_layer(target_model.lm_head), block_size, self._embed)
+        self._head = head_of(self.model, unwrap_lora_layer(lm_head_of(target_model)), block_size, self._embed)
         self.short_head: ShortHead | None = None  # None: the draft chooses among all ids
         self._context_kv = ContextKVWriter(self.model)
         self._deferred: DeferredRows | None = None

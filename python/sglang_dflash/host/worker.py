@@ -23,6 +23,7 @@ from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
 from sglang_dflash.host import page_tables, simulated
 from sglang_dflash.host.arguments import read_draft_config, trained_mask_embedding
+from sglang_dflash.host.capture import lm_head_of
 from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
@@ -61,11 +62,12 @@ class DFlashWorker(BaseSpecWorker):
         self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
         self._draft.use_mask_embedding(trained_mask_embedding(cfg, draft_config))
         vocab_size = self._target.model_config.vocab_size
-        self._draft.shorten_head(self._target.model.lm_head, vocab_size, special_ids(target_worker))
+        lm_head = lm_head_of(self._target.model)
+        self._draft.shorten_head(lm_head, vocab_size, special_ids(target_worker))
         self._sampler = RowSampler(self._target, self.block_size)
         self._hidden_states = ReturnedHiddenStates(self._target.model)
         self._recurrent_state = RecurrentState.of(target_worker)
-        self._sharded_logits = ShardedLogits.of(self._target.model, unwrap_lora_layer(self._target.model.lm_head))
+        self._sharded_logits = ShardedLogits.of(self._target.model, unwrap_lora_layer(lm_head))
         self._rows = ops.choose_rows(self.device, self._target.dtype)
         self._accept_chain = simulated.accept if simulated.simulates() else ops.accept_chain
         # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.

@@ -51,7 +51,11 @@ def _described(hf_config: Any) -> Mapping[str, Any] | None:
 
 
 def _verify_quantization(original: Any, model_config: Any) -> None:
-    """Has the host take a checkpoint that we make dense for a plain one."""
+    """Has the host take a checkpoint that we make dense for a plain one.
+
+    Where the target's flag does not fit its checkpoint, the host would end with a traceback, before `_check_target`
+    refuses the pair of them in one sentence.
+    """
     hf_config = model_config.hf_config
     try:
         packing = packing_of(hf_config)
@@ -59,6 +63,8 @@ def _verify_quantization(original: Any, model_config: Any) -> None:
         packing = None  # `check` refuses it, in the main process
     flag = model_config.quantization
     if packing is None or (flag is not None and flag.lower() not in ("unquant", packing.method)):
+        if flag is not None and _described(hf_config) is not None and not model_config.is_draft_model:
+            return None
         return original(model_config)
     setattr(hf_config, DESCRIBED, _described(hf_config))
     hf_config.quantization_config = hf_config.compression_config = None
