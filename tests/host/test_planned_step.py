@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -21,6 +22,7 @@ from stand_ins import configured, one_rank
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.policy import Drafting
 from sglang_dflash.host import planned_step, sampler, sampling, worker
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 
@@ -80,9 +82,12 @@ def test_greedy_trees_commit_plain_decoding(seed, page_size):
     """Fails where a plain greedy step commits another token than plain decoding, accepts less than it could, publishes
     too early, or leaves KV of either model at another slot than that of the token's position."""
     with configured():
-        rig = Rig(seed, PLAIN, page_size)
-        rig.run()
-        assert all(rig.seen.values()), rig.seen
+        seen = Counter()
+        for other in (seed, seed + 10, seed + 20):
+            rig = Rig(other, PLAIN, page_size)
+            rig.run()
+            seen.update(rig.seen)
+        assert all(seen.values()), seen
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -113,9 +118,12 @@ def test_a_draft_with_a_window(seed):
     """Fails where the draft's own table of the latest slots is filled for other requests than those that are drafted,
     or with the slots from before an exchange."""
     with configured():
-        rig = Rig(seed, PLAIN, window=8)
-        rig.run()
-        assert rig.seen["reordered"] and rig.seen["not drafted"], rig.seen
+        seen = Counter()
+        for other in (seed, seed + 10):
+            rig = Rig(other, PLAIN, window=8)
+            rig.run()
+            seen.update(rig.seen)
+        assert seen["reordered"] and seen["not drafted"] and seen["copied"], seen
 
 
 def test_other_steps_interrupt_the_policy():
@@ -180,6 +188,11 @@ def _position_of_the_row(original: Any, sampler: Any, batch: Any, plan: VerifyPl
     return original(sampler, batch, replace(plan, positions=plan.positions - plan.trees.depths + within), *rest)
 
 
+def _of_other_requests(original: Any, drafting: Drafting, draft_ids: Any) -> Any:
+    everyone, ids = original(drafting, draft_ids)
+    return everyone, ids.roll(1, 0)
+
+
 def _first_rows(original: Any, mask: Any, plan: VerifyPlan) -> Any:
     return type(mask)(mask.grammar, mask.vocab_mask[: len(plan.ids)])
 
@@ -199,6 +212,7 @@ PLANTED: dict[str, tuple[Any, str, Any, list[Asked], int]] = {
         *(ReturnedHiddenStates, "put", lambda original, own, batch, out, path: original(own, batch, out)),
         *(PLAIN, 1),
     ),
+    "candidates of other requests": (Drafting, "candidates", _of_other_requests, PLAIN, 1),
     "penalties of siblings": (ops.PlannedRows, "seen", _all_before, [Asked(PENALISED, (5, 6))] * BATCH, 1),
     "logprobs in the order of rows": (worker, "follow", _in_order_of_rows, [Asked(GREEDY, (5,), top_logprobs=2)], 1),
     "processors see siblings": (VerifyPlan, "drafts", _as_a_chain, [Asked(GREEDY, (5, 6), shift=1)] * BATCH, 1),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 
+from sglang.srt.runtime_context import get_schedule
+
+from sglang_dflash.core.copying import Copying
 from sglang_dflash.core.plan import Planner
 from sglang_dflash.core.policy import Fixed, Policy
 from sglang_dflash.host import simulated
 
-WIDTH, TREE = "SGLANG_DFLASH_WIDTH", "SGLANG_DFLASH_TREE"
+WIDTH, TREE, COPY = "SGLANG_DFLASH_WIDTH", "SGLANG_DFLASH_TREE", "SGLANG_DFLASH_COPY"
 POLICIES = ("adaptive", "full")
 
 
@@ -24,6 +27,9 @@ def check(device: str, tp_size: int, block_size: int) -> None:
     tree = os.environ.get(TREE, "")
     if tree not in ("", "0", "1"):
         raise ValueError(f"{TREE} is {tree!r}; allowed: 0 (chains), 1 (trees where they are served).")
+    copy = os.environ.get(COPY, "")
+    if copy not in ("", "0", "1"):
+        raise ValueError(f"{COPY} is {copy!r}; allowed: 0 (no copies), 1 (copies where they are served).")
 
 
 def _rows(asked: str) -> int | None:
@@ -42,13 +48,20 @@ def why_full(device: str, tp_size: int) -> str | None:
     return None
 
 
-def choose_planner(block_size: int, device: str, tp_size: int) -> Policy | None:
+def choose_planner(block_size: int, device: str, tp_size: int, copying: Copying | None = None) -> Policy | None:
     """The policy that the variable names; without it, a planner if this server can plan. None: whole blocks."""
     asked = os.environ.get(WIDTH, "")
     if asked == "full" or why_full(device, tp_size) is not None:
         return None
     rows = _rows(asked)
-    return Planner(block_size) if rows is None else Fixed(rows)
+    return Planner(block_size, copying=copying) if rows is None else Fixed(rows)
+
+
+def choose_copying(block_size: int, vocab_size: int) -> Copying | None:
+    """What a planner copies from; None: copies are not wanted, or the host learns of the newest tokens too late."""
+    if os.environ.get(COPY) == "0" or not get_schedule().disable_overlap_schedule:
+        return None
+    return Copying(block_size - 1, vocab_size)
 
 
 def trees_wanted() -> bool:
