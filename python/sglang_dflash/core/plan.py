@@ -104,8 +104,9 @@ class Planner:
         """
         Args:
             block_size: K, at least 2.
-            max_rows: rows of one request, anchor included; None: K. Copies may have more.
+            max_rows: rows of one request that is drafted, anchor included; None: K.
             clock: monotonic, in seconds.
+            copying: what is copied instead; None: nothing.
         """
         assert block_size >= 2, block_size
         self._block_size = block_size
@@ -155,7 +156,7 @@ class Planner:
         else:
             probe = self._probe()
             self._probing = probe is not None
-            self._drafting = self._copy() if probe is None else probe
+            self._drafting = probe or (self._decided if warming else self._copy())
         self._draft_begun_s = self._clock()
         self.counts.planning_s += self._draft_begun_s - self._begun_s
         return self._drafting
@@ -199,6 +200,7 @@ class Planner:
         batch, drafted, copies = len(self._requests), self._drafting.requests, self._drafting.copies
         if log_probs is None:
             self._rows = add_copies(None, [], [], copies, batch) if copies else anchors(batch)
+            self.counts.planning_s += self._clock() - self._drafted_s
             return self._rows
         # A row pays if it brings more than the same time brings on average. A single step's own tokens per second would
         # be another price: where its drafts are poor, it would take rows for which later steps have better use.
