@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -22,6 +23,8 @@ from stand_ins import configured, one_rank
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.copying import Copying
+from sglang_dflash.core.plan import Planner, PlanTuning
 from sglang_dflash.core.policy import Drafting
 from sglang_dflash.host import planned_step, sampler, sampling, worker
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
@@ -124,6 +127,73 @@ def test_a_draft_with_a_window(seed):
             rig.run()
             seen.update(rig.seen)
         assert seen["reordered"] and seen["not drafted"] and seen["copied"], seen
+
+
+def test_copies_are_of_the_text_up_to_the_bonus():
+    """Fails where the policy is shown another text than the request's own, or one that lacks the newest tokens."""
+    shown: list[tuple[str, list[int]]] = []
+
+    def see(texts: dict[str, Any]) -> None:
+        shown.extend((name, [*text.prompt, *text.answer]) for name, text in texts.items())
+
+    with configured():
+        rig = Rig(0, PLAIN)
+        rig.policy.copying = SimpleNamespace(see=see)
+        for places in ([0, 1, 2], [1], [2, 0], [0, 1, 2]):
+            expected = [(rig.running[place].req.rid, list(rig.running[place].text)) for place in places]
+            rig.step(places)
+            assert shown == expected
+            shown.clear()
+
+
+class Deciding(Planner):
+    """The planner itself, which the rig can watch."""
+
+    def __init__(self, copying: Copying) -> None:
+        ticks = itertools.count()
+        tuning = PlanTuning(warm_up_steps=4, decision_steps=2)
+        super().__init__(BLOCK, clock=lambda: next(ticks) * 1e-3, tuning=tuning, copying=copying)
+        self.ended: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, requests: Any) -> Drafting:
+        self.drafting = super().begin(requests)
+        return self.drafting
+
+    def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
+        self.trees = super().choose(log_probs)
+        return self.trees
+
+    def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
+        self.ended.append((path, commit_lens))
+        super().end(path, commit_lens)
+
+
+class Mixing(Copying):
+    """Planted bug: every request copies the first one's text."""
+
+    def offer(self, name: str) -> Any:
+        return super().offer(next(iter(self._texts)))
+
+
+@pytest.mark.parametrize(("copying", "page_size"), [(Copying, 1), (Copying, 16), (Mixing, 1)])
+def test_the_planner_copies(copying, page_size):
+    """Fails where the planner copies nothing of texts that repeat themselves, or a copy changes what is committed, be
+    it another request's."""
+    biased = [{str(token): 100.0 for token in tokens} for tokens in ((7,), (7, 9), (3, 4, 5))]
+    texts = [Asked({**GREEDY, "logit_bias": bias}, (5, 6, place)) for place, bias in enumerate(biased)]
+    with configured():
+        seen, accepted, copies = Counter(), 0, 0
+        for seed in range(3):
+            rig = Rig(seed, texts, page_size)
+            rig.policy = rig.worker._planned._policy = Deciding(copying(BLOCK - 1, VOCAB))
+            rig.run()
+            seen.update(rig.seen)
+            accepted += rig.policy.counts.copied_accepted
+            copies += rig.policy.counts.copies
+        if copying is Mixing:
+            assert copies > 5, copies
+        else:
+            assert seen["copied"] > 5 and accepted > copies, (seen, accepted, copies)
 
 
 def test_other_steps_interrupt_the_policy():
