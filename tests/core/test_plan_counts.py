@@ -58,3 +58,8 @@ def test_in_words() -> None:
     assert str(PlanCounts(10, 2.0, 0.05, 8, 16, 12, 6.0, 5)) == f"{words}; planning took 2.5% of the time"
     assert str(PlanCounts(10, 0.0, 0.0, 8, 16, 12, 6.0, 5)) == words
     assert str(PlanCounts(steps=3)) == "nothing was drafted in 3 steps"
+    copies = "4 copies of 6.00 tokens, of which 4.25 were promised and 5.00 accepted"
+    assert str(PlanCounts(9, 0.0, 0.0, 8, 16, 12, 6.0, 5, 4, 24, 17.0, 20)) == f"{words.replace('10', '9')}; {copies}"
+    assert str(PlanCounts(9, copies=4, copied_rows=24, copied_promised=17.0, copied_accepted=20)) == (
+        f"0 blocks in 9 steps; {copies}"
+    )

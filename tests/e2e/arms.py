@@ -93,6 +93,7 @@ class Baseline:
         long_prompts, long_answers: source text, which runs on until the context of the tiny-pool arm ends.
         penalised_answers: to the same prompts with `PENALTIES`.
         conversation: ids of each turn's whole prompt, and its answer.
+        repeating, repeated_answers: prompts of a question, its answer, and the question again.
     """
 
     prompts: list[list[int]]
@@ -101,6 +102,8 @@ class Baseline:
     long_answers: list[OffAnswer]
     penalised_answers: list[OffAnswer]
     conversation: list[tuple[list[int], OffAnswer]]
+    repeating: list[list[int]]
+    repeated_answers: list[OffAnswer]
 
 
 def on_arms(*names: str) -> pytest.MarkDecorator:

@@ -47,6 +47,8 @@ def baseline(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPa
         client = server.client()
         answers = [ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS) for ids in prompts]
         conversation = _converse(client, tokenizer)
+        repeating = [_repeating(*turn) for turn in sorted(zip(prompts, answers, strict=True), key=_length)[-6:]]
+        repeated_answers = [ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS) for ids in repeating]
     long_prompts = [tokenizer(text)["input_ids"] for text in OPENINGS]
     # Page size 16, to cover speculation off at both page sizes; no overlap, so that penalties are exact.
     tiny = [*PLAIN, *TINY_POOL, "--page-size", "16", "--disable-overlap-schedule"]
@@ -57,7 +59,25 @@ def baseline(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPa
         for ids, answer in list(zip(prompts, answers, strict=True))[:6]:
             again = ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS)
             assert again.ids == answer.ids[: len(again.ids)], "page size 16 changed an answer with speculation off"
-    return Baseline(prompts, answers, long_prompts, long_answers, penalised_answers, conversation)
+    return Baseline(
+        prompts,
+        answers,
+        long_prompts,
+        long_answers,
+        penalised_answers,
+        conversation,
+        repeating,
+        repeated_answers,
+    )
+
+
+def _length(turn: tuple[list[int], OffAnswer]) -> int:
+    return len(turn[1].ids)
+
+
+def _repeating(prompt: list[int], answer: OffAnswer) -> list[int]:
+    """The question, its answer, the question again, and the first words of the answer."""
+    return [*prompt, *answer.ids, *prompt, *answer.ids[:8]]
 
 
 def _converse(client: Client, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], OffAnswer]]:

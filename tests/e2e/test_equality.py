@@ -33,6 +33,22 @@ def test_tokens_equal_where_the_draft_knows_few_ids(
     assert f"The draft chooses among {FEW_IDS} of" in server.log.read_text()
     assert len({token for answer in answers for token in answer.ids}) > 2 * FEW_IDS
     assert tau(answers) > 1.1
+    counts = plan_counts(client)  # of copies at random, right and wrong ones
+    assert counts is not None and counts.copies > 100 and counts.copied_accepted > 10
+
+
+@pytest.mark.parametrize("concurrency", [1, 6])
+@on_arms("default")
+def test_tokens_equal_where_text_repeats(client: Client, baseline: Baseline, concurrency: int) -> None:
+    """Fails where a copied token differs from the target's, nothing is copied of a text that repeats itself, or copies
+    bring next to nothing."""
+    before = plan_counts(client)
+    answers = client.generate_all(baseline.repeating, concurrency, max_new_tokens=MAX_NEW_TOKENS)
+    assert_equal_tokens(answers, baseline.repeated_answers, baseline.repeating)
+    after = plan_counts(client)
+    assert before is not None and after is not None
+    since = after.since(before)
+    assert since.copies > 5 and since.copied_accepted > since.copies, since
 
 
 @on_arms("default")

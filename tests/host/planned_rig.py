@@ -2,7 +2,7 @@
 
 The target reads the text of each row from its KV pool, through the slot table and the rows that the row sees. So KV at
 a wrong slot gives other logits. The draft offers the right token at a random rank, or not at all. The policy plays
-random trees over random requests.
+random trees over random requests, and random copies over others.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Rig:
         draft = self.worker._draft
         draft.runner.forward = self._propose
         draft._head = DraftHead(SimpleNamespace(weight=torch.eye(VOCAB), shard_indices=None), BLOCK)
-        self.policy = Playing(self.rng, candidates, self.right_ranks)
+        self.policy = Playing(self.rng, candidates, self.right_ranks, self._copy)
         self.worker._planned = PlannedStep(self.policy, target, draft, self.worker._lay_out)
         self.worker._planned._candidates = candidates
         self.worker._sampler.sampled_rows = self.rng.choice([3, 512])
-        events = ("tree", "reordered", "deep", "not drafted", "nobody drafted", "left a sibling", "deferred")
+        events = ("tree", "reordered", "deep", "not drafted", "nobody drafted", "left a sibling", "deferred", "copied")
         self.seen = dict.fromkeys(events, 0)
         self.running = [self._admit(place, one, sampler) for place, one in enumerate(asked)]
 
@@ -121,6 +121,15 @@ class Rig:
         for draft in (self.worker._draft, self.writer):
             self._write_context(draft, running, range(len(asked.prompt)))
         return running
+
+    def _copy(self, name: str) -> list[int]:
+        """Tokens that a request may copy: right up to anywhere, or those of any request."""
+        of_name = {one.req.rid: one for one in self.running}
+        running = of_name[name if self.rng.random() < 0.8 else self.rng.choice(list(of_name))]
+        tokens = [running.plain(depth + 1).token for depth in range(self.rng.randint(1, BLOCK - 1))]
+        if self.rng.random() < 0.5:
+            tokens[self.rng.randrange(len(tokens))] = self.rng.randrange(VOCAB)
+        return tokens
 
     def _hold(self, slot: torch.Tensor, token: int, position: int) -> None:
         self.pool.k_buffer[0][slot], self.pool.v_buffer[0][slot] = float(token), float(position)
@@ -284,6 +293,11 @@ class Rig:
         for place, (one, count) in enumerate(zip(chosen, trees.lens, strict=True)):
             known = (*one.text, *(plain.token for plain in one.expected[len(one.emitted) - 1 :]))
             texts = self.texts[first : first + count]
+            for copied in self.policy.drafting.copies:
+                if copied.request == place:
+                    rows = [(*one.text, *copied.ids[:depth]) for depth in range(count)]
+                    assert texts == rows and count == len(copied.ids) + 1, "other rows than the copied ones"
+                    self.seen["copied"] += lens[place] > 1
             right = [row for row, text in enumerate(texts) if text == known[: len(text)]]
             best = max(right, key=lambda row: len(texts[row]))
             assert lens[place] == len(texts[best]) - one.prefix_len, "a row was right and is not accepted"

@@ -1,16 +1,16 @@
-"""A policy of planned steps that drafts random requests and plays random trees."""
+"""A policy of planned steps that drafts random requests, plays random trees, and copies at random."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from stand_in_worker import BLOCK
 
 from sglang_dflash import ops
 from sglang_dflash.core.plan_counts import PlanCounts
-from sglang_dflash.core.policy import Drafting, anchors
+from sglang_dflash.core.policy import Copied, Drafting, add_copies, anchors
 
 
 class Playing:
@@ -19,9 +19,19 @@ class Playing:
     Args:
         candidates: of a draft row; 1: chains.
         right_ranks: of each request, by depth, the rank of the right token; filled anew by each draft.
+        copy: tokens that a request of this name may copy.
     """
 
-    def __init__(self, rng: random.Random, candidates: int, right_ranks: dict[str, list[int]]) -> None:
+    copying = None
+
+    def __init__(
+        self,
+        rng: random.Random,
+        candidates: int,
+        right_ranks: dict[str, list[int]],
+        copy: Callable[[str], list[int]],
+    ) -> None:
+        self._copy = copy
         self._rng, self._candidates, self._right_ranks = rng, candidates, right_ranks
         self.ended: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.interrupts = 0
@@ -30,11 +40,14 @@ class Playing:
     def begin(self, requests: Sequence[str]) -> Drafting:
         self._requests = list(requests)
         everyone, share = list(range(len(requests))), self._rng.random()
-        if share < 0.1:
+        if share < 0.2:
             self.drafting = Drafting(1, [])
         else:
             some = sorted(self._rng.sample(everyone, self._rng.randint(1, len(everyone))))
-            self.drafting = Drafting(self._rng.randint(2, BLOCK), some if share < 0.4 else everyone)
+            self.drafting = Drafting(self._rng.randint(2, BLOCK), some if share < 0.5 else everyone)
+        left = [place for place in everyone if place not in self.drafting.requests and self._rng.random() < 0.7]
+        copies = tuple(Copied(place, self._copy(self._requests[place])) for place in left)
+        self.drafting = Drafting(self.drafting.width, self.drafting.requests, copies)
         return self.drafting
 
     def draft_begins(self) -> None:
@@ -43,7 +56,8 @@ class Playing:
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         if self.drafting.width == 1:
             assert log_probs is None
-            self.trees = anchors(len(self._requests))
+            copies, batch = self.drafting.copies, len(self._requests)
+            self.trees = add_copies(None, [], [], copies, batch) if copies else anchors(batch)
             return self.trees
         count = self._candidates
         assert log_probs.shape == (len(self.drafting.requests), self.drafting.width - 1, count)
@@ -52,7 +66,11 @@ class Playing:
         parents, depths, ranks = (torch.tensor(rows, dtype=torch.int32) for rows in zip(*grown, strict=True))
         lens = [int((own >= 0).sum()) + 1 for own in ranks]
         trees = ops.Trees(parents, depths, ranks, torch.zeros(depths.shape))
-        self.trees = ops.take_rows(trees, self.drafting.requests, lens, len(self._requests))
+        drafted, copies, batch = self.drafting.requests, self.drafting.copies, len(self._requests)
+        if copies:
+            self.trees = add_copies(trees, drafted, lens, copies, batch)
+        else:
+            self.trees = ops.take_rows(trees, drafted, lens, batch)
         return self.trees
 
     def _grow(self, name: str) -> tuple[list[int], list[int], list[int]]:

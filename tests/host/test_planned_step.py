@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -21,6 +23,9 @@ from stand_ins import configured, one_rank
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.copying import Copying
+from sglang_dflash.core.plan import Planner, PlanTuning
+from sglang_dflash.core.policy import Drafting
 from sglang_dflash.host import planned_step, sampler, sampling, worker
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 
@@ -80,9 +85,12 @@ def test_greedy_trees_commit_plain_decoding(seed, page_size):
     """Fails where a plain greedy step commits another token than plain decoding, accepts less than it could, publishes
     too early, or leaves KV of either model at another slot than that of the token's position."""
     with configured():
-        rig = Rig(seed, PLAIN, page_size)
-        rig.run()
-        assert all(rig.seen.values()), rig.seen
+        seen = Counter()
+        for other in (seed, seed + 10, seed + 20):
+            rig = Rig(other, PLAIN, page_size)
+            rig.run()
+            seen.update(rig.seen)
+        assert all(seen.values()), seen
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -113,9 +121,79 @@ def test_a_draft_with_a_window(seed):
     """Fails where the draft's own table of the latest slots is filled for other requests than those that are drafted,
     or with the slots from before an exchange."""
     with configured():
-        rig = Rig(seed, PLAIN, window=8)
-        rig.run()
-        assert rig.seen["reordered"] and rig.seen["not drafted"], rig.seen
+        seen = Counter()
+        for other in (seed, seed + 10):
+            rig = Rig(other, PLAIN, window=8)
+            rig.run()
+            seen.update(rig.seen)
+        assert seen["reordered"] and seen["not drafted"] and seen["copied"], seen
+
+
+def test_copies_are_of_the_text_up_to_the_bonus():
+    """Fails where the policy is shown another text than the request's own, or one that lacks the newest tokens."""
+    shown: list[tuple[str, list[int]]] = []
+
+    def see(texts: dict[str, Any]) -> None:
+        shown.extend((name, [*text.prompt, *text.answer]) for name, text in texts.items())
+
+    with configured():
+        rig = Rig(0, PLAIN)
+        rig.policy.copying = SimpleNamespace(see=see)
+        for places in ([0, 1, 2], [1], [2, 0], [0, 1, 2]):
+            expected = [(rig.running[place].req.rid, list(rig.running[place].text)) for place in places]
+            rig.step(places)
+            assert shown == expected
+            shown.clear()
+
+
+class Deciding(Planner):
+    """The planner itself, which the rig can watch."""
+
+    def __init__(self, copying: Copying) -> None:
+        ticks = itertools.count()
+        tuning = PlanTuning(warm_up_steps=4, decision_steps=2)
+        super().__init__(BLOCK, clock=lambda: next(ticks) * 1e-3, tuning=tuning, copying=copying)
+        self.ended: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, requests: Any) -> Drafting:
+        self.drafting = super().begin(requests)
+        return self.drafting
+
+    def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
+        self.trees = super().choose(log_probs)
+        return self.trees
+
+    def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
+        self.ended.append((path, commit_lens))
+        super().end(path, commit_lens)
+
+
+class Mixing(Copying):
+    """Planted bug: every request copies the first one's text."""
+
+    def offer(self, name: str) -> Any:
+        return super().offer(next(iter(self._texts)))
+
+
+@pytest.mark.parametrize(("copying", "page_size"), [(Copying, 1), (Copying, 16), (Mixing, 1)])
+def test_the_planner_copies(copying, page_size):
+    """Fails where the planner copies nothing of texts that repeat themselves, or a copy changes what is committed, be
+    it another request's."""
+    biased = [{str(token): 100.0 for token in tokens} for tokens in ((7,), (7, 9), (3, 4, 5))]
+    texts = [Asked({**GREEDY, "logit_bias": bias}, (5, 6, place)) for place, bias in enumerate(biased)]
+    with configured():
+        seen, accepted, copies = Counter(), 0, 0
+        for seed in range(3):
+            rig = Rig(seed, texts, page_size)
+            rig.policy = rig.worker._planned._policy = Deciding(copying(BLOCK - 1, VOCAB))
+            rig.run()
+            seen.update(rig.seen)
+            accepted += rig.policy.counts.copied_accepted
+            copies += rig.policy.counts.copies
+        if copying is Mixing:
+            assert copies > 5, copies
+        else:
+            assert seen["copied"] > 5 and accepted > copies, (seen, accepted, copies)
 
 
 def test_other_steps_interrupt_the_policy():
@@ -180,6 +258,11 @@ def _position_of_the_row(original: Any, sampler: Any, batch: Any, plan: VerifyPl
     return original(sampler, batch, replace(plan, positions=plan.positions - plan.trees.depths + within), *rest)
 
 
+def _of_other_requests(original: Any, drafting: Drafting, draft_ids: Any) -> Any:
+    everyone, ids = original(drafting, draft_ids)
+    return everyone, ids.roll(1, 0)
+
+
 def _first_rows(original: Any, mask: Any, plan: VerifyPlan) -> Any:
     return type(mask)(mask.grammar, mask.vocab_mask[: len(plan.ids)])
 
@@ -199,6 +282,7 @@ PLANTED: dict[str, tuple[Any, str, Any, list[Asked], int]] = {
         *(ReturnedHiddenStates, "put", lambda original, own, batch, out, path: original(own, batch, out)),
         *(PLAIN, 1),
     ),
+    "candidates of other requests": (Drafting, "candidates", _of_other_requests, PLAIN, 1),
     "penalties of siblings": (ops.PlannedRows, "seen", _all_before, [Asked(PENALISED, (5, 6))] * BATCH, 1),
     "logprobs in the order of rows": (worker, "follow", _in_order_of_rows, [Asked(GREEDY, (5,), top_logprobs=2)], 1),
     "processors see siblings": (VerifyPlan, "drafts", _as_a_chain, [Asked(GREEDY, (5, 6), shift=1)] * BATCH, 1),

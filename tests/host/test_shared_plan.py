@@ -20,8 +20,8 @@ CANDIDATES = 3
 
 
 def _random(rank: int) -> Policy:
-    right = {name: [rank] * BLOCK for name in NAMES}
-    return Playing(random.Random(100 + rank), CANDIDATES, right)
+    rng, right = random.Random(100 + rank), {name: [rank] * BLOCK for name in NAMES}
+    return Playing(rng, CANDIDATES, right, lambda name: [rng.randrange(9) for _ in range(rng.randint(1, BLOCK - 1))])
 
 
 def _planner(rank: int) -> Policy:
@@ -64,7 +64,7 @@ def _same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("make", [_random, _planner, lambda rank: Fixed(2 + rank)], ids=["random", "planner", "fixed"])
 def test_all_ranks_follow_the_first(make: Any) -> None:
-    """Fails where a rank drafts other requests, or verifies other rows, than the first rank plans for itself."""
+    """Fails where a rank drafts other requests, copies other tokens, or verifies other rows, than the first plans."""
     group, count = Group(3), 60
 
     def run(rank: int) -> tuple[SharedPlan, list[Any]]:

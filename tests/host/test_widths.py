@@ -15,7 +15,7 @@ from sglang_dflash.host.shared_plan import SharedPlan
 
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch):
-    for name in (widths.WIDTH, widths.TREE, "SGLANG_SIMULATE_ACC_LEN"):
+    for name in (widths.WIDTH, widths.TREE, widths.COPY, "SGLANG_SIMULATE_ACC_LEN"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -48,6 +48,22 @@ def test_simulated_acceptance_has_whole_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("value", "overlap", "copies"),
+    [(None, False, True), ("1", False, True), ("0", False, False), (None, True, False), ("1", True, False)],
+)
+def test_who_copies(monkeypatch, value, overlap, copies):
+    """Fails where the newest tokens are not on the host and something is copied all the same, or where nothing is
+    copied although it can be."""
+    if value is not None:
+        monkeypatch.setenv(widths.COPY, value)
+    monkeypatch.setattr(widths, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=not overlap))
+    widths.check("cpu", 8)
+    copying = widths.choose_copying(8, 100)
+    assert (copying is not None) == copies
+    assert widths.choose_planner(8, "cpu", Group(1), copying).copying is copying
+
+
+@pytest.mark.parametrize(
     ("name", "value", "device", "words"),
     [
         (widths.WIDTH, "9", "cpu", "'9'; allowed: adaptive, full, or a number from 1 to 8"),
@@ -56,6 +72,7 @@ def test_simulated_acceptance_has_whole_blocks(monkeypatch):
         (widths.WIDTH, "4", "cuda", "SGLANG_DFLASH_WIDTH=4 needs --device cpu, not cuda"),
         (widths.WIDTH, "adaptive", "cuda", "needs --device cpu, not cuda, because an accelerator"),
         (widths.TREE, "2", "cpu", "'2'; allowed: 0 .chains., 1 "),
+        (widths.COPY, "often", "cpu", "SGLANG_DFLASH_COPY is 'often'; allowed: 0 .no copies., 1 "),
     ],
 )
 def test_what_cannot_be_had_is_refused(monkeypatch, name, value, device, words):
@@ -88,5 +105,5 @@ def test_who_gets_trees(monkeypatch, tree, recurrent, deterministic, most, words
     target, draft = SimpleNamespace(model_config=None), SimpleNamespace(most_candidates=most)
     reason = planned_step.why_chains(target, draft)
     assert reason is None if words is None else words in reason
-    step = planned_step.PlannedStep(None, target, draft, None)
+    step = planned_step.PlannedStep(Fixed(8), target, draft, None)
     assert step._candidates == (planned_step.CANDIDATES if words is None else 1)

@@ -10,7 +10,8 @@ requests of the step together:
 * The seconds follow from the times of recent steps (`StepTimes`), apart for the draft and for all the rest.
 
 Whether a request is drafted must be known before the draft has run. It follows from what the same plan would have
-brought in the request's recent steps. Rows change no answer, except where the shape of a batch changes rounding.
+brought in the request's recent steps. A request whose own text offers a better continuation (`Copying`) gets a copy
+instead, and costs no draft. Rows change no answer, except where the shape of a batch changes rounding.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import torch
 
 from sglang_dflash import ops
 from sglang_dflash.core.calibration import Calibration
+from sglang_dflash.core.copying import Copying, best_copies
 from sglang_dflash.core.places import Places
 from sglang_dflash.core.plan_counts import PlanCounts
-from sglang_dflash.core.policy import NOTHING, Drafting, anchors
+from sglang_dflash.core.policy import NOTHING, Copied, Drafting, add_copies, anchors
 from sglang_dflash.core.step_times import StepTimes
 
 
@@ -77,7 +79,7 @@ class Drafted(NamedTuple):
         log_probs: [b, D, k]; of the draft.
         chosen: what was verified.
         path: of all requests; see `ops.TreeAcceptance`.
-        accepted: drafts, of all requests.
+        accepted: drafts, of these requests.
     """
 
     names: list[str]
@@ -97,12 +99,14 @@ class Planner:
         max_rows: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         tuning: PlanTuning | None = None,
+        copying: Copying | None = None,
     ) -> None:
         """
         Args:
             block_size: K, at least 2.
-            max_rows: rows of one request, anchor included; None: K.
+            max_rows: rows of one request that is drafted, anchor included; None: K.
             clock: monotonic, in seconds.
+            copying: what is copied instead; None: nothing.
         """
         assert block_size >= 2, block_size
         self._block_size = block_size
@@ -115,6 +119,9 @@ class Planner:
         self._gap_s = 0.0  # mean time between two consecutive decode steps
         self._requests: list[str] = []
         self.counts = PlanCounts()
+        self.copying = copying
+        self._drafts_worth: dict[int, float] = {}  # request -> tokens that its block brings beyond its rows' price
+        self._probing = False
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
@@ -141,15 +148,38 @@ class Planner:
         self._steps += 1
         warming = self._steps <= tuning.warm_up_steps
         self._everything = warming and self._steps % 3 == 1
+        self._probing = False
         if self._everything:
             self._drafting = self._whole_blocks()
         elif warming and self._steps % 3 == 0:
             self._drafting = NOTHING
         else:
-            self._drafting = self._probe() or self._decided
+            probe = self._probe()
+            self._probing = probe is not None
+            self._drafting = probe or (self._decided if warming else self._copy())
         self._draft_begun_s = self._clock()
         self.counts.planning_s += self._draft_begun_s - self._begun_s
         return self._drafting
+
+    def _copy(self) -> Drafting:
+        """What was decided, except that requests get copies where these promise more."""
+        decided, (tokens, seconds) = self._decided, self._expected
+        if self.copying is None or not seconds:
+            return decided
+        offers = [self.copying.offer(name) for name in self._requests]
+        if not any(offers):
+            return decided
+        price = tokens / seconds
+        draft_s = self._draft_times.line()[0] if decided.width > 1 else 0.0
+        least = price * self._rest_times.line()[1]
+        copies, drafted = best_copies(offers, self._drafts_worth, price * draft_s, least)
+        if not copies:
+            return decided
+        counts, copied = self.counts, tuple(Copied(request, offer.ids) for request, offer in copies.items())
+        counts.copies += len(copied)
+        counts.copied_rows += sum(len(ids) for _, ids in copied)
+        counts.copied_promised += sum(sum(offer.reaches) for offer in copies.values())
+        return Drafting(decided.width if drafted else 1, drafted, copied)
 
     def _holds(self) -> bool:
         """Whether the decision drafts nobody and still holds: more than half as many requests are left, and of those
@@ -167,9 +197,10 @@ class Planner:
 
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         self._drafted_s = self._clock()
-        batch, drafted = len(self._requests), self._drafting.requests
+        batch, drafted, copies = len(self._requests), self._drafting.requests, self._drafting.copies
         if log_probs is None:
-            self._rows = anchors(batch)
+            self._rows = add_copies(None, [], [], copies, batch) if copies else anchors(batch)
+            self.counts.planning_s += self._clock() - self._drafted_s
             return self._rows
         # A row pays if it brings more than the same time brings on average. A single step's own tokens per second would
         # be another price: where its drafts are poor, it would take rows for which later steps have better use.
@@ -177,8 +208,11 @@ class Planner:
         least = self._rest_times.line()[1] * tokens / seconds if seconds and not self._everything else 0.0
         names = [self._requests[i] for i in drafted]
         chosen = self._calibration.plan(log_probs, names, self._max_rows, least, drafted, batch)
+        if copies:
+            lens = [chosen.rows.lens[i] for i in drafted]
+            chosen = chosen._replace(rows=add_copies(chosen.trees, drafted, lens, copies, batch))
         self._rows, self._offered = chosen.rows, (log_probs, chosen)
-        if self._drafting is not self._decided and not self._everything:
+        if self._probing:
             self._probe_rows += self._tuning.probe_weight * (len(self._rows.parents) / batch - 1 - self._probe_rows)
         self.counts.planning_s += self._clock() - self._drafted_s
         return self._rows
@@ -190,9 +224,14 @@ class Planner:
         if drafting.width > 1:
             self._draft_times.observe(len(drafting.requests) * drafting.width, self._drafted_s - self._draft_begun_s)
         self._rest_times.observe(len(rows.parents), self._ended_s - self._drafted_s)
+        copied = 0
+        if drafting.copies:
+            lens = commit_lens.tolist()
+            copied = sum(lens[copy.request] - 1 for copy in drafting.copies)
+            self.counts.copied_accepted += copied
         if drafting.width > 1 and self._offered is not None:
             names = [self._requests[i] for i in drafting.requests]
-            accepted = int(commit_lens.sum()) - len(commit_lens)
+            accepted = int(commit_lens.sum()) - len(commit_lens) - copied
             self._unlearned.append(Drafted(names, drafting.requests, *self._offered, path, accepted))
             self._offered = None
             if len(self._unlearned) == self._tuning.learning_steps:
@@ -220,6 +259,7 @@ class Planner:
         """Chooses the requests to draft and their width, by what the same choice would have brought in recent steps."""
         self._learn()
         self._decided_for, batch = self._requests, len(self._requests)
+        self._drafts_worth = {}
         if not self._draft_times.seen or not self._rest_times.seen:
             self._decided, self._expected = self._whole_blocks(), (float(batch), 0.0)
             return
@@ -232,6 +272,12 @@ class Planner:
         if best.tokens / best.seconds > (1 + self._tuning.least_gain) * batch / plain_s:
             self._expected = best.tokens, best.seconds
             self._decided = Drafting(best.width, best.requests)
+            if self.copying is not None:
+                price = best.tokens / best.seconds
+                names = [self._requests[i] for i in best.requests]
+                worth = self._memory.worth(names, price * costs.rest_row_s)
+                block = price * costs.draft_row_s * best.width
+                self._drafts_worth = {i: own - block for i, own in zip(best.requests, worth, strict=True)}
         else:
             self._expected, self._decided = (float(batch), plain_s), NOTHING
 
@@ -292,3 +338,24 @@ class Memory:
         known = [-1 if place is None else place for place in places]
         others = list(islice(self._places.newest_first(), self._tuning.others))
         return ops.best_width(self._offers, known, others, self._tuning.prior_steps, costs, price)
+
+    def worth(self, names: Sequence[str], least: float) -> list[float]:
+        """Tokens that a block of each request brings beyond the price of its rows. A request that was never drafted is
+        taken for the latest others.
+
+        Args:
+            least: tokens that the time of a row is worth.
+        """
+        offers, places = self._offers, [self._places.get(name) for name in names]
+        steps = torch.arange(offers.reaches.shape[1])
+
+        def of(rows: list[int]) -> torch.Tensor:
+            brought = (offers.reaches[rows] - least).clamp(min=0.0).sum(-1)  # [n, S]
+            kept = (steps < offers.kept[rows, None]).float()
+            return (brought * kept).sum(1) / kept.sum(1).clamp(min=1.0)
+
+        others = list(islice(self._places.newest_first(), self._tuning.others))
+        mean = float(of(others).mean()) if others else 0.0
+        known = [place for place in places if place is not None]
+        own = iter(of(known).tolist() if known else [])
+        return [mean if place is None else next(own) for place in places]

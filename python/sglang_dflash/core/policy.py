@@ -6,25 +6,64 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from sglang_dflash import ops
+from sglang_dflash.core.copying import Copying
 from sglang_dflash.core.plan_counts import PlanCounts
+
+
+class Copied(NamedTuple):
+    """A request that is not drafted: it gets a chain of copied tokens.
+
+    Fields:
+        request: its index.
+        ids: the tokens, at least one; all of them are verified.
+    """
+
+    request: int
+    ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What the draft fills in one step.
+    """What is proposed in one step. Whoever knows this and the draft's candidates knows all ids of the planned rows.
 
     Fields:
         width: rows of a block, anchor included; 1: the draft does not run.
         requests: indices of the requests that get a block, rising.
+        copies: for other requests, rising.
     """
 
     width: int
     requests: list[int]
+    copies: tuple[Copied, ...] = ()
+
+    def candidates(self, draft_ids: torch.Tensor | None) -> tuple[list[int], torch.Tensor]:
+        """The requests with proposed rows, rising, and their candidates.
+
+        Args:
+            draft_ids: [b, D, k] int64; None if the draft did not run.
+
+        Returns:
+            [n, D', k'] int64; a copied token is the first of its depth.
+        """
+        if draft_ids is None:
+            draft_ids = torch.empty(0, 0, 1 if self.copies else 0, dtype=torch.int64)
+        if not self.copies:
+            return self.requests, draft_ids
+        everyone = sorted((*self.requests, *(copied.request for copied in self.copies)))
+        place_of = {request: place for place, request in enumerate(everyone)}
+        drafted, depths, candidates = draft_ids.shape
+        most = max(depths, *(len(copied.ids) for copied in self.copies))
+        ids = torch.zeros(len(everyone), most, candidates, dtype=torch.int64)
+        if drafted:
+            ids[[place_of[request] for request in self.requests], :depths] = draft_ids
+        for copied in self.copies:
+            ids[place_of[copied.request], : len(copied.ids), 0] = torch.tensor(copied.ids)
+        return everyone, ids
 
 
 NOTHING = Drafting(1, [])
@@ -35,6 +74,8 @@ class Policy(Protocol):
 
     counts: PlanCounts
     """Of all steps so far."""
+    copying: Copying | None
+    """What it copies from, shown each step's texts before `begin`; None: it copies nothing."""
 
     def begin(self, requests: Sequence[str]) -> Drafting:
         """A decode step begins. requests: their names."""
@@ -64,6 +105,7 @@ class Fixed:
         """rows: of one request, anchor included; 1: the draft never runs."""
         self._rows, self._batch, self._begun_s = rows, 0, 0.0
         self.counts = PlanCounts()
+        self.copying: Copying | None = None
 
     def begin(self, requests: Sequence[str]) -> Drafting:
         self._batch, self._begun_s = len(requests), time.perf_counter()
@@ -97,3 +139,32 @@ def anchors(batch: int) -> ops.PlannedRows:
     """A plan of one row for each request. Its tensors are shared; nobody writes to them."""
     none = torch.empty((0, 1), dtype=torch.int32)
     return ops.take_rows(ops.Trees(none, none, none, none), [], [], batch)
+
+
+def add_copies(
+    trees: ops.Trees | None, drafted: Sequence[int], lens: Sequence[int], copies: Sequence[Copied], batch: int
+) -> ops.PlannedRows:
+    """The first `lens` rows of the drafted requests' trees, the chains of the copies, and the anchors of the others.
+
+    Args:
+        trees: of the drafted requests; None: nobody was drafted.
+        drafted, lens: as in `ops.take_rows`.
+        copies: of other requests.
+        batch: B, all requests.
+    """
+    most = max(0 if trees is None else trees.parents.shape[1], *(len(copied.ids) + 1 for copied in copies))
+    chain = torch.arange(most, dtype=torch.int32)
+    row_lens = {copied.request: len(copied.ids) + 1 for copied in copies}
+    row_lens |= dict(zip(drafted, lens, strict=True))
+    everyone = sorted(row_lens)
+    place_of = {request: place for place, request in enumerate(everyone)}
+    parents, depths = (rows.repeat(len(everyone), 1) for rows in (chain - 1, chain))
+    ranks = torch.zeros_like(parents)
+    ranks[:, 0] = -1
+    if trees is not None:
+        places, columns = [place_of[request] for request in drafted], trees.parents.shape[1]
+        for field, own in zip((parents, depths, ranks), trees, strict=False):
+            field[places, :columns] = own
+    return ops.take_rows(
+        ops.Trees(parents, depths, ranks, torch.empty(0)), everyone, [row_lens[request] for request in everyone], batch
+    )

@@ -22,6 +22,10 @@ METRICS = {
     "depth": "Sum of the depths of their deepest rows.",
     "promised": "Drafts that should be accepted by the plan's chances.",
     "accepted": "Drafts that were accepted.",
+    "copies": "Chains of copied tokens that were verified.",
+    "copied_rows": "Rows of these chains, without the anchors.",
+    "copied_promised": "Copied tokens that should be accepted by the plan's chances.",
+    "copied_accepted": "Copied tokens that were accepted.",
 }
 
 
@@ -40,7 +44,7 @@ class PlanReport:
         if self._counts.steps - self._said.steps < self._interval:
             return
         since, self._said = self._counts.since(self._said), self._counts.copy()
-        if since.blocks:
+        if since.blocks or since.copies:
             logger.info("Plan: %s.", since)
         if self._add is not None:
             self._add(since)

@@ -15,6 +15,7 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan
+from sglang_dflash.core.copying import Text
 from sglang_dflash.core.policy import Policy
 from sglang_dflash.host import widths
 from sglang_dflash.host.draft_runner import DraftRunner
@@ -64,12 +65,16 @@ class PlannedStep:
         shape = "trees" if reason is None else f"chains ({reason})"
         message = "Steps verify the rows that pay, request by request, in %s; %s=full verifies whole blocks."
         logger.info(message, shape, widths.WIDTH)
+        if policy.copying is not None:
+            logger.info("Repeated text is copied, not drafted, where that pays; %s=0 copies nothing.", widths.COPY)
 
     def interrupt(self) -> None:
         self._policy.interrupt()
 
     def propose(self, batch: Any) -> tuple[VerifyPlan, Any]:
         """Runs the draft where it pays. Returns the rows to verify and the host's KV plan over their slots."""
+        if self._policy.copying is not None:
+            self._policy.copying.see({req.rid: Text(req.origin_input_ids, req.output_ids) for req in batch.reqs})
         drafting = self._policy.begin([req.rid for req in batch.reqs])
         requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
         proposal: ops.Proposal | None = None
@@ -85,9 +90,9 @@ class PlannedStep:
                 kv_plan = self._plan_kv(block.slots.flatten(), drafted[1], drafted[2], block.block_size)
                 proposal = self._draft.propose_candidates(block, kv_plan, self._candidates)
         trees = self._policy.choose(None if proposal is None else proposal.log_probs)
-        ids = torch.empty(0, 0, 0, dtype=torch.int64) if proposal is None else proposal.ids
+        candidates = drafting.candidates(None if proposal is None else proposal.ids)
         table = self._target.req_to_token_pool.req_to_token
-        rows = ops.lay_out_trees(trees, drafting.requests, ids, *requests, table)
+        rows = ops.lay_out_trees(trees, *candidates, *requests, table)
         plan = VerifyPlan(*rows, trees.width, trees)
         return plan, self._plan_kv(plan.slots, requests[1], requests[2], plan.width)
 

@@ -9,13 +9,13 @@ import torch
 
 from sglang_dflash import ops
 from sglang_dflash.core.plan_counts import PlanCounts
-from sglang_dflash.core.policy import Drafting, Policy, anchors
+from sglang_dflash.core.policy import NOTHING, Copied, Drafting, Policy, anchors
 
 
 class SharedPlan:
     """A `Policy` that asks another one on the first rank alone, and sends its answers to the others.
 
-    All ranks call it with the same requests. A step takes one exchange, or two if somebody is drafted.
+    All ranks call it with the same requests. A step takes one exchange, or two if anything is proposed.
     """
 
     def __init__(self, policy: Policy, most_rows: int, group: Any) -> None:
@@ -27,18 +27,25 @@ class SharedPlan:
         self._policy = policy if group.rank_in_group == 0 else None
         self._most_rows, self._group = most_rows, group
         self.counts = PlanCounts() if self._policy is None else policy.counts
-        self._batch, self._drafting = 0, Drafting(1, [])
+        self.copying = None if self._policy is None else policy.copying
+        self._batch, self._drafting = 0, NOTHING
 
     def begin(self, requests: Sequence[str]) -> Drafting:
         self._batch = len(requests)
-        sent = torch.zeros(2 + self._batch, dtype=torch.int64)  # width, count, requests
+        # The width; for each request, whether it is drafted, then the copied ids.
+        sent = torch.full((1 + self._batch, 1 + self._most_rows), -1)
         if self._policy is not None:
             drafting = self._policy.begin(requests)
-            count = len(drafting.requests)
-            sent[: 2 + count] = torch.tensor([drafting.width, count, *drafting.requests])
+            sent[0, 0] = drafting.width
+            for request in drafting.requests:
+                sent[1 + request, 0] = 1
+            for copied in drafting.copies:
+                sent[1 + copied.request, 1 : 1 + len(copied.ids)] = torch.tensor(copied.ids)
         self._group.broadcast(sent, src=0)
-        width, count, *drafted = sent.tolist()
-        self._drafting = Drafting(width, drafted[:count])
+        (width, *_), *rows = sent.tolist()
+        drafted = [request for request, row in enumerate(rows) if row[0] == 1]
+        copies = [Copied(request, [token for token in row[1:] if token >= 0]) for request, row in enumerate(rows)]
+        self._drafting = Drafting(width, drafted, tuple(copied for copied in copies if copied.ids))
         return self._drafting
 
     def draft_begins(self) -> None:
@@ -47,14 +54,15 @@ class SharedPlan:
 
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         rows = None if self._policy is None else self._policy.choose(log_probs)
-        if log_probs is None:
+        drafting = self._drafting
+        proposed = sorted([*drafting.requests, *(copied.request for copied in drafting.copies)])
+        if not proposed:
             return anchors(self._batch) if rows is None else rows
-        drafted = self._drafting.requests
-        sent = torch.zeros(4, len(drafted), self._most_rows, dtype=torch.int32)  # parents, depths, ranks, count
+        sent = torch.zeros(4, len(proposed), self._most_rows, dtype=torch.int32)  # parents, depths, ranks, count
         if rows is not None:
             fields = torch.stack((rows.parents, rows.depths, rows.ranks))  # [3, T]
             starts = rows.row_starts.tolist()
-            for place, request in enumerate(drafted):
+            for place, request in enumerate(proposed):
                 count = sent[3, place, 0] = rows.lens[request]
                 sent[:3, place, :count] = fields[:, starts[request] : starts[request + 1]]
         self._group.broadcast(sent, src=0)
@@ -62,7 +70,7 @@ class SharedPlan:
             return rows
         parents, depths, ranks, counts = sent
         trees = ops.Trees(parents, depths, ranks, torch.ones(ranks.shape))
-        return ops.take_rows(trees, drafted, counts[:, 0].tolist(), self._batch)
+        return ops.take_rows(trees, proposed, counts[:, 0].tolist(), self._batch)
 
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
         if self._policy is not None:

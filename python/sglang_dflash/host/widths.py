@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from sglang.srt.runtime_context import get_schedule
+
+from sglang_dflash.core.copying import Copying
 from sglang_dflash.core.plan import Planner
 from sglang_dflash.core.policy import Fixed, Policy
 from sglang_dflash.host import simulated
 from sglang_dflash.host.shared_plan import SharedPlan
 
-WIDTH, TREE = "SGLANG_DFLASH_WIDTH", "SGLANG_DFLASH_TREE"
+WIDTH, TREE, COPY = "SGLANG_DFLASH_WIDTH", "SGLANG_DFLASH_TREE", "SGLANG_DFLASH_COPY"
 POLICIES = ("adaptive", "full")
 
 
@@ -26,6 +29,9 @@ def check(device: str, block_size: int) -> None:
     tree = os.environ.get(TREE, "")
     if tree not in ("", "0", "1"):
         raise ValueError(f"{TREE} is {tree!r}; allowed: 0 (chains), 1 (trees where they are served).")
+    copy = os.environ.get(COPY, "")
+    if copy not in ("", "0", "1"):
+        raise ValueError(f"{COPY} is {copy!r}; allowed: 0 (no copies), 1 (copies where they are served).")
 
 
 def _rows(asked: str) -> int | None:
@@ -42,7 +48,7 @@ def why_full(device: str) -> str | None:
     return None
 
 
-def choose_planner(block_size: int, device: str, tp_group: Any) -> Policy | None:
+def choose_planner(block_size: int, device: str, tp_group: Any, copying: Copying | None = None) -> Policy | None:
     """The policy that the variable names; without it, a planner if this server can plan. None: whole blocks.
 
     tp_group: the host's `GroupCoordinator` of the ranks of `--tp-size`.
@@ -51,8 +57,15 @@ def choose_planner(block_size: int, device: str, tp_group: Any) -> Policy | None
     if asked == "full" or why_full(device) is not None:
         return None
     rows = _rows(asked)
-    policy = Planner(block_size) if rows is None else Fixed(rows)
+    policy = Planner(block_size, copying=copying) if rows is None else Fixed(rows)
     return policy if tp_group.world_size == 1 else SharedPlan(policy, block_size, tp_group)
+
+
+def choose_copying(block_size: int, vocab_size: int) -> Copying | None:
+    """What a planner copies from; None: copies are not wanted, or the host learns of the newest tokens too late."""
+    if os.environ.get(COPY) == "0" or not get_schedule().disable_overlap_schedule:
+        return None
+    return Copying(block_size - 1, vocab_size)
 
 
 def trees_wanted() -> bool:

@@ -35,7 +35,7 @@ from sglang_dflash.host.sampling import RowSampler, follow
 from sglang_dflash.host.sampling_memory import measure_sampling
 from sglang_dflash.host.sharded_logits import ShardedLogits
 from sglang_dflash.host.short_head import special_ids
-from sglang_dflash.host.widths import choose_planner
+from sglang_dflash.host.widths import choose_copying, choose_planner
 
 logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None] | None
@@ -73,7 +73,8 @@ class DFlashWorker(BaseSpecWorker):
         # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
         self._plan_stream: PlanStream | None = None
-        planner, self._planned = choose_planner(self.block_size, self.device, get_parallel().tp_group), None
+        copying, self._planned = choose_copying(self.block_size, vocab_size), None
+        planner = choose_planner(self.block_size, self.device, get_parallel().tp_group, copying)
         if planner is not None:
             report = PlanReport(planner.counts)
             self._planned = PlannedStep(planner, self._target, self._draft, self._lay_out, report)

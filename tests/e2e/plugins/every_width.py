@@ -1,7 +1,8 @@
 """A plugin of SGLang that makes our worker plan steps of every shape, whatever they bring: answers must not change.
 
 Requests are left out of drafts at random, blocks have any width, and trees grow along random chances, to as many rows
-as there are or to 1, 2, .. K in turn.
+as there are or to 1, 2, .. K in turn. Where a server copies, requests that are left out copy from where their last
+tokens stood before, from anywhere, or from another request.
 """
 
 from __future__ import annotations
@@ -36,12 +37,26 @@ def _plan_at_random(*_: Any) -> None:
         everyone = list(range(len(requests)))
         some = everyone if chance.random() < 0.6 else sorted(chance.sample(everyone, chance.randint(1, len(everyone))))
         width = planner._block_size if chance.random() < 0.6 else chance.randint(1, planner._block_size)
-        planner._drafting = policy.Drafting(width, some if width > 1 else [])
+        drafted = some if width > 1 else []
+        left = [place for place in everyone if place not in drafted] if planner.copying is not None else []
+        copies = [policy.Copied(place, copy(planner, requests[place])) for place in left if chance.random() < 0.8]
+        planner._drafting = policy.Drafting(width, drafted, tuple(copied for copied in copies if copied.ids))
         return planner._drafting
 
+    def copy(planner: plan.Planner, name: str) -> list[int]:
+        offer = planner.copying.offer(name)
+        if offer is not None and chance.random() < 0.8:
+            return offer.ids[: chance.randint(1, len(offer.ids))]
+        if chance.random() < 0.3:
+            name = chance.choice(planner._requests)
+        text = [*planner.copying._texts[name].prompt, *planner.copying._texts[name].answer]
+        first = chance.randrange(len(text))
+        return text[first : first + chance.randint(1, planner.copying.most)]
+
     def choose(planner: plan.Planner, log_probs: torch.Tensor | None) -> ops.PlannedRows:
+        batch, copies = len(planner._requests), planner._drafting.copies
         if log_probs is None:
-            return policy.anchors(len(planner._requests))
+            return policy.add_copies(None, [], [], copies, batch) if copies else policy.anchors(batch)
         generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
         chances = torch.rand(log_probs.shape, generator=generator).sort(-1, descending=True).values
         if chance.random() < 0.5:
@@ -50,7 +65,13 @@ def _plan_at_random(*_: Any) -> None:
         lens = (trees.reaches > 0).sum(1).tolist()
         if chance.random() < 0.5:
             lens = [min(1 + next(turns) % planner._block_size, count) for count in lens]
-        return ops.take_rows(trees, planner._drafting.requests, lens, len(planner._requests))
+        if copies:
+            return policy.add_copies(trees, planner._drafting.requests, lens, copies, batch)
+        return ops.take_rows(trees, planner._drafting.requests, lens, batch)
 
-    plan.Planner.begin, plan.Planner.choose = begin, choose
-    plan.Planner.end = lambda *_: None
+    def end(planner: plan.Planner, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
+        for copied in planner._drafting.copies:
+            planner.counts.copies += 1
+            planner.counts.copied_accepted += int(commit_lens[copied.request]) - 1
+
+    plan.Planner.begin, plan.Planner.choose, plan.Planner.end = begin, choose, end
