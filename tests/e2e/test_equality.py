@@ -33,8 +33,8 @@ def test_tokens_equal_where_the_draft_knows_few_ids(
     assert f"The draft chooses among {FEW_IDS} of" in server.log.read_text()
     assert len({token for answer in answers for token in answer.ids}) > 2 * FEW_IDS
     assert tau(answers) > 1.1
-    counts = plan_counts(client)  # of copies at random, right and wrong ones
-    assert counts is not None and counts.copies > 100 and counts.copied_accepted > 10
+    counts = plan_counts(client)
+    assert counts is not None and counts.copies > counts.copied_accepted > 0  # copies at random, right and wrong ones
 
 
 @pytest.mark.parametrize("concurrency", [1, 6])

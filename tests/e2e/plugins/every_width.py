@@ -37,6 +37,8 @@ def _plan_at_random(*_: Any) -> None:
         everyone = list(range(len(requests)))
         some = everyone if chance.random() < 0.6 else sorted(chance.sample(everyone, chance.randint(1, len(everyone))))
         width = planner._block_size if chance.random() < 0.6 else chance.randint(1, planner._block_size)
+        if planner.copying is not None and chance.random() < 0.3:
+            width = 1
         drafted = some if width > 1 else []
         left = [place for place in everyone if place not in drafted] if planner.copying is not None else []
         copies = [policy.Copied(place, copy(planner, requests[place])) for place in left if chance.random() < 0.8]
