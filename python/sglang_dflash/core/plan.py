@@ -25,6 +25,7 @@ import torch
 
 from sglang_dflash import ops
 from sglang_dflash.core.calibration import Calibration
+from sglang_dflash.core.depth_tally import DepthTally
 from sglang_dflash.core.places import Places
 from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import NOTHING, Drafting, anchors
@@ -78,6 +79,7 @@ class Drafted(NamedTuple):
         chosen: what was verified.
         path: of all requests; see `ops.TreeAcceptance`.
         accepted: drafts, of all requests.
+        commit_lens: [B] int32; of all requests.
     """
 
     names: list[str]
@@ -86,6 +88,7 @@ class Drafted(NamedTuple):
     chosen: ops.ChosenRows
     path: torch.Tensor
     accepted: int
+    commit_lens: torch.Tensor
 
 
 class Planner:
@@ -115,6 +118,7 @@ class Planner:
         self._gap_s = 0.0  # mean time between two consecutive decode steps
         self._requests: list[str] = []
         self.counts = PlanCounts()
+        self._tally = DepthTally(self.counts)
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
@@ -193,7 +197,7 @@ class Planner:
         if drafting.width > 1 and self._offered is not None:
             names = [self._requests[i] for i in drafting.requests]
             accepted = int(commit_lens.sum()) - len(commit_lens)
-            self._unlearned.append(Drafted(names, drafting.requests, *self._offered, path, accepted))
+            self._unlearned.append(Drafted(names, drafting.requests, *self._offered, path, accepted, commit_lens))
             self._offered = None
             if len(self._unlearned) == self._tuning.learning_steps:
                 self._learn()
@@ -208,8 +212,10 @@ class Planner:
     def _learn(self) -> None:
         """Takes in recent drafted steps. Several together cost little more than one: the code of learning has to come
         into the processor's caches, which the model's weights have filled."""
-        for names, requests, log_probs, chosen, path, accepted in self._unlearned:
-            self.counts.chose([chosen.rows.lens[i] for i in requests], chosen.depth, chosen.promised)
+        for names, requests, log_probs, chosen, path, accepted, commit_lens in self._unlearned:
+            lens = [chosen.rows.lens[i] for i in requests]
+            self.counts.chose(lens, chosen.depth, chosen.promised)
+            self._tally.add(chosen.trees, lens, commit_lens)
             self.counts.accepted += accepted
             self._memory.keep(names, chosen.chances, chosen.trees)
             if chosen.rows.width > 1:

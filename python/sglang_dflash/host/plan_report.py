@@ -23,6 +23,11 @@ METRICS = {
     "promised": "Drafts that should be accepted by the plan's chances.",
     "accepted": "Drafts that were accepted.",
 }
+DEPTH_METRICS = {
+    "rows": "Rows of one depth that were verified.",
+    "promised": "Of these rows, those that should be accepted by the plan's chances.",
+    "accepted": "Of these rows, those that were accepted.",
+}
 
 
 class PlanReport:
@@ -45,7 +50,7 @@ class PlanReport:
         if self._add is not None:
             self._add(since)
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         return asdict(self._counts)
 
 
@@ -58,9 +63,17 @@ def _prometheus() -> Callable[[PlanCounts], None]:
         for name, text in METRICS.items()
     }
 
+    by_depth = {
+        name: Counter(f"sglang_dflash:plan_depth_{name}", text, labelnames=[*labels, "depth"])
+        for name, text in DEPTH_METRICS.items()
+    }
+
     def add(since: PlanCounts) -> None:
-        for name, value in asdict(since).items():
-            counters[name].inc(value)
+        for name, counter in counters.items():
+            counter.inc(getattr(since, name))
+        for depth, one in enumerate(since.by_depth, start=1):
+            for name, counter in by_depth.items():
+                counter.labels(**labels, depth=str(depth)).inc(getattr(one, name))
 
     return add
 
