@@ -39,8 +39,9 @@ from sglang_dflash.serving import (
 
 pytestmark = pytest.mark.server
 COMMAND = [sys.executable, "-m", "sglang_dflash.cli", "check"]
-CASES = ["plain", "stop", "logprobs", "penalties"]
+CASES = ["plain", "continued", "stop", "logprobs", "penalties"]
 PROMPTS = 8
+EVERY_WIDTH = Path(__file__).parents[1] / "e2e" / "plugins"
 SNAPSHOT_EVERY = 64  # tokens after which the prefix cache keeps a recurrent state
 SMALL = ["--num-prompts", str(PROMPTS), "--max-new-tokens", "48", "--cases", ",".join(CASES)]
 
@@ -91,14 +92,21 @@ def clean(folder: Path) -> Checked:
     return check_here(*words, "--reference", "--control")
 
 
-def _planted_server(target: Path, draft: Path, folder: Path, flags: list[str]) -> PreloadedServer:
-    """A DFLASH server with the bugs in it; none is active."""
+def _planted_server(
+    target: Path, draft: Path, folder: Path, flags: list[str], random_trees: bool = False
+) -> PreloadedServer:
+    """A DFLASH server with the bugs in it; none is active.
+
+    Args:
+        random_trees: steps verify random trees instead of whole blocks.
+    """
     bug = folder / "bug"
     bug.write_text("")
-    path = os.pathsep.join([str(Path(planted_bugs.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    plugins = [Path(planted_bugs.__file__).parent, *([EVERY_WIDTH] if random_trees else [])]
+    path = os.pathsep.join([*map(str, plugins), os.environ.get("PYTHONPATH", "")])
     environment = {
         **TINY_OVERLAPPING,
-        **WHOLE_BLOCKS,
+        **({"SGLANG_DFLASH_WIDTH": "adaptive"} if random_trees else WHOLE_BLOCKS),
         "PYTHONPATH": path.rstrip(os.pathsep),
         planted_bugs.VARIABLE: str(bug),
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
@@ -146,7 +154,7 @@ def test_the_embedded_pair_is_lossless(clean: Checked, folder: Path) -> None:
     assert all(case["identical"] == PROMPTS for case in report["control"])
     assert not report["servers"]["off"]["overlap"] and report["servers"]["on"]["overlap"]
     assert json.loads((folder / "whole.json").read_text()) == report
-    assert "Lossless: 72 requests" in clean.shown and "Traceback" not in clean.said
+    assert "Lossless: 88 requests" in clean.shown and "Traceback" not in clean.said
 
 
 def test_without_a_bug_the_planted_server_passes(planted: Callable[..., Checked]) -> None:
@@ -200,6 +208,39 @@ def test_lost_draft_kv(planted: Callable[..., Checked], bug: str) -> None:
     assert checked.code == 0, checked.shown
     assert checked.report["draft_kv"]["lost"]
     assert "acceptance lost: " in checked.shown and "Lossless: " in checked.shown
+
+
+@pytest.fixture(scope="module")
+def trees(clean: Checked, tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Callable[..., Checked]]:
+    """A server whose steps verify random trees, at page size 1."""
+    own = tmp_path_factory.mktemp("trees")
+    (own / "off.json").symlink_to(folder / "off.json")
+    with _planted_server(TINY_TARGET, TINY_DRAFT, own, [], random_trees=True) as running:
+        yield partial(_check_planted, running, own)
+
+
+OF_TREES = {
+    planted_bugs.ANCESTOR: {"plain"},
+    planted_bugs.ORDER: {"continued"},
+    planted_bugs.SIBLING: {"penalties"},
+    planted_bugs.TWICE: {"plain"},
+}
+"""Bug of trees -> cases that must find it."""
+
+
+@pytest.mark.parametrize("bug", ["", *OF_TREES])
+def test_trees(trees: Callable[..., Checked], bug: str) -> None:
+    """Fails where a bug of trees goes unseen. Wrong penalties must not show without penalties. Accepted paths in the
+    wrong order leave a request's own answer right, because its KV is all there: only a request that hits a part of it
+    in the prefix cache finds another token's."""
+    checked = trees(bug, "--cases", "continued,penalties", "--concurrency", "4")
+    different = {case["case"] for case in checked.report["cases"] if case["different"]}
+    if not bug:
+        assert checked.code == 0 and not different, (checked.shown, checked.said)
+    else:
+        assert checked.code == 1 and different >= OF_TREES[bug], checked.shown
+    if bug in (planted_bugs.SIBLING, planted_bugs.ORDER):
+        assert "plain" not in different, checked.shown
 
 
 def _crossing_prompts() -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from sglang_dflash.core.plan_counts import STATE, PlanCounts
+from sglang_dflash.core.plan_counts import STATE, DepthCounts, PlanCounts
 from sglang_dflash.serving import Client
 
 END, VOCABULARY = 9, 10
@@ -66,6 +66,7 @@ class ToyClient(Client):
         info = {"model_path": "/nowhere/toy", "version": "1", "dtype": "float32", "disable_overlap_schedule": True}
         self._infos += 1  # the counts rise from each time they are read to the next
         counts = PlanCounts(steps=10 * self._infos, blocks=8 * self._infos, rows=16 * self._infos)
+        counts.by_depth = [DepthCounts(rows=16 * self._infos, promised=8.0 * self._infos, accepted=4 * self._infos)]
         states = [{STATE: asdict(counts)}] * 2 if self.faults.adapts else [{}]
         return {
             **info,

@@ -425,6 +425,21 @@ def test_requests_left_out_have_one_row():
     assert any(0 < len(step.drafting.requests) < 8 for step in steps)
 
 
+def test_counts_by_depth_add_up():
+    """Fails where the counts by depth are of other rows, chances or accepted drafts than the plan's sums, in steps that
+    leave requests out and in trees."""
+    world = World(MACHINES["middling rows"])
+    planner = world.planner()
+    steps = world.run(planner, mix(4, 4), 150)
+    assert any(0 < len(step.drafting.requests) < 8 for step in steps)
+    planner._tally.settle()
+    counts = planner.counts
+    sums = [sum(getattr(one, name) for one in counts.by_depth) for name in ("rows", "promised", "accepted")]
+    assert (sums[0], sums[2]) == (counts.rows, counts.accepted) and counts.rows > 0
+    assert sums[1] == pytest.approx(counts.promised)
+    assert len(counts.by_depth) <= K - 1
+
+
 def test_one_candidate_gives_chains():
     """Fails where a draft with one candidate for each row gives anything but chains, whose attention needs no mask."""
     world = World(MACHINES["cheap rows"], candidates=1)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 
-from sglang_dflash.core.plan_counts import PlanCounts
+from sglang_dflash import ops
+from sglang_dflash.core.depth_tally import TOGETHER, DepthTally
+from sglang_dflash.core.plan_counts import DepthCounts, PlanCounts
 from sglang_dflash.core.policy import Fixed
 
 
@@ -63,3 +68,46 @@ def test_in_words() -> None:
     assert str(PlanCounts(9, copies=4, copied_rows=24, copied_promised=17.0, copied_accepted=20)) == (
         f"0 blocks in 9 steps; {copies}"
     )
+
+
+def test_rows_are_counted_by_depth() -> None:
+    """Fails where a row counts at another depth than its own, or where a row that was not verified, an anchor or a
+    request without a draft counts. Two requests have trees; the second verifies its anchor and one row."""
+    counts = PlanCounts()
+    tally = DepthTally(counts)
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]], dtype=torch.int32)
+    depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]], dtype=torch.int32)
+    reaches = torch.tensor([[1.0, 0.5, 0.25, 0.125], [1.0, 0.75, 0.5, 0.25]])
+    trees = ops.Trees(parents, depths, torch.zeros_like(depths), reaches)
+    for _ in range(2):
+        tally.add(trees, [4, 2], torch.tensor([3, 1, 2], dtype=torch.int32))  # the request between them has no draft
+    assert not counts.by_depth
+    tally.settle()
+    tally.settle()
+    assert counts.by_depth == [DepthCounts(6, 3.0, 4), DepthCounts(2, 0.25, 2)]
+
+
+def test_counts_by_depth_rise_together() -> None:
+    """Fails where drafted steps wait without end, or where steps with anchors alone do harm."""
+    counts = PlanCounts()
+    tally = DepthTally(counts)
+    anchors = torch.tensor([[-1, -1]], dtype=torch.int32), torch.tensor([[0, 1]], dtype=torch.int32)
+    trees = ops.Trees(*anchors, anchors[0], torch.tensor([[1.0, 0.5]]))
+    for lens in ([1], [2]):
+        for _ in range(TOGETHER):
+            tally.add(trees, lens, torch.tensor([1], dtype=torch.int32))
+        assert counts.by_depth == [DepthCounts(TOGETHER, TOGETHER / 2, 0)][: lens[0] - 1]
+
+
+def test_depths_are_summed_and_said() -> None:
+    """Fails where depths that only one of two counts has are lost, or where JSON changes what was counted."""
+    some, more = DepthCounts(10, 5.0, 4), DepthCounts(30, 20.0, 19)
+    before, now = PlanCounts(by_depth=[some]), PlanCounts(by_depth=[more, some])
+    assert now.since(before).by_depth == [DepthCounts(20, 15.0, 15), some]
+    assert PlanCounts.total([before, now]).by_depth == [DepthCounts(40, 25.0, 23), some]
+    assert PlanCounts.from_json(json.loads(json.dumps(asdict(now)))) == now
+    first, second = now.calibration().split("; ")
+    assert first == "depth 1: 30 rows, promised 0.67, accepted 0.63" and second.startswith("depth 2: 10 rows,")
+    assert PlanCounts().calibration() == ""
+    with pytest.raises(TypeError):
+        PlanCounts.from_json({"of another version": 1})

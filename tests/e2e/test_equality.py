@@ -60,6 +60,7 @@ def test_a_server_says_what_it_does(client: Client, server: Server, baseline: Ba
     assert "verify the rows that pay, request by request, in trees" in log
     counts = plan_counts(client)
     assert counts is not None and counts.blocks > 0 and counts.rows >= counts.depth >= counts.accepted > 0
+    assert counts.by_depth and counts.by_depth[0].rows > 0
     assert counts.promised > 0 and 0 < counts.planning_s < counts.seconds
     assert "The target's forward is captured" in log and "The draft's forward is captured" in log
 

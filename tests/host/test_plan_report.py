@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 
-from sglang_dflash.core.plan_counts import STATE, PlanCounts
+from sglang_dflash.core.plan_counts import STATE, DepthCounts, PlanCounts
 from sglang_dflash.host import plan_report
 
 
@@ -48,14 +48,20 @@ def test_prometheus_gets_what_is_new(observability):
     observability.enable_metrics = True
     counts = PlanCounts()
     report = plan_report.PlanReport(counts)
-    take(counts, report, 8, blocks=1)
+    counts.by_depth = [DepthCounts(8, 4.5, 4)]
+    take(counts, report, 4, blocks=1)
+    counts.by_depth = [DepthCounts(10, 5.5, 5), DepthCounts(2, 0.5, 1)]
+    take(counts, report, 4, blocks=1)
 
-    def value(name: str) -> float | None:
-        labels = {"model_name": "tiny"}
+    def value(name: str, **depth: str) -> float | None:
+        labels = {"model_name": "tiny", **depth}
         return prometheus_client.REGISTRY.get_sample_value(f"sglang_dflash:plan_{name}_total", labels)
 
     assert (value("steps"), value("blocks"), value("rows"), value("accepted")) == (8, 8, 24, 0)
-    assert set(plan_report.METRICS) == set(report.state())
+    assert set(plan_report.METRICS) == set(report.state()) - {"by_depth"}
+    names = ("depth_rows", "depth_promised", "depth_accepted")
+    assert [value(name, depth="1") for name in names] == [10, 5.5, 5]
+    assert [value(name, depth="2") for name in names] == [2, 0.5, 1]
 
 
 def test_server_info_has_the_counts(observability):
@@ -67,4 +73,4 @@ def test_server_info_has_the_counts(observability):
         controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker))
         plan_report._add_plan(lambda *arguments: calls.append(arguments), controller, state)
         assert calls.pop() == (controller, state)
-        assert PlanCounts(**state[STATE]).steps == 5 if getattr(worker, "plan_report", None) else not state
+        assert PlanCounts.from_json(state[STATE]).steps == 5 if getattr(worker, "plan_report", None) else not state

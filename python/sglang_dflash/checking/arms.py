@@ -80,7 +80,7 @@ def plan_counts(client: Client) -> PlanCounts | None:
     another version counts other things."""
     states = _server_info(client).get("internal_states") or []
     try:
-        parts = [PlanCounts(**state[STATE]) for state in states if STATE in state]
+        parts = [PlanCounts.from_json(state[STATE]) for state in states if STATE in state]
     except TypeError:
         return None
     return PlanCounts.total(parts) if parts else None

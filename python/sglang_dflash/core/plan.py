@@ -27,6 +27,7 @@ import torch
 from sglang_dflash import ops
 from sglang_dflash.core.calibration import Calibration
 from sglang_dflash.core.copying import Copying, best_copies
+from sglang_dflash.core.depth_tally import DepthTally
 from sglang_dflash.core.places import Places
 from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import NOTHING, Copied, Drafting, add_copies, anchors
@@ -80,6 +81,7 @@ class Drafted(NamedTuple):
         chosen: what was verified.
         path: of all requests; see `ops.TreeAcceptance`.
         accepted: drafts, of these requests.
+        commit_lens: [n] int32; of these requests, and perhaps of others that commit one token.
     """
 
     names: list[str]
@@ -88,6 +90,7 @@ class Drafted(NamedTuple):
     chosen: ops.ChosenRows
     path: torch.Tensor
     accepted: int
+    commit_lens: torch.Tensor
 
 
 class Planner:
@@ -122,6 +125,7 @@ class Planner:
         self.copying = copying
         self._drafts_worth: dict[int, float] = {}  # request -> tokens that its block brings beyond its rows' price
         self._probing = False
+        self._tally = DepthTally(self.counts)
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
@@ -224,15 +228,15 @@ class Planner:
         if drafting.width > 1:
             self._draft_times.observe(len(drafting.requests) * drafting.width, self._drafted_s - self._draft_begun_s)
         self._rest_times.observe(len(rows.parents), self._ended_s - self._drafted_s)
-        copied = 0
         if drafting.copies:
             lens = commit_lens.tolist()
-            copied = sum(lens[copy.request] - 1 for copy in drafting.copies)
-            self.counts.copied_accepted += copied
+            self.counts.copied_accepted += sum(lens[copy.request] - 1 for copy in drafting.copies)
         if drafting.width > 1 and self._offered is not None:
             names = [self._requests[i] for i in drafting.requests]
-            accepted = int(commit_lens.sum()) - len(commit_lens) - copied
-            self._unlearned.append(Drafted(names, drafting.requests, *self._offered, path, accepted))
+            if drafting.copies:
+                commit_lens = commit_lens[drafting.requests]
+            accepted = int(commit_lens.sum()) - len(commit_lens)
+            self._unlearned.append(Drafted(names, drafting.requests, *self._offered, path, accepted, commit_lens))
             self._offered = None
             if len(self._unlearned) == self._tuning.learning_steps:
                 self._learn()
@@ -247,8 +251,10 @@ class Planner:
     def _learn(self) -> None:
         """Takes in recent drafted steps. Several together cost little more than one: the code of learning has to come
         into the processor's caches, which the model's weights have filled."""
-        for names, requests, log_probs, chosen, path, accepted in self._unlearned:
-            self.counts.chose([chosen.rows.lens[i] for i in requests], chosen.depth, chosen.promised)
+        for names, requests, log_probs, chosen, path, accepted, commit_lens in self._unlearned:
+            lens = [chosen.rows.lens[i] for i in requests]
+            self.counts.chose(lens, chosen.depth, chosen.promised)
+            self._tally.add(chosen.trees, lens, commit_lens)
             self.counts.accepted += accepted
             self._memory.keep(names, chosen.chances, chosen.trees)
             if chosen.rows.width > 1:

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
+from typing import Any
 
 STATE = "dflash_plan"
 """Name of the counts in `/server_info`, in each of `internal_states`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DepthCounts:
+    """Verified rows of one depth: how many, and how many of them were promised and accepted."""
+
+    rows: int = 0
+    promised: float = 0.0
+    accepted: int = 0
+
+    def plus(self, other: DepthCounts, sign: int = 1) -> DepthCounts:
+        return DepthCounts(
+            self.rows + sign * other.rows,
+            self.promised + sign * other.promised,
+            self.accepted + sign * other.accepted,
+        )
 
 
 @dataclass(slots=True)
@@ -26,6 +44,7 @@ class PlanCounts:
         copied_rows: rows of these chains, without the anchors.
         copied_promised: copied tokens that should be accepted by the plan's chances.
         copied_accepted: copied tokens that were accepted.
+        by_depth: the verified rows by depth, from 1; some drafted steps behind the other counts.
     """
 
     steps: int = 0
@@ -40,6 +59,7 @@ class PlanCounts:
     copied_rows: int = 0
     copied_promised: float = 0.0
     copied_accepted: int = 0
+    by_depth: list[DepthCounts] = field(default_factory=list)
 
     def chose(self, lens: Sequence[int], depth: int, promised: float) -> None:
         """A step verifies `lens` rows of its drafted requests, anchors included. depth, promised: the step's part."""
@@ -49,15 +69,40 @@ class PlanCounts:
         self.promised += promised
 
     def since(self, before: PlanCounts) -> PlanCounts:
-        return PlanCounts(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+        return self._plus(before, -1)
 
     def copy(self) -> PlanCounts:
-        return PlanCounts(*astuple(self))
+        return replace(self, by_depth=list(self.by_depth))
+
+    def _plus(self, other: PlanCounts, sign: int) -> PlanCounts:
+        names = [each.name for each in fields(self) if each.name != "by_depth"]
+        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in names}
+        pairs = zip_longest(self.by_depth, other.by_depth, fillvalue=DepthCounts())
+        return PlanCounts(**sums, by_depth=[one.plus(another, sign) for one, another in pairs])
 
     @classmethod
     def total(cls, parts: Iterable[PlanCounts]) -> PlanCounts:
         """Of several replicas."""
-        return cls(*map(sum, zip(astuple(cls()), *map(astuple, parts), strict=True)))
+        whole = cls()
+        for part in parts:
+            whole = whole._plus(part, 1)
+        return whole
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> PlanCounts:
+        """Inverse of `dataclasses.asdict`. Raises TypeError if the names are others."""
+        counts = cls(**state)
+        counts.by_depth = [DepthCounts(**one) for one in state.get("by_depth", [])]
+        return counts
+
+    def calibration(self) -> str:
+        """The shares of each depth's rows that were promised and accepted, in words; empty if no row was verified."""
+        return "; ".join(
+            f"depth {depth}: {one.rows} rows, promised {one.promised / one.rows:.2f}, "
+            f"accepted {one.accepted / one.rows:.2f}"
+            for depth, one in enumerate(self.by_depth, start=1)
+            if one.rows
+        )
 
     def __str__(self) -> str:
         """The means of a block and of a copy, in words."""

@@ -27,6 +27,11 @@ METRICS = {
     "copied_promised": "Copied tokens that should be accepted by the plan's chances.",
     "copied_accepted": "Copied tokens that were accepted.",
 }
+DEPTH_METRICS = {
+    "rows": "Rows of one depth that were verified.",
+    "promised": "Of these rows, those that should be accepted by the plan's chances.",
+    "accepted": "Of these rows, those that were accepted.",
+}
 
 
 class PlanReport:
@@ -49,7 +54,7 @@ class PlanReport:
         if self._add is not None:
             self._add(since)
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         return asdict(self._counts)
 
 
@@ -62,9 +67,17 @@ def _prometheus() -> Callable[[PlanCounts], None]:
         for name, text in METRICS.items()
     }
 
+    by_depth = {
+        name: Counter(f"sglang_dflash:plan_depth_{name}", text, labelnames=[*labels, "depth"])
+        for name, text in DEPTH_METRICS.items()
+    }
+
     def add(since: PlanCounts) -> None:
-        for name, value in asdict(since).items():
-            counters[name].inc(value)
+        for name, counter in counters.items():
+            counter.inc(getattr(since, name))
+        for depth, one in enumerate(since.by_depth, start=1):
+            for name, counter in by_depth.items():
+                counter.labels(**labels, depth=str(depth)).inc(getattr(one, name))
 
     return add
 
