@@ -18,11 +18,10 @@ SKIP_DECODE, SKIP_PREFILL = "draft KV of a block not written", "draft KV behind 
 CRASH = "the scheduler ends"
 LATE, WINDOW = "recurrent state of a row before", "inputs of convolutions not rolled back"
 SNAPSHOT = "snapshot for the prefix cache from a wrong row"
-ANCESTOR, ORDER = "a wrong ancestor in the mask", "accepted paths committed in the wrong order"
-SIBLING, TWICE = "a sibling's penalty counted", "slots exchanged twice"
+ANCESTOR = "a wrong ancestor in the mask"
 EVERY = {
     **{ACCEPT: 12, SWAP: 1, LEAK: 8, SKIP_DECODE: 3, SKIP_PREFILL: 1, CRASH: 20, LATE: 9, WINDOW: 5, SNAPSHOT: 1},
-    **{ANCESTOR: 2, ORDER: 1, SIBLING: 1, TWICE: 4},
+    **{ANCESTOR: 2},
 }
 
 
@@ -54,11 +53,9 @@ class Now:
 
 def _plant(*arguments: Any) -> None:
     """Wraps what the worker calls; an attribute that is gone ends the server, and with it the test."""
-    from sglang_dflash import ops
     from sglang_dflash.host.cpu import attention
     from sglang_dflash.host.cpu.recurrent import CpuHybridBackend
     from sglang_dflash.host.draft_runner import DraftRunner
-    from sglang_dflash.host.planned_step import PlannedStep
     from sglang_dflash.host.sampling import RowSampler
     from sglang_dflash.host.worker import DFlashWorker
 
@@ -72,9 +69,6 @@ def _plant(*arguments: Any) -> None:
         CpuHybridBackend.update_mamba_state_after_mtp_verify, now
     )
     attention.trees_of = _wrong_ancestor(attention.trees_of, now)
-    PlannedStep.commit = _reversed(PlannedStep.commit, now)
-    ops.PlannedRows.seen = _all_before(ops.PlannedRows.seen, now)
-    ops.exchange_slots = _twice(ops.exchange_slots, now)
 
 
 def _one_too_many(original: Any, now: Now) -> Any:
@@ -191,36 +185,3 @@ def _wrong_ancestor(original: Any, now: Now) -> Any:
         return trees._replace(row_mask=mask)
 
     return trees_of
-
-
-def _reversed(original: Any, now: Now) -> Any:
-    """The ids are right, and so is the set of slots: only their order is not."""
-
-    def commit(self: Any, batch: Any, plan: Any, accepted: Any, hidden: torch.Tensor) -> Any:
-        if plan.width > 1 and now.strikes(ORDER):
-            path = accepted.path.clone()
-            for own, count in zip(path, accepted.commit_lens.tolist(), strict=True):
-                own[1:count] = own[1:count].flip(0)
-            accepted = accepted._replace(path=path)
-        return original(self, batch, plan, accepted, hidden)
-
-    return commit
-
-
-def _all_before(original: Any, now: Now) -> Any:
-    """A row's penalties count the tokens of all rows before it."""
-
-    def seen(self: Any) -> torch.Tensor:
-        right = original(self)
-        return torch.ones_like(right).tril() if now.strikes(SIBLING) else right
-
-    return seen
-
-
-def _twice(original: Any, now: Now) -> Any:
-    def exchange(*tables: Any) -> None:
-        original(*tables)
-        if now.strikes(TWICE):
-            original(*tables)
-
-    return exchange
