@@ -7,6 +7,8 @@ Bugs are rare enough for most answers to stay right.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ SKIP_DECODE, SKIP_PREFILL = "draft KV of a block not written", "draft KV behind 
 CRASH = "the scheduler ends"
 LATE, WINDOW = "recurrent state of a row before", "inputs of convolutions not rolled back"
 SNAPSHOT = "snapshot for the prefix cache from a wrong row"
-ANCESTOR = "a wrong ancestor in the mask"
-EVERY = {
-    **{ACCEPT: 12, SWAP: 1, LEAK: 8, SKIP_DECODE: 3, SKIP_PREFILL: 1, CRASH: 20, LATE: 9, WINDOW: 5, SNAPSHOT: 1},
-    **{ANCESTOR: 2},
-}
+MASK, SIBLING = "a row sees its parent's rival", "penalties count siblings"
+ORDER, TWICE = "path committed in the order of the tree's rows", "slots exchanged twice"
+TREES = (MASK, SIBLING, ORDER, TWICE)
+EVERY = {ACCEPT: 12, SWAP: 1, LEAK: 8, SKIP_DECODE: 3, SKIP_PREFILL: 1, CRASH: 20, LATE: 9, WINDOW: 5, SNAPSHOT: 1}
+EVERY |= {MASK: 2, SIBLING: 2, ORDER: 2, TWICE: 2}
 
 
 def activate() -> None:
@@ -53,9 +55,11 @@ class Now:
 
 def _plant(*arguments: Any) -> None:
     """Wraps what the worker calls; an attribute that is gone ends the server, and with it the test."""
-    from sglang_dflash.host.cpu import attention
+    from sglang_dflash import ops
     from sglang_dflash.host.cpu.recurrent import CpuHybridBackend
     from sglang_dflash.host.draft_runner import DraftRunner
+    from sglang_dflash.host.penalties import RequestPenalties
+    from sglang_dflash.host.planned_step import PlannedStep
     from sglang_dflash.host.sampling import RowSampler
     from sglang_dflash.host.worker import DFlashWorker
 
@@ -68,7 +72,9 @@ def _plant(*arguments: Any) -> None:
     CpuHybridBackend.update_mamba_state_after_mtp_verify = _commit_state(
         CpuHybridBackend.update_mamba_state_after_mtp_verify, now
     )
-    attention.trees_of = _wrong_ancestor(attention.trees_of, now)
+    PlannedStep.propose = _wrong_parents(PlannedStep.propose, now)
+    RequestPenalties.apply = _siblings_counted(RequestPenalties.apply, now)
+    ops.exchange_slots = _exchange(ops.exchange_slots, now)
 
 
 def _one_too_many(original: Any, now: Now) -> Any:
@@ -168,20 +174,59 @@ def _commit_state(original: Any, now: Now) -> Any:
     return commit
 
 
-def _wrong_ancestor(original: Any, now: Now) -> Any:
-    """Where it can, a row sees another row of its parent's depth instead of its parent."""
+def _rows_of(plan: Any) -> list[list[int]]:
+    """The parents of each request's rows; -1 for the anchor."""
+    parents, starts = plan.trees.parents.tolist(), plan.trees.row_starts.tolist()
+    return [parents[first:end] for first, end in pairwise(starts)]
 
-    def trees_of(batch: Any) -> Any:
-        trees = original(batch)
-        if trees is None or trees.row_mask is None or not now.strikes(ANCESTOR):
-            return trees
-        mask = trees.row_mask.clone()  # [B, W, W]
-        for own, first, count in zip(mask, trees.row_starts.tolist(), trees.lens, strict=False):
-            parents, depths = (of[first:][:count].tolist() for of in (trees.parents, trees.depths))
+
+def _with_mask(plan: Any, mask: torch.Tensor) -> Any:
+    return replace(plan, trees=plan.trees._replace(row_mask=mask))
+
+
+def _wrong_parents(original: Any, now: Now) -> Any:
+    """Rows see a sibling of their parent in its place."""
+
+    def propose(self: Any, batch: Any) -> Any:
+        plan, kv_plan = original(self, batch)
+        if plan.trees.row_mask is None or not now.strikes(MASK):
+            return plan, kv_plan
+        mask = plan.trees.row_mask.clone()
+        for request, parents in enumerate(_rows_of(plan)):
             for row, parent in enumerate(parents):
-                others = [one for one in range(row) if one != parent and depths[one] == depths[parent]]
-                if parent > 0 and others:
-                    own[row, parent], own[row, others[0]] = False, True
-        return trees._replace(row_mask=mask)
+                rivals = [other for other in range(1, row) if other != parent and parents[other] == parents[parent]]
+                if parent > 0 and rivals:
+                    mask[request, row, parent], mask[request, row, rivals[0]] = False, True
+        return _with_mask(plan, mask), kv_plan
 
-    return trees_of
+    return propose
+
+
+def _siblings_counted(original: Any, now: Now) -> Any:
+    def apply(self: Any, group: Any, logits: torch.Tensor, plan: Any) -> None:
+        if plan.trees is not None and plan.trees.row_mask is not None and now.strikes(SIBLING):
+            mask = plan.trees.row_mask.clone()
+            for request, parents in enumerate(_rows_of(plan)):
+                for row, parent in enumerate(parents):
+                    for other in range(1, len(parents)):
+                        mask[request, row, other] |= parents[other] == parent
+            plan = _with_mask(plan, mask)
+        original(self, group, logits, plan)
+
+    return apply
+
+
+def _exchange(original: Any, now: Now) -> Any:
+    """Leaves the rows in the order of their tree, or exchanges their slots a second time."""
+
+    def exchange(table: torch.Tensor, *rest: torch.Tensor) -> None:
+        before = table.clone()
+        original(table, *rest)
+        if torch.equal(table, before):  # the path is the first rows
+            return
+        if now.strikes(ORDER):
+            table.copy_(before)
+        elif now.strikes(TWICE):
+            original(table, *rest)
+
+    return exchange
