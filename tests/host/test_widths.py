@@ -55,7 +55,8 @@ def test_simulated_acceptance_has_whole_blocks(monkeypatch):
             "needs --tp-size 1, not 2, because ranks could choose different widths. Use full",
         ),
         (widths.WIDTH, "adaptive", "cuda", 1, "needs --device cpu, not cuda, because an accelerator"),
-        (widths.TREE, "2", "cpu", 1, "'2'; allowed: 0 .chains., 1 "),
+        (widths.TREE, "-2", "cpu", 1, "'-2'; allowed: 0 .chains., 1 .*, or a number of rows from 2"),
+        (widths.TREE, "many", "cpu", 1, "'many'; allowed: 0 .chains., 1 .*, or a number of rows from 2"),
     ],
 )
 def test_what_cannot_be_had_is_refused(monkeypatch, name, value, device, tp_size, words):

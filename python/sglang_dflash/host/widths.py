@@ -22,8 +22,9 @@ def check(device: str, tp_size: int, block_size: int) -> None:
     if asked and asked != "full" and reason is not None:
         raise ValueError(f"{WIDTH}={asked} needs {reason}. Use full.")
     tree = os.environ.get(TREE, "")
-    if tree not in ("", "0", "1"):
-        raise ValueError(f"{TREE} is {tree!r}; allowed: 0 (chains), 1 (trees where they are served).")
+    if tree not in ("", "0", "1") and tree_rows() is None:
+        more = "or a number of rows from 2 (that many for every request)"
+        raise ValueError(f"{TREE} is {tree!r}; allowed: 0 (chains), 1 (trees where rows are planned), {more}.")
 
 
 def _rows(asked: str) -> int | None:
@@ -49,6 +50,12 @@ def choose_planner(block_size: int, device: str, tp_size: int) -> Policy | None:
         return None
     rows = _rows(asked)
     return Planner(block_size) if rows is None else Fixed(rows)
+
+
+def tree_rows() -> int | None:
+    """Rows of every request's tree, where the variable is a number above 1."""
+    rows = _rows(os.environ.get(TREE, ""))
+    return rows if rows is not None and rows > 1 else None
 
 
 def trees_wanted() -> bool:
