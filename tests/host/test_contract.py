@@ -66,6 +66,10 @@ RELIED_ON = [
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.move_kv_cache",
     "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.move_kv_cache",
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._apply_decode_logprobs",
+    # Trees of one shape: the mask that triton's graphs take, and how the host sizes it.
+    "sglang.srt.layers.attention.triton_backend.TritonAttnBackend._update_target_verify_buffers",
+    "sglang.srt.layers.attention.triton_backend.TritonAttnBackend._build_cuda_graph_forward_metadata",
+    "sglang.srt.layers.attention.verify_mask.tree_mask_numel",
     # Gemma 3's loop, whose taps lack the residual; its wrapper, which changes positions and has no head of its own.
     "sglang.srt.models.gemma3_mm.Gemma3ForConditionalGeneration.forward",
     "sglang.srt.models.gemma3_mm.Gemma3ForConditionalGeneration.set_eagle3_layers_to_capture",
@@ -415,6 +419,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
         block_results,
         capture,
         features,
+        fixed_trees,
         hooks,
         plan_report,
         requests,
@@ -425,7 +430,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
     )
 
     modules = (block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report)
-    seams = [module.HOOKS for module in modules]
+    seams = [module.HOOKS for module in (*modules, fixed_trees)]
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *(target for seam in seams for target in seam)}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")
     with_ours = set(hooks.registered_hooks())

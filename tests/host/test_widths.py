@@ -71,8 +71,9 @@ def test_who_copies(monkeypatch, value, overlap, copies):
         (widths.WIDTH, "wide", "cpu", "'wide'; allowed: adaptive, full, or a number from 1 to 8"),
         (widths.WIDTH, "4", "cuda", "SGLANG_DFLASH_WIDTH=4 needs --device cpu, not cuda"),
         (widths.WIDTH, "adaptive", "cuda", "needs --device cpu, not cuda, because an accelerator"),
-        (widths.TREE, "2", "cpu", "'2'; allowed: 0 .chains., 1 "),
         (widths.COPY, "often", "cpu", "SGLANG_DFLASH_COPY is 'often'; allowed: 0 .no copies., 1 "),
+        (widths.TREE, "-2", "cpu", "'-2'; allowed: 0 .chains., 1 .*, or a number of rows from 2"),
+        (widths.TREE, "many", "cpu", "'many'; allowed: 0 .chains., 1 .*, or a number of rows from 2"),
     ],
 )
 def test_what_cannot_be_had_is_refused(monkeypatch, name, value, device, words):

@@ -25,11 +25,15 @@ class StaticAttentionBackend(CpuAttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._batch = 0  # requests of the graph at hand; 0 outside graphs
+        self._masked = False  # whether rows of the graph at hand see what a mask says
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         table = self.req_to_token_pool.req_to_token
         self._slots = torch.zeros(max_bs, table.shape[1], dtype=torch.int64)
         self._prefix_lens = torch.zeros(max_bs, dtype=torch.int64)
+        rows = max_num_tokens // max_bs
+        self._mask = torch.zeros(max_bs * rows * (table.shape[1] + rows), dtype=torch.uint8)
+        self._mask_starts = torch.zeros(max_bs, dtype=torch.int64)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -38,7 +42,8 @@ class StaticAttentionBackend(CpuAttentionBackend):
         return SharedReadEnds.PRE_REPLAY
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        self._batch = 0
+        self._batch, self._masked = 0, False
+        assert getattr(forward_batch.spec_info, "custom_mask", None) is None, "a mask outside graphs"
         super().init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -47,6 +52,12 @@ class StaticAttentionBackend(CpuAttentionBackend):
         rows = forward_batch.req_pool_indices
         self._slots[: self._batch].copy_(self.req_to_token_pool.req_to_token[rows])
         self._prefix_lens[: self._batch].copy_(forward_batch.seq_lens)
+        mask, rows = forward_batch.spec_info.custom_mask, forward_batch.spec_info.draft_token_num
+        self._masked = mask is not None
+        if mask is not None:  # as in triton_backend.py:601: what is behind it stays
+            self._mask[: len(mask)] = mask
+            cells = rows * (forward_batch.seq_lens + rows)
+            self._mask_starts[: self._batch].copy_(cells.cumsum(0) - cells)
 
     def forward_extend(
         self,
@@ -67,7 +78,31 @@ class StaticAttentionBackend(CpuAttentionBackend):
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         slots, prefix_lens = self._slots[: self._batch], self._prefix_lens[: self._batch]
         q = q.view(self._batch, -1, layer.tp_q_head_num, layer.qk_head_dim)
-        return attend(q, keys, values, slots, prefix_lens, scaling, causal).flatten(0, 1).flatten(1)
+        seen = seen_in_order(q.shape[1], slots.shape[1], prefix_lens, causal)
+        if self._masked:
+            seen = seen_by_mask(q.shape[1], slots.shape[1], prefix_lens, self._mask, self._mask_starts[: self._batch])
+        return attend(q, keys, values, slots, seen, scaling).flatten(0, 1).flatten(1)
+
+
+def seen_in_order(rows: int, columns: int, prefix_lens: torch.Tensor, causal: bool) -> torch.Tensor:
+    """[B, rows, columns] bool: the prefix and the rows, or those before a row.
+
+    Args:
+        prefix_lens: [B] int64.
+        causal: whether a row does not see the rows behind it.
+    """
+    last = prefix_lens[:, None] + (torch.arange(rows) if causal else torch.full((rows,), rows - 1))  # [B, rows]
+    return torch.arange(columns) <= last[..., None]
+
+
+def seen_by_mask(
+    rows: int, columns: int, prefix_lens: torch.Tensor, mask: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    """[B, rows, columns] bool, from a flat mask in SGLang's form, in which request b begins at `starts[b]`."""
+    keys = (prefix_lens + rows)[:, None, None]
+    column = torch.arange(columns)
+    places = starts[:, None, None] + torch.arange(rows)[:, None] * keys + column
+    return mask[places.clamp(max=len(mask) - 1)].bool() & (column < keys)
 
 
 def attend(
@@ -75,9 +110,8 @@ def attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
-    prefix_lens: torch.Tensor,
+    seen: torch.Tensor,
     scaling: float,
-    causal: bool,
 ) -> torch.Tensor:
     """Attention of W rows of each request to its prefix and to those rows.
 
@@ -85,8 +119,7 @@ def attend(
         q: [B, W, Hq, D].
         keys, values: [S, Hkv, D]; a model's pool.
         slots: [B, C] int64; slot of each position. Entries behind a request's last row may be anything.
-        prefix_lens: [B] int64.
-        causal: whether a row sees the rows behind it.
+        seen: [B, W, C] bool.
 
     Returns:
         [B, W, Hq, D].
@@ -94,8 +127,6 @@ def attend(
     batch, width, heads, dim = q.shape
     q = q.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * W, D]; G queries a key
     k, v = (pool.index_select(0, slots.flatten()).unflatten(0, slots.shape).transpose(1, 2) for pool in (keys, values))
-    last = prefix_lens[:, None] + (torch.arange(width) if causal else torch.full((width,), width - 1))  # [B, W]
-    unseen = torch.arange(slots.shape[1]) > last[..., None]  # [B, W, C]
     scores = (q @ k.transpose(2, 3) * scaling).unflatten(2, (-1, width))  # [B, Hkv, G, W, C]
-    weights = scores.masked_fill_(unseen[:, None, None], float("-inf")).softmax(-1).flatten(2, 3)
+    weights = scores.masked_fill_(~seen[:, None, None], float("-inf")).softmax(-1).flatten(2, 3)
     return (weights @ v).unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4).reshape(batch, width, heads, dim)

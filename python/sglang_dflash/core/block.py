@@ -44,6 +44,8 @@ class VerifyPlan:
         ids, positions, slots: [T] int64.
         width: rows of each request; with trees, those of the request with the most.
         trees: how the rows hang together; None: each request has a chain of `width` rows.
+        attention_mask: [C] bool; of trees that all have `width` rows, as the host's attention takes it. None: the
+            attention reads `trees`.
     """
 
     ids: torch.Tensor
@@ -51,6 +53,7 @@ class VerifyPlan:
     slots: torch.Tensor
     width: int
     trees: ops.PlannedRows | None = None
+    attention_mask: torch.Tensor | None = None
 
     @property
     def batch(self) -> int:

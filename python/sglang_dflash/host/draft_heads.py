@@ -51,6 +51,8 @@ class DraftHead:
         self._fewest_ids = FEWEST_IDS
         self._device = weight.device if self._dense else next(lm_head.parameters()).device
         self.captured_ids = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._tree_rows, self._tree_candidates = 0, 1
+        self.captured_trees: ops.DraftedTrees | None = None  # None: drafts are chains
 
     most_candidates: int | None = None  # of a row; None: as many as the vocabulary has
 
@@ -99,6 +101,20 @@ class DraftHead:
         totals = logits.gather(1, columns[:, :1])[:, 0].float() - log_probs[:, 0]
         return candidates_of_ranks(self._group, ops.Proposal(self._ids(columns) + self._first_id, log_probs), totals)
 
+    def draft_trees(self, rows: int, candidates: int) -> None:
+        """Drafts trees of as many rows from now on; to be called before graphs are captured.
+
+        Args:
+            candidates: of each row of a block.
+        """
+        self._tree_rows, self._tree_candidates = rows, min(candidates, self.compared_logits[0])
+        self.captured_trees = ops.DraftedTrees.empty(0, rows, self._device)
+
+    def trees(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> ops.DraftedTrees:
+        """The likeliest rows of the `proposal`."""
+        proposal = self.proposal(hidden, block_ids, self._tree_candidates)
+        return ops.draft_trees(proposal, block_ids[:, 0], self._tree_rows)
+
     def _rows(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
         return hidden.view(*block_ids.shape, -1)[:, 1:].reshape(-1, hidden.shape[-1])
@@ -134,14 +150,20 @@ class DraftHead:
         return columns, self._lm_head.weight.dtype if self._dense else torch.bfloat16
 
     def reserve(self, max_batch: int) -> None:
-        """Allocates the buffer that graph replays write."""
+        """Allocates the buffers that graph replays write."""
         shape = (max_batch, self._block_size - 1)
         self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
+        if self.captured_trees is not None:
+            self.captured_trees = ops.DraftedTrees.empty(max_batch, self._tree_rows, self._device)
 
     def __call__(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
         """Called while the host captures the draft's graph."""
-        draft_ids = self.draft_ids(hidden, input_ids.view(-1, self._block_size))
-        self.captured_ids[: len(draft_ids)].copy_(draft_ids)
+        block_ids = input_ids.view(-1, self._block_size)
+        if self.captured_trees is None:
+            self.captured_ids[: len(block_ids)].copy_(self.draft_ids(hidden, block_ids))
+            return
+        for captured, drafted in zip(self.captured_trees, self.trees(hidden, block_ids), strict=True):
+            captured[: len(block_ids)].copy_(drafted)
 
 
 class SelectorHead(DraftHead):

@@ -215,6 +215,20 @@ class DraftRunner:
         with torch.inference_mode():
             return self._head.proposal(out.logits_output.hidden_states, block.ids, count)
 
+    def draft_trees(self, rows: int, candidates: int) -> None:
+        """See `DraftHead.draft_trees`."""
+        self._head.draft_trees(rows, candidates)
+
+    def propose_trees(self, block: Block, batch: Any, kv_plan: Any) -> ops.DraftedTrees:
+        """`propose`, but trees of as many rows as `draft_trees` was told. The next call may overwrite them."""
+        kv_lens = known_kv_lens(batch, block.block_size)
+        out = self._forward(block, kv_plan, *kv_lens, batch.can_run_decode_cuda_graph)
+        if out.can_run_graph:
+            assert self._head.captured_trees is not None
+            return ops.DraftedTrees(*(captured[: len(block.ids)] for captured in self._head.captured_trees))
+        with torch.inference_mode():
+            return self._head.trees(out.logits_output.hidden_states, block.ids)
+
     def _forward(self, block: Block, kv_plan: Any, *options: Any) -> Any:
         self.write_deferred_context()
         if self.short_head is not None:

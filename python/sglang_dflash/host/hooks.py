@@ -46,6 +46,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         block_results,
         capture,
         features,
+        fixed_trees,
         plan_report,
         requests,
         sampler,
@@ -64,6 +65,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         hooks[CREATE_WORKER] = (_create_worker, HookType.AROUND)
         hooks[VALIDATE_REQUEST] = (_validate_request, HookType.REPLACE)
         modules += [block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report]
+        modules += [fixed_trees]
     if cpu_platform_in_use():
         from sglang_dflash.host.cpu import (
             compiled,

@@ -28,7 +28,7 @@ CANDIDATES = 8
 
 @dataclass
 class TreeVerifyInput(DFlashVerifyInput):
-    """With trees, `draft_token_num` is the rows of the request with the most."""
+    """With `trees`, `draft_token_num` is the rows of the request with the most; with a mask, those of every tree."""
 
     trees: ops.PlannedRows | None = None
 

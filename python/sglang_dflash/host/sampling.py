@@ -73,7 +73,12 @@ class RowSampler:
         """To be called before the verify forward is launched: otherwise the copy of the ids would wait for it."""
         if not batch.has_grammar:
             return None
-        return GrammarTree.from_linear_chain(plan.chains()) if plan.trees is None else _grammar_tree(plan)
+        if plan.trees is None:
+            return GrammarTree.from_linear_chain(plan.chains())
+        if plan.attention_mask is None:
+            return _grammar_tree(plan)
+        ids, parents = (rows.view(plan.batch, plan.width) for rows in (plan.ids, plan.trees.parents))
+        return GrammarTree.from_device(*ops.links(parents), ids)
 
     def choose(self, batch: Any, plan: VerifyPlan, target_out: Any, tree: GrammarTree | None, barrier: Any):
         """Chooses the target's token of every row; fills in `target_out`'s logprobs if a request asks for them.
@@ -199,7 +204,7 @@ def _places(plan: VerifyPlan) -> torch.Tensor:
 
 def _rows_of(mask: GrammarMask, plan: VerifyPlan) -> GrammarMask:
     """The T rows of a mask, which has `width` for each request."""
-    if plan.trees is None:
+    if plan.trees is None or plan.attention_mask is not None:
         return mask
     return GrammarMask(mask.grammar, mask.vocab_mask[_places(plan).flatten()])
 

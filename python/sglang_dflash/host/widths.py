@@ -27,8 +27,9 @@ def check(device: str, block_size: int) -> None:
     if asked and asked != "full" and reason is not None:
         raise ValueError(f"{WIDTH}={asked} needs {reason}. Use full.")
     tree = os.environ.get(TREE, "")
-    if tree not in ("", "0", "1"):
-        raise ValueError(f"{TREE} is {tree!r}; allowed: 0 (chains), 1 (trees where they are served).")
+    if tree not in ("", "0", "1") and tree_rows() is None:
+        more = "or a number of rows from 2 (that many for every request)"
+        raise ValueError(f"{TREE} is {tree!r}; allowed: 0 (chains), 1 (trees where rows are planned), {more}.")
     copy = os.environ.get(COPY, "")
     if copy not in ("", "0", "1"):
         raise ValueError(f"{COPY} is {copy!r}; allowed: 0 (no copies), 1 (copies where they are served).")
@@ -66,6 +67,12 @@ def choose_copying(block_size: int, vocab_size: int) -> Copying | None:
     if os.environ.get(COPY) == "0" or not get_schedule().disable_overlap_schedule:
         return None
     return Copying(block_size - 1, vocab_size)
+
+
+def tree_rows() -> int | None:
+    """Rows of every request's tree, where the variable is a number above 1."""
+    rows = _rows(os.environ.get(TREE, ""))
+    return rows if rows is not None and rows > 1 else None
 
 
 def trees_wanted() -> bool:

@@ -14,18 +14,19 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
-from sglang_dflash.host import page_tables, simulated
+from sglang_dflash.host import fixed_trees, page_tables, simulated, widths
 from sglang_dflash.host.arguments import read_draft_config, trained_mask_embedding
 from sglang_dflash.host.capture import lm_head_of
 from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
+from sglang_dflash.host.fixed_trees import FixedTreeStep
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 from sglang_dflash.host.plan_report import PlanReport
 from sglang_dflash.host.plan_stream import PlanStream
@@ -35,7 +36,6 @@ from sglang_dflash.host.sampling import RowSampler, follow
 from sglang_dflash.host.sampling_memory import measure_sampling
 from sglang_dflash.host.sharded_logits import ShardedLogits
 from sglang_dflash.host.short_head import special_ids
-from sglang_dflash.host.widths import choose_copying, choose_planner
 
 logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None] | None
@@ -53,8 +53,9 @@ class DFlashWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self._target = target_worker.model_runner
         self.device = target_worker.device
-        self.block_size = int(get_spec().speculative_num_draft_tokens)
-        self.speculative_num_draft_tokens = self.block_size  # the scheduler reads it: ids per request in a result
+        self.block_size, tree_rows = fixed_trees.block_size(), widths.tree_rows()
+        self._verified_rows = tree_rows or self.block_size  # of a request, at most
+        self.speculative_num_draft_tokens = self._verified_rows  # the scheduler reads it
         cfg = resolving_view(server_args)
         draft_config = read_draft_config(cfg)
         self._mask_token_id = draft_config.mask_token_id
@@ -64,7 +65,7 @@ class DFlashWorker(BaseSpecWorker):
         vocab_size = self._target.model_config.vocab_size
         lm_head = lm_head_of(self._target.model)
         self._draft.shorten_head(lm_head, vocab_size, special_ids(target_worker))
-        self._sampler = RowSampler(self._target, self.block_size)
+        self._sampler = RowSampler(self._target, self._verified_rows)
         self._hidden_states = ReturnedHiddenStates(self._target.model)
         self._recurrent_state = RecurrentState.of(target_worker)
         self._sharded_logits = ShardedLogits.of(self._target.model, unwrap_lora_layer(lm_head))
@@ -73,9 +74,12 @@ class DFlashWorker(BaseSpecWorker):
         # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
         self._plan_stream: PlanStream | None = None
-        copying, self._planned = choose_copying(self.block_size, vocab_size), None
-        planner = choose_planner(self.block_size, self.device, get_parallel().tp_group, copying)
-        if planner is not None:
+        self._planned: PlannedStep | FixedTreeStep | None = None
+        copying = widths.choose_copying(self.block_size, vocab_size)
+        planner = widths.choose_planner(self.block_size, self.device, get_parallel().tp_group, copying)
+        if tree_rows is not None:
+            self._planned = FixedTreeStep(tree_rows, self._target, self._draft, self._lay_out)
+        elif planner is not None:
             report = PlanReport(planner.counts)
             self._planned = PlannedStep(planner, self._target, self._draft, self._lay_out, report)
 
@@ -136,10 +140,12 @@ class DFlashWorker(BaseSpecWorker):
         compared = {(verified, torch.float32), self._draft.compared_logits}
         ops.warm_up(self.block_size, compared, vocab_size, table, self._mask_token_id)
         self._draft.warm_up()
+        if isinstance(self._planned, FixedTreeStep):
+            self._planned.warm_up()
         most = self._target.max_running_requests
         seeded = get_exec().deterministic.enable_deterministic_inference
         result = measure_sampling(
-            self._sampler, self.block_size, most, vocab_size, seeded, self.device, self._true_on_all_ranks
+            self._sampler, self._verified_rows, most, vocab_size, seeded, self.device, self._true_on_all_ranks
         )
         if self._sharded_logits is not None:  # gathered outside of the graphs, the logits take memory of their own
             gathered = most * self.block_size * vocab_size * torch.float32.itemsize
@@ -322,7 +328,8 @@ class DFlashWorker(BaseSpecWorker):
             draft_token_num=plan.width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=kv_plan,
-            trees=plan.trees,
+            custom_mask=plan.attention_mask,
+            trees=plan.trees if plan.attention_mask is None else None,
         )
         batch.out_cache_loc = plan.slots
         lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum

@@ -1,6 +1,6 @@
 """The public ops. `reference.py` specifies them; `block_conv.py`, `selector.py`, `domino.py` those of draft heads;
 `mixture.py` that of a mixture of experts, `tree.py` those over trees of rows, `platt_scaling.py` and `draft_offers.py`
-those of a plan.
+those of a plan. On CUDA, the ops over trees are those of `fixed_trees.py`, for trees of equally many rows.
 
 An op may have torch, native and Triton bodies. `row_argmax`, `accept_chain`, `experts` and the ops over trees choose
 theirs here at every call, by the tensors' device and dtype. The others are chosen in `bodies.py`, once, when a caller
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.ops import draft_offers, mixture, platt_scaling, reference, tree
+from sglang_dflash.ops import draft_offers, fixed_trees, mixture, platt_scaling, reference, tree
 from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention, with_sink
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
 from sglang_dflash.ops.block_conv import grouped_conv
@@ -34,6 +34,16 @@ from sglang_dflash.ops.bodies import (
 )
 from sglang_dflash.ops.domino import DominoWeights, domino_rollout
 from sglang_dflash.ops.draft_offers import BestWidth, Offers, StepCosts
+from sglang_dflash.ops.fixed_trees import (
+    DraftedTrees,
+    FinalSlots,
+    attention_mask,
+    draft_trees,
+    final_slots,
+    links,
+    most_rows,
+)
+from sglang_dflash.ops.fixed_trees import lay_out as lay_out_fixed_trees
 from sglang_dflash.ops.kv_buffers import KVBuffers, fits
 from sglang_dflash.ops.murmur import murmur_hash32
 from sglang_dflash.ops.native import install_linear, serves
@@ -77,8 +87,10 @@ __all__ = [
     "Candidates",
     "ChosenRows",
     "DominoWeights",
+    "DraftedTrees",
     "Emitted",
     "EmittedTokens",
+    "FinalSlots",
     "GreedyAcceptance",
     "KVBuffers",
     "KVScratch",
@@ -99,6 +111,7 @@ __all__ = [
     "accept_chain",
     "accept_tree",
     "accept_tree_greedy",
+    "attention_mask",
     "best_first",
     "best_width",
     "bodies",
@@ -110,10 +123,12 @@ __all__ = [
     "committed_rows",
     "context_kv",
     "domino_rollout",
+    "draft_trees",
     "emitted_tokens",
     "exchange_slots",
     "experts",
     "extend_positions",
+    "final_slots",
     "fits",
     "gather_slots",
     "greedy_walk",
@@ -122,7 +137,10 @@ __all__ = [
     "install_linear",
     "invariant_attention",
     "keep_offers",
+    "lay_out_fixed_trees",
     "lay_out_trees",
+    "links",
+    "most_rows",
     "murmur_hash32",
     "native_attention",
     "native_write_and_attend",
@@ -179,6 +197,8 @@ def experts(
 
 def top_log_probs(logits: torch.Tensor, count: int) -> Proposal:
     """See `tree.top_log_probs`."""
+    if logits.is_cuda:
+        return fixed_trees.top_log_probs(logits, count)
     if serves(logits.device, logits.dtype):
         return Proposal(*torch.ops.sglang_dflash.top_log_probs.default(logits, count))
     return tree.top_log_probs(logits, count)
@@ -195,6 +215,8 @@ def accept_tree(
     target_ids: torch.Tensor, ids: torch.Tensor, parents: torch.Tensor, row_starts: torch.Tensor, length: int
 ) -> TreeAcceptance:
     """See `tree.accept_tree`."""
+    if target_ids.is_cuda:
+        return fixed_trees.accept_tree(target_ids, ids, parents, row_starts, length)
     if serves("cpu"):
         return TreeAcceptance(
             *torch.ops.sglang_dflash.accept_tree.default(target_ids, ids, parents, row_starts, length)
@@ -206,6 +228,8 @@ def accept_tree_greedy(
     logits: torch.Tensor, ids: torch.Tensor, parents: torch.Tensor, row_starts: torch.Tensor, length: int
 ) -> TreeAcceptance:
     """See `tree.accept_tree_greedy`."""
+    if logits.is_cuda:
+        return fixed_trees.accept_tree(row_argmax(logits[: len(ids)]), ids, parents, row_starts, length)
     if serves(logits.device, logits.dtype):
         return TreeAcceptance(
             *torch.ops.sglang_dflash.accept_tree_greedy.default(logits, ids, parents, row_starts, length)

@@ -14,12 +14,19 @@ VARIABLE = "GRAPH_TAPE_BUG"
 STALE_DRAFTS = "the drafts of the batch before"
 REBOUND_IDS = "a rebound buffer of ids"
 LIVE_PADDING = "padding that writes a live slot"
+CHAIN_MASK = "a tree's row sees all rows before it"
+UNMOVED_KV = "accepted rows stay where they were written"
+ROW_POSITIONS = "a row's position follows from its slot"
 
 
 def activate() -> None:
     """Entry point."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_dflash.host import fixed_trees
+    from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
+
+    fixed_trees.BACKENDS = {ATTENTION_BACKEND}  # our static attention takes a mask as triton's does
     setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
     HookRegistry.register(f"{setup}.capture_decode_graph", _capture, HookType.REPLACE)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tp_model_worker", _offer, HookType.BEFORE)
@@ -33,6 +40,7 @@ def _offer(*_: Any) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
     from sglang.srt.platforms.interface import PlatformCapabilities
+    from sglang.srt.speculative import dflash_utils
     from static_attention import StaticAttentionBackend
     from tape_backend import TapeGraphBackend
 
@@ -43,15 +51,19 @@ def _offer(*_: Any) -> None:
     CpuPlatform.get_graph_runner_cls = lambda platform: DecodeCudaGraphRunner
     CpuPlatform.get_full_graph_backend_cls = lambda platform: TapeGraphBackend
     register_attention_backend(ATTENTION_BACKEND)(StaticAttentionBackend)
+    # Like triton, it verifies chains without a mask, and the host captures none for it.
+    dflash_utils._DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS |= {StaticAttentionBackend.__name__}
     # On a CPU the host replays graphs for plain decoding alone (forward_batch_info.py:283).
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     # It asks torch for the current stream of an accelerator (utils/common.py:1371), and a CPU's torch knows no capture.
     parallel_state.get_current_device_stream_fast = torch.cpu.current_stream
     torch.cpu.is_current_stream_capturing = lambda: False
+    _take_the_bodies_of_cuda()
     _rehearse_plan_stream()
     _plant_stale_drafts()
     _plant_rebound_ids()
     _plant_live_padding()
+    _plant_errors_of_trees()
 
 
 def _capture(*, model_runner: Any) -> Any:
@@ -64,6 +76,18 @@ def _capture(*, model_runner: Any) -> Any:
     phase = "draft_decode" if model_runner.is_draft_worker else "target_verify"
     seconds = time.perf_counter() - begin
     return GraphCapture(runner=runner, memory_phase=phase, memory_usage_gb=0.0, capture_time=seconds)
+
+
+def _take_the_bodies_of_cuda() -> None:
+    """The ops over trees are those of CUDA, where the Triton argmax is its reference."""
+    from sglang_dflash import ops
+    from sglang_dflash.ops import fixed_trees
+
+    def accept_tree_greedy(logits: Any, ids: Any, *rows: Any) -> Any:
+        return fixed_trees.accept_tree(ops.row_argmax(logits[: len(ids)]), ids, *rows)
+
+    ops.top_log_probs, ops.accept_tree = fixed_trees.top_log_probs, fixed_trees.accept_tree
+    ops.accept_tree_greedy = accept_tree_greedy
 
 
 def _rehearse_plan_stream() -> None:
@@ -132,3 +156,22 @@ def _plant_live_padding() -> None:
             reset(slot, raw_n, padded_n)
 
     GraphSlot.reset_padding = reset_others
+
+
+def _plant_errors_of_trees() -> None:
+    """One error in each of the three ops that make a tree's rows those of its paths."""
+    from sglang_dflash import ops
+
+    see, lay_out, place = ops.attention_mask, ops.lay_out_fixed_trees, ops.final_slots
+
+    def see_all(seen: Any, *rest: Any) -> Any:
+        return see(seen.new_ones(seen.shape).tril() if _planted(CHAIN_MASK) else seen, *rest)
+
+    def lay_out_in_order(depths: Any, *rest: Any) -> Any:
+        return lay_out(depths.new_ones(depths.shape).cumsum(1) - 1 if _planted(ROW_POSITIONS) else depths, *rest)
+
+    def leave(*arguments: Any) -> Any:
+        final = place(*arguments)
+        return final._replace(sources=final.slots) if _planted(UNMOVED_KV) else final
+
+    ops.attention_mask, ops.lay_out_fixed_trees, ops.final_slots = see_all, lay_out_in_order, leave

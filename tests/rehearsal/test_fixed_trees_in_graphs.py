@@ -1,0 +1,136 @@
+"""Trees of N rows through SGLang's own graph runner, with tapes in the place of CUDA graphs: the draft's graph fills
+blocks of 8 rows and grows the trees, the target's verifies N rows of each request under a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from plugins import graph_tape
+from test_graph_tape import GRAPHS, QUICK_START, TAPES, first, replays
+from transformers import AutoTokenizer
+
+from e2e.arms import ADMIT_ALL, FULL, OPENINGS, PLAIN, SPECULATE, TINY_POOL, to_the_limit
+from equality import OffAnswer, ask_off, assert_equal_tokens, tau
+from preloaded import PreloadedServer
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Answer, Server
+
+pytestmark = pytest.mark.server
+REGEX = {"regex": "[0-9 +=]{5,30}\\.", "max_new_tokens": 40}
+ROWS = [12, 4]  # more than a block's 8, and fewer
+SHORT = 48
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_TARGET)
+    return [tokenizer(text)["input_ids"] for text in OPENINGS[:9]]
+
+
+@pytest.fixture(scope="module")
+def off(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[OffAnswer]]:
+    """What each prompt gets alone with speculation off and no graphs: up to the end of the context, and under a
+    grammar."""
+    log = tmp_path_factory.mktemp("off") / "server.log"
+    with PreloadedServer([*PLAIN, *TINY_POOL], log, TINY_ENVIRONMENT) as server:
+        client = server.client()
+        return {
+            "plain": [ask_off(client, prompt, **to_the_limit(prompt)) for prompt in prompts],
+            "regex": [ask_off(client, prompt, **REGEX) for prompt in prompts[:3]],
+        }
+
+
+@pytest.fixture(scope="module")
+def bug(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that names the bug which the server has for the moment."""
+    path = tmp_path_factory.mktemp("bug") / "name"
+    path.write_text("")
+    return path
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=[f"{rows} rows" for rows in ROWS])
+def rows(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(rows: int, bug: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    environment = TINY_OVERLAPPING | ADMIT_ALL | FULL | TAPES
+    environment |= {"GRAPH_TAPE_BUG": str(bug), "SGLANG_DFLASH_TREE": str(rows)}
+    arguments = [*PLAIN, *SPECULATE, *TINY_POOL, *GRAPHS, *QUICK_START]
+    with PreloadedServer(arguments, tmp_path_factory.mktemp("trees") / "server.log", environment) as running:
+        yield running
+
+
+def ask(server: Server, prompts: list[list[int]], count: int, **sampling: object) -> list[Answer]:
+    client = server.client(timeout_s=120.0)
+    client.flush_when_idle()
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda prompt: client.generate(prompt, **sampling), prompts[:count]))
+
+
+def test_requests_get_what_they_get_alone(
+    server: Server, rows: int, prompts: list[list[int]], off: dict[str, list[OffAnswer]]
+) -> None:
+    """Fails where a padded batch of trees commits other tokens than each request alone, where the target does not
+    verify as many rows as asked, or where either model does not replay its graph."""
+    log_start = server.log.stat().st_size
+    answers = ask(server, prompts, 3, max_new_tokens=SHORT)
+    assert_equal_tokens(answers, [first(one, SHORT) for one in off["plain"][:3]], prompts[:3])
+    counts = replays(server, log_start)
+    assert counts["target", 4, 3] > 3 and counts["draft", 4, 3] > 3, counts
+    for answer in answers:
+        histogram = answer.meta["spec_cap_lens_histogram"]
+        assert sum(histogram) == histogram[rows] == answer.steps
+    print(f"{rows} rows: {tau(answers):.2f} tokens per step")
+    assert tau(answers) > 1.5
+
+
+def test_retraction_and_the_end_of_the_context(
+    server: Server, prompts: list[list[int]], off: dict[str, list[OffAnswer]]
+) -> None:
+    """Fails where slots behind a tree's path are used wrongly once they are given to another request."""
+    client = server.client(timeout_s=240.0)
+    client.flush_when_idle()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda prompt: client.generate(prompt, **to_the_limit(prompt)), prompts))
+    assert_equal_tokens(answers, off["plain"], prompts)
+    assert sum(answer.meta["num_retractions"] for answer in answers) > 0, "nothing was retracted"
+
+
+def test_grammars(server: Server, prompts: list[list[int]], off: dict[str, list[OffAnswer]]) -> None:
+    """Fails where a row's grammar mask is not that of its path, or the tree that the host walks is another one."""
+    assert_equal_tokens(ask(server, prompts, 3, **REGEX), off["regex"], prompts[:3])
+
+
+def test_logprobs(server: Server, prompts: list[list[int]], off: dict[str, list[OffAnswer]]) -> None:
+    """Fails where logprobs do not follow the accepted path."""
+    answer, expected = ask_off(server.client(), prompts[1], max_new_tokens=SHORT), first(off["plain"][1], SHORT)
+    assert answer.ids == expected.ids
+    assert answer.gaps == pytest.approx(expected.gaps, abs=1e-3)
+
+
+def test_penalties_are_refused(server: Server, rows: int, prompts: list[list[int]]) -> None:
+    body = {"input_ids": prompts[0], "sampling_params": {"frequency_penalty": 0.5}}
+    response = server.client().post("/generate", body)
+    assert response.status_code == 400 and f"SGLANG_DFLASH_TREE={rows}" in response.text
+
+
+@pytest.mark.parametrize("name", [graph_tape.CHAIN_MASK, graph_tape.UNMOVED_KV, graph_tape.ROW_POSITIONS])
+def test_a_planted_bug_is_found(
+    name: str, rows: int, bug: Path, server: Server, prompts: list[list[int]], off: dict[str, list[OffAnswer]]
+) -> None:
+    """Fails where the first test passes although the bug is there."""
+    if rows != max(ROWS):
+        pytest.skip("smaller trees have too few siblings")
+    bug.write_text(name)
+    try:
+        answers = ask(server, prompts, 8, max_new_tokens=SHORT)
+        assert [answer.ids for answer in answers] != [first(one, SHORT).ids for one in off["plain"][:8]]
+    except httpx.HTTPError:
+        pytest.fail("the server ended")
+    finally:
+        bug.write_text("")
