@@ -40,6 +40,7 @@ def _offer(*_: Any) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
     from sglang.srt.platforms.interface import PlatformCapabilities
+    from sglang.srt.speculative import dflash_utils
     from static_attention import StaticAttentionBackend
     from tape_backend import TapeGraphBackend
 
@@ -50,6 +51,8 @@ def _offer(*_: Any) -> None:
     CpuPlatform.get_graph_runner_cls = lambda platform: DecodeCudaGraphRunner
     CpuPlatform.get_full_graph_backend_cls = lambda platform: TapeGraphBackend
     register_attention_backend(ATTENTION_BACKEND)(StaticAttentionBackend)
+    # Like triton, it verifies chains without a mask, and the host captures none for it.
+    dflash_utils._DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS |= {StaticAttentionBackend.__name__}
     # On a CPU the host replays graphs for plain decoding alone (forward_batch_info.py:283).
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     # It asks torch for the current stream of an accelerator (utils/common.py:1371), and a CPU's torch knows no capture.
