@@ -27,6 +27,7 @@ MOST_TOKENS = 1 << 16
 """Tokens at the end of a prompt that are indexed."""
 HASH_BASE = 0x9E3779B97F4A7C15
 HASH_MASK = (1 << 64) - 1
+HASH_POWERS = tuple(pow(HASH_BASE, size, HASH_MASK + 1) for size in GRAMS)
 
 
 class Match(NamedTuple):
@@ -49,6 +50,7 @@ class TextIndex:
         # By size of the run: hash -> index behind its latest place; and, by that index, the one of the place before.
         self._latest: list[dict[int, int]] = []
         self._before: list[list[int]] = []
+        self._keys = [_hash(self.tokens[-size:]) for size in GRAMS]  # of the last tokens
         ids = np.array(self.tokens, dtype=np.int64).astype(np.uint64)
         for size in GRAMS:
             latest, before = _index(ids, size)
@@ -60,13 +62,17 @@ class TextIndex:
         for token in tokens:
             text.append(token)
             end = len(text)
-            for size, latest, before in zip(GRAMS, self._latest, self._before, strict=True):
+            for i, size in enumerate(GRAMS):
+                key = self._keys[i] * HASH_BASE + token + 1
+                if end > size:
+                    key -= (text[-size - 1] + 1) * HASH_POWERS[i]
+                self._keys[i] = key = key & HASH_MASK
+                latest, before = self._latest[i], self._before[i]
                 if end < size:
                     before.append(-1)
-                    continue
-                key = _hash(text[-size:])
-                before.append(latest.get(key, -1))
-                latest[key] = end
+                else:
+                    before.append(latest.get(key, -1))
+                    latest[key] = end
 
     def find(self) -> Match | None:
         """The longest match among the latest PLACES of the last 8 tokens, else of the last 3. Ties: the latest."""
