@@ -62,13 +62,14 @@ EVERY_WIDTH = {
 FEW_IDS = 64  # of the embedded pair's 1,792; an answer holds others
 PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 150}
 
+COPYING = {"SGLANG_DFLASH_COPY": "1"}
 PAGES_AND_CHUNKS = ["--page-size", "16", "--chunked-prefill-size", "64"]
 
 # Flags and environment of each arm. "default" is what a user gets on a CPU: widths adapt, compiled, no overlap.
 ON_ARMS: dict[str, tuple[list[str], dict[str, str]]] = {
     "default": (POOL, TINY_ENVIRONMENT | {"SGLANG_DFLASH_COMPILE": ""}),
-    "uncompiled": (POOL, TINY_ENVIRONMENT),
-    "few ids": (POOL, TINY_ENVIRONMENT | EVERY_WIDTH | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
+    "uncompiled": (POOL, TINY_ENVIRONMENT | COPYING),
+    "few ids": (POOL, TINY_ENVIRONMENT | EVERY_WIDTH | COPYING | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
     "overlap": ([*POOL, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
     "pages": ([*POOL, *PAGES_AND_CHUNKS, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
     "short": ([*POOL, *PAGES_AND_CHUNKS, "--speculative-num-draft-tokens", "4"], TINY_OVERLAPPING | FULL),
@@ -79,7 +80,7 @@ ON_ARMS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "tiny-pool-compiled": (
         [*TINY_POOL, *PAGES_AND_CHUNKS, "--enable-mixed-chunk"],
-        TINY_ENVIRONMENT | ADMIT_ALL | EVERY_WIDTH | COMPILED,
+        TINY_ENVIRONMENT | ADMIT_ALL | EVERY_WIDTH | COMPILED | COPYING,
     ),
 }
 

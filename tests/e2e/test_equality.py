@@ -38,7 +38,7 @@ def test_tokens_equal_where_the_draft_knows_few_ids(
 
 
 @pytest.mark.parametrize("concurrency", [1, 6])
-@on_arms("default")
+@on_arms("uncompiled")
 def test_tokens_equal_where_text_repeats(client: Client, baseline: Baseline, concurrency: int) -> None:
     """Fails where a copied token differs from the target's, nothing is copied of a text that repeats itself, or copies
     bring next to nothing."""

@@ -49,11 +49,11 @@ def test_simulated_acceptance_has_whole_blocks(monkeypatch):
 
 @pytest.mark.parametrize(
     ("value", "overlap", "copies"),
-    [(None, False, True), ("1", False, True), ("0", False, False), (None, True, False), ("1", True, False)],
+    [(None, False, False), ("1", False, True), ("0", False, False), (None, True, False), ("1", True, False)],
 )
 def test_who_copies(monkeypatch, value, overlap, copies):
-    """Fails where the newest tokens are not on the host and something is copied all the same, or where nothing is
-    copied although it can be."""
+    """Fails where the newest tokens are not on the host and something is copied all the same, or where copies
+    are not asked for, or are asked for in vain."""
     if value is not None:
         monkeypatch.setenv(widths.COPY, value)
     monkeypatch.setattr(widths, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=not overlap))
@@ -71,7 +71,7 @@ def test_who_copies(monkeypatch, value, overlap, copies):
         (widths.WIDTH, "wide", "cpu", "'wide'; allowed: adaptive, full, or a number from 1 to 8"),
         (widths.WIDTH, "4", "cuda", "SGLANG_DFLASH_WIDTH=4 needs --device cpu, not cuda"),
         (widths.WIDTH, "adaptive", "cuda", "needs --device cpu, not cuda, because an accelerator"),
-        (widths.COPY, "often", "cpu", "SGLANG_DFLASH_COPY is 'often'; allowed: 0 .no copies., 1 "),
+        (widths.COPY, "often", "cpu", "SGLANG_DFLASH_COPY is 'often'; allowed: 0 .no copies, the default., 1 "),
         (widths.TREE, "-2", "cpu", "'-2'; allowed: 0 .chains., 1 .*, or a number of rows from 2"),
         (widths.TREE, "many", "cpu", "'many'; allowed: 0 .chains., 1 .*, or a number of rows from 2"),
     ],

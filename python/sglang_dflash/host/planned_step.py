@@ -66,7 +66,7 @@ class PlannedStep:
         message = "Steps verify the rows that pay, request by request, in %s; %s=full verifies whole blocks."
         logger.info(message, shape, widths.WIDTH)
         if policy.copying is not None:
-            logger.info("Repeated text is copied, not drafted, where that pays; %s=0 copies nothing.", widths.COPY)
+            logger.info("Repeated text is copied, not drafted, where that pays (%s=1).", widths.COPY)
 
     def interrupt(self) -> None:
         self._policy.interrupt()

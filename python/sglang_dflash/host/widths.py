@@ -32,7 +32,7 @@ def check(device: str, block_size: int) -> None:
         raise ValueError(f"{TREE} is {tree!r}; allowed: 0 (chains), 1 (trees where rows are planned), {more}.")
     copy = os.environ.get(COPY, "")
     if copy not in ("", "0", "1"):
-        raise ValueError(f"{COPY} is {copy!r}; allowed: 0 (no copies), 1 (copies where they are served).")
+        raise ValueError(f"{COPY} is {copy!r}; allowed: 0 (no copies, the default), 1 (copies where they are served).")
 
 
 def _rows(asked: str) -> int | None:
@@ -64,7 +64,7 @@ def choose_planner(block_size: int, device: str, tp_group: Any, copying: Copying
 
 def choose_copying(block_size: int, vocab_size: int) -> Copying | None:
     """What a planner copies from; None: copies are not wanted, or the host learns of the newest tokens too late."""
-    if os.environ.get(COPY) == "0" or not get_schedule().disable_overlap_schedule:
+    if os.environ.get(COPY) != "1" or not get_schedule().disable_overlap_schedule:
         return None
     return Copying(block_size - 1, vocab_size)
 
