@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from family_settings import FULL, POOL
 from models import make_draft, make_target
-from test_families import FULL, POOL
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from equality import tau
