@@ -22,10 +22,10 @@ RANKS = ["--tp-size", "2"]
 ARMS: dict[str, tuple[Callable[[Path], Path], list[str], dict[str, str]]] = {
     "dflash2": (dflash2_draft, ["--log-level", "debug"], TINY_OVERLAPPING | FULL),
     "dflash2 at every width": (dflash2_draft, PAGES_AND_CHUNKS, TINY_ENVIRONMENT | EVERY_WIDTH),
-    "dflash2 on ranks": (dflash2_draft, RANKS, TINY_OVERLAPPING),
-    "few ids on ranks": (dflash2_draft, RANKS, TINY_OVERLAPPING | {"SGLANG_DFLASH_DRAFT_VOCAB": "256"}),
+    "dflash2 on ranks": (dflash2_draft, RANKS, TINY_OVERLAPPING | FULL),
+    "few ids on ranks": (dflash2_draft, RANKS, TINY_OVERLAPPING | EVERY_WIDTH | {"SGLANG_DFLASH_DRAFT_VOCAB": "256"}),
     "domino": (domino_draft, PAGES_AND_CHUNKS, TINY_OVERLAPPING | FULL),
-    "domino on ranks": (domino_draft, RANKS, TINY_OVERLAPPING),
+    "domino on ranks": (domino_draft, RANKS, TINY_OVERLAPPING | FULL),
 }
 HEADS = ("conv", "codebook", "hidden_projection", "gru", "embed_proj")
 __all__ = ["shared_tensors"]  # a fixture
@@ -92,8 +92,8 @@ def test_heads_on_ranks(client: Client, baseline: Baseline, draft: Path) -> None
 
 @on_arms("few ids on ranks")
 def test_a_short_head_on_ranks(client: Client, server: Server, baseline: Baseline) -> None:
-    """Fails where ranks with their own shares of a short head disagree, a selector's candidates have wrong ids, or the
-    few ids do not follow what is served."""
-    assert_served(client, baseline, 1.3)
+    """Fails where ranks with their own shares of a short head disagree, a selector's candidates have wrong ids, the few
+    ids do not follow what is served, or a rank plans for itself."""
+    assert_served(client, baseline, 1.1)
     assert "The draft chooses among 128 of this rank's ids" in server.log.read_text()
     assert_pool_empties(client)
