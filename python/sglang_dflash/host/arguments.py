@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 from sglang_dflash import __version__, ops
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.core.mask_embedding import MASK_EMBEDDING_FILE, read_mask_embedding
-from sglang_dflash.host import capture, fixed_trees, recurrent_state, short_head, simulated, widths
+from sglang_dflash.host import capture, fixed_trees, recurrent_state, short_head, simulated, turns, widths
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_dflash.host.features import refuse_features
 from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
@@ -86,6 +86,7 @@ def check(server_args: Any, previous: Any) -> None:
         if simulated.simulates():
             simulated.check(block_size, cfg.tp_size)
         widths.check(cfg.device, block_size)
+        turns.check()
         fixed_trees.check(cfg, target, draft, block_size)
         short_head.asked(target.vocab_size)
         recurrent_state.check(cfg, target, block_size, cpu_platform_in_use())

@@ -52,6 +52,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         sampler,
         sessions,
         tree_verify,
+        turns,
         weights,
     )
 
@@ -65,7 +66,7 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         hooks[CREATE_WORKER] = (_create_worker, HookType.AROUND)
         hooks[VALIDATE_REQUEST] = (_validate_request, HookType.REPLACE)
         modules += [block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report]
-        modules += [fixed_trees]
+        modules += [fixed_trees, turns]
     if cpu_platform_in_use():
         from sglang_dflash.host.cpu import (
             compiled,

@@ -139,8 +139,10 @@ def asks_for_penalties(params: Any) -> bool:
 
 
 def stop_ids(req: Any) -> set[int]:
-    """The ids that the host masks until `min_new_tokens` tokens are emitted (penaltylib/min_new_tokens.py)."""
+    """The ids that end a request (`Req._check_token_based_finish`), and that the host masks until `min_new_tokens`
+    tokens are emitted (penaltylib/min_new_tokens.py)."""
     tokenizer = req.tokenizer
-    ids = (req.sampling_params.stop_token_ids or set()) | (req.eos_token_ids or set())
-    ids = ids | (tokenizer.additional_stop_token_ids or set()) | {tokenizer.eos_token_id}
+    ids = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    if tokenizer is not None:
+        ids |= {*(tokenizer.additional_stop_token_ids or ()), tokenizer.eos_token_id}
     return {token for token in ids if token is not None}

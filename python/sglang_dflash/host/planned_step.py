@@ -68,6 +68,11 @@ class PlannedStep:
         if policy.copying is not None:
             logger.info("Repeated text is copied, not drafted, where that pays (%s=1).", widths.COPY)
 
+    @property
+    def copies(self) -> bool:
+        """Whether it reads the requests' newest tokens before each step."""
+        return self._policy.copying is not None
+
     def interrupt(self) -> None:
         self._policy.interrupt()
 

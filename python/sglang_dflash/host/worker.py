@@ -36,6 +36,7 @@ from sglang_dflash.host.sampling import RowSampler, follow
 from sglang_dflash.host.sampling_memory import measure_sampling
 from sglang_dflash.host.sharded_logits import ShardedLogits
 from sglang_dflash.host.short_head import special_ids
+from sglang_dflash.host.turns import Turn, Turns, turn_s
 
 logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None] | None
@@ -74,6 +75,7 @@ class DFlashWorker(BaseSpecWorker):
         # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
         self._plan_stream: PlanStream | None = None
+        self._turns: Turns | None = None
         self._planned: PlannedStep | FixedTreeStep | None = None
         copying = widths.choose_copying(self.block_size, vocab_size)
         planner = widths.choose_planner(self.block_size, self.device, get_parallel().tp_group, copying)
@@ -84,6 +86,15 @@ class DFlashWorker(BaseSpecWorker):
             self._planned = PlannedStep(planner, self._target, self._draft, self._lay_out, report)
 
     # What the scheduler needs from a worker besides steps.
+
+    def take_turns(self, messages_wait: Callable[[], bool]) -> None:
+        """Allows several steps in one turn of the scheduler. messages_wait: whether a message for it has arrived."""
+        limit_s = turn_s()
+        one_rank = get_parallel().tp_size == 1  # ranks would have to agree when a turn ends
+        copies = isinstance(self._planned, PlannedStep) and self._planned.copies  # they read the newest tokens
+        if self.device == "cpu" and one_rank and limit_s > 0 and self._recurrent_state is None and not copies:
+            self._turns = Turns(messages_wait, self._verified_rows, limit_s)
+            logger.info("A turn of the scheduler holds several steps, if they end within %g ms.", limit_s * 1000)
 
     @property
     def draft_worker(self) -> Any:
@@ -174,7 +185,8 @@ class DFlashWorker(BaseSpecWorker):
             grammar_barrier: advances the grammars over the previous step's tokens; given under overlap.
         """
         if batch.forward_mode.is_decode():
-            return self._decode(batch, on_publish, grammar_barrier)
+            turn = None if self._turns is None else self._turns.begin(batch)
+            return self._decode(batch, on_publish, grammar_barrier) if turn is None else self._take_turn(turn, batch)
         if self._planned is not None:
             self._planned.interrupt()
         return self._idle(on_publish) if batch.forward_mode.is_idle() else self._prefill(batch, on_publish)
@@ -199,6 +211,13 @@ class DFlashWorker(BaseSpecWorker):
         self._hidden_states.put(batch, result.logits_output, [n - 1 for n in accumulate(batch.extend_lens)])
         result.next_draft_input = DraftInput.create(result.next_token_ids, batch.seq_lens)
         return result
+
+    def _take_turn(self, turn: Turn, batch: Any) -> GenerationBatchResult:
+        while turn.goes_on(self._decode(batch, None, None)):
+            pass
+        if self._planned is not None and turn.steps > 1:
+            self._planned.interrupt()  # what comes until the next turn is no part of a step
+        return turn.result()
 
     def _decode(self, batch: Any, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
