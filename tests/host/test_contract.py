@@ -426,11 +426,12 @@ def test_builtin_worker_is_left_alone(monkeypatch):
         sampler,
         sessions,
         tree_verify,
+        turns,
         weights,
     )
 
     modules = (block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report)
-    seams = [module.HOOKS for module in (*modules, fixed_trees)]
+    seams = [module.HOOKS for module in (*modules, fixed_trees, turns)]
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *(target for seam in seams for target in seam)}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")
     with_ours = set(hooks.registered_hooks())

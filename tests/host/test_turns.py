@@ -263,5 +263,3 @@ def test_messages_are_watched_where_steps_can_share_a_turn():
     push.close(0)
     pull.close(0)
     context.term()
-
-
