@@ -51,6 +51,7 @@ class Turns:
         messages_wait: Callable[[], bool],
         block_size: int,
         limit_s: float,
+        kept_state: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
@@ -58,8 +59,11 @@ class Turns:
             messages_wait: whether a message for the scheduler has arrived.
             block_size: most slots that a step writes behind a request's prefix.
             limit_s: a step that would probably end later than this is left to the next turn.
+            kept_state: the prefix cache keeps a recurrent state at each multiple of so many tokens, and the scheduler
+                says where before the step that may get there; None: no recurrent state.
         """
         self.messages_wait, self.block_size, self.limit_s, self.clock = messages_wait, block_size, limit_s, clock
+        self.kept_state = kept_state
 
     def begin(self, batch: Any) -> Turn | None:
         """None: after one step the scheduler is needed, because penalties, a grammar or a logit processor read the
@@ -89,7 +93,7 @@ class Turn:
         self._steps.append(step)
         if step.routed_experts_output is not None or step.indexer_topk_output is not None:
             return False
-        if self._somebody_ends(step):
+        if self._somebody_ends(step) or self._reaches_kept_state(step):
             return False
         spent_s = self._turns.clock() - self._begun_s
         if spent_s * (1 + 1 / len(self._steps)) > self._turns.limit_s or self._turns.messages_wait():
@@ -109,6 +113,11 @@ class Turn:
             ended = self._tokens_left[place] <= 0 or not self._stops[place].isdisjoint(committed)
             ends = ends or ended or self._slots_left[place] < most
         return ends
+
+    def _reaches_kept_state(self, step: GenerationBatchResult) -> bool:
+        """Whether the next step may get to a point where the prefix cache keeps a recurrent state."""
+        every, most = self._turns.kept_state, self._turns.block_size
+        return every is not None and any(length % every + most >= every for length in step.new_seq_lens.tolist())
 
     def _prepare(self, step: GenerationBatchResult) -> None:
         """Makes the batch what the scheduler would make it for the next step."""
