@@ -14,7 +14,7 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
-from sglang.srt.runtime_context import get_exec, get_parallel, mamba_track_grid
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, mamba_track_grid
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import spec_stage_span
@@ -92,10 +92,12 @@ class DFlashWorker(BaseSpecWorker):
         limit_s = turn_s()
         one_rank = get_parallel().tp_size == 1  # ranks would have to agree when a turn ends
         copies = isinstance(self._planned, PlannedStep) and self._planned.copies  # they read the newest tokens
-        if self.device == "cpu" and one_rank and limit_s > 0 and not copies:
-            kept_state = None if self._recurrent_state is None else mamba_track_grid(self._target.page_size)
-            self._turns = Turns(messages_wait, self._verified_rows, limit_s, kept_state)
-            logger.info("A turn of the scheduler holds several steps, if they end within %g ms.", limit_s * 1000)
+        counts_steps = bool(get_schedule().prefill_decode_interval)  # the scheduler counts them between two prefills
+        if self.device != "cpu" or not one_rank or limit_s == 0 or copies or counts_steps:
+            return
+        kept_state = None if self._recurrent_state is None else mamba_track_grid(self._target.page_size)
+        self._turns = Turns(messages_wait, self._verified_rows, limit_s, kept_state)
+        logger.info("A turn of the scheduler holds several steps, if they end within %g ms.", limit_s * 1000)
 
     @property
     def draft_worker(self) -> Any:
