@@ -31,18 +31,19 @@ def sliding_draft(folder: Path) -> Path:
     return folder
 
 
-def dressed_draft(folder: Path, scale: float = 2.0, sinks: bool = False) -> Path:
-    """The embedded draft written with the features of other drafts: the same function, in other weights.
+def dressed_draft(folder: Path, scale: float = 2.0) -> Path:
+    """The embedded draft with the features of other drafts, MiMo's among them.
 
-    Norms as in Gemma, scaled values, and a mask embedding for each position: the target's own. The config names
-    another mask, so without the file the draft sees something else. `sinks`: attention sinks too low to matter.
+    Norms as in Gemma and scaled values leave the function as it is, in other weights. Attention sinks and a mask
+    embedding for each position change it, so little that most drafts stay right.
     """
     shutil.copytree(TINY_DRAFT, folder)
     config = json.loads((folder / "config.json").read_text())
     mask = config["dflash_config"]["mask_token_id"]
     config["use_gemma_norm"] = True
-    config["dflash_config"] |= {"mask_token_id": 7, "attention_value_scale": scale, "attention_sink_bias": sinks}
+    config["dflash_config"] |= {"mask_token_id": 7, "attention_value_scale": scale, "attention_sink_bias": True}
     (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(5)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in list(tensors.items()):
         wide = tensor.float()
@@ -50,12 +51,12 @@ def dressed_draft(folder: Path, scale: float = 2.0, sinks: bool = False) -> Path
             tensors[name] = wide - 1
         elif "v_proj" in name:
             tensors[name] = wide / scale
-            if sinks:
-                prefix = name.partition("v_proj")[0]
-                tensors[f"{prefix}attention_sink_bias"] = torch.full((config["num_attention_heads"],), -1e4)
+            sinks = 5 + 2 * torch.randn(config["num_attention_heads"], generator=generator)
+            tensors[f"{name.partition('v_proj')[0]}attention_sink_bias"] = sinks
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    embedding = load_file(TINY_TARGET / "model.safetensors")["model.embed_tokens.weight"][mask]
-    rows = embedding.repeat(config["block_size"], 1)
+    embedding = load_file(TINY_TARGET / "model.safetensors")["model.embed_tokens.weight"][mask].float()
+    noise = torch.randn(config["block_size"], len(embedding), generator=generator)
+    rows = embedding + 2 * embedding.std() * noise
     rows[0] = 1e3  # the anchor's, which nothing reads
     torch.save({"embedding": rows, "mask_token_id": 7, "per_position": True}, folder / "mask_embedding.pt")
     return folder
@@ -76,6 +77,21 @@ def in_fp8(source: Path, folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [64, 64]}
     config["quantization_config"]["activation_scheme"] = "dynamic"
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def meant_by_fp8(source: Path, folder: Path) -> Path:
+    """A copy of what `in_fp8` wrote, with the plain weights that it means."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        weight, scales = name.removesuffix("_scale_inv"), tensors.pop(name)
+        blocks = tensors[weight].float().unflatten(0, (-1, 64)).unflatten(-1, (-1, 64))
+        tensors[weight] = (blocks * scales[:, None, :, None]).flatten(2).flatten(0, 1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

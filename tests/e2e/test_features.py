@@ -40,7 +40,7 @@ def _sliding(folder: Path) -> list[str]:
 
 
 def _dressed(folder: Path) -> list[str]:
-    return [*SPECULATE, "--speculative-draft-model-path", str(dressed_draft(folder / "draft", sinks=True))]
+    return [*SPECULATE, "--speculative-draft-model-path", str(dressed_draft(folder / "draft"))]
 
 
 # Flags and environment of each arm; each starts once, one at a time.
@@ -172,12 +172,24 @@ def test_sliding_draft(client: Client, server: Server, baseline: Baseline) -> No
 
 
 @on_arm("dressed")
-def test_dressed_draft(client: Client, baseline: Baseline, oracle: ReferencePair) -> None:
-    """Fails where Gemma's norms, scaled values or the mask embedding are applied in another way than by the draft's
-    layers or by its context KV: the embedded draft, which is the same function, takes other steps then."""
-    assert_like(client, oracle, baseline.prompts[::4])
+def test_dressed_draft(client: Client, server: Server, baseline: Baseline) -> None:
+    """Fails where Gemma's norms, scaled values, sinks or a position's mask embedding are applied in another way than in
+    the reference, by the draft's layers or by its context KV; also where sinks, or positions that all see one
+    embedding, change so few drafts that the test would not see it."""
+    reference, prompts = ReferencePair(draft=Path(server.arguments[-1])), baseline.prompts[::4]
+    assert_like(client, reference, prompts)
     client.flush_cache()
     assert_served(client, baseline, WHOLE_BLOCKS_TAU)
+    dressed = reference.generate(prompts, MAX_NEW_TOKENS)
+    rows = reference.draft.mask_embedding
+    reference.draft.mask_embedding = rows[:1]
+    alike = reference.generate(prompts, MAX_NEW_TOKENS)
+    reference.draft.mask_embedding = rows
+    for layer in reference.draft.layers:
+        layer.self_attn.attention_sink_bias.data.fill_(-1e4)
+    without_sinks = reference.generate(prompts, MAX_NEW_TOKENS)
+    for others in (alike, without_sinks):
+        assert sum(a.commit_lens != b.commit_lens for a, b in zip(dressed, others, strict=True)) >= 3
 
 
 @on_arm("sliding")

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 from arms import PLAIN, POOL, SPECULATE
-from transformers import DeepseekV3Config, FalconH1Config, PretrainedConfig, Qwen3_5TextConfig, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    FalconH1Config,
+    GlmMoeDsaConfig,
+    Lfm2Config,
+    PretrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET, Server, ServerError, held_out_prompts
@@ -48,6 +56,8 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
             "deepseek_v3": "DeepseekV3ForCausalLM",
             "falcon_h1": "FalconH1ForCausalLM",
             "qwen3": "Qwen3ForCausalLM",
+            "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+            "lfm2": "Lfm2ForCausalLM",
         }
         config.architectures = [architectures[config.model_type]]
         config.save_pretrained(tmp_path / name)
@@ -87,6 +97,14 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         "memory of ranks": (speculate(good, "--tp-size", "2"), ["2 ranks", "--max-total-tokens"]),
         "memory of replicas": (speculate(good, "--dp-size", "2"), ["2 ranks", "--max-total-tokens"]),
         "recurrent": (speculate(good, "--model-path", target("n", FalconH1Config(**shape))), ["no CPU implementation"]),
+        "short convolutions": (
+            speculate(good, "--model-path", target("lfm2", Lfm2Config(**shape))),
+            ["Lfm2ForCausalLM", "no CPU implementation"],
+        ),
+        "an indexer": (
+            speculate(good, "--model-path", target("dsa", GlmMoeDsaConfig(**shape))),
+            ["GlmMoeDsaForCausalLM", "index_topk", "latent attention is served without one only"],
+        ),
         "states": (
             speculate(good, "--model-path", gated_delta, "--max-running-requests", "400000"),
             ["--max-running-requests 400000", "GB", "would fit"],

@@ -16,6 +16,8 @@ CHUNK = 64  # rows after which SGLang keeps a state for the prefix cache
 
 POOL = ["--max-total-tokens", "8192", "--max-running-requests", "8"]
 SMALL_POOL = ["--max-total-tokens", "900", "--max-running-requests", "8", "--schedule-conservativeness", "0.05"]
+# SGLang's own switch for tests: at each 11th forward, requests are retracted, whether or not the pool is full.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"}
 STATES = ["--max-mamba-cache-size", "64"]
 SNAPSHOTS = ["--mamba-track-interval", str(CHUNK), "--mamba-radix-cache-strategy"]
 
@@ -50,7 +52,9 @@ ARMS = {
         [*STATES, *SNAPSHOTS, "extra_buffer"],
     ),
     "small pool": Arm(
-        SMALL_POOL, TINY_OVERLAPPING | EVERY, ["--max-mamba-cache-size", "44", *SNAPSHOTS, "extra_buffer_lazy"]
+        SMALL_POOL,
+        TINY_OVERLAPPING | EVERY | RETRACT,
+        ["--max-mamba-cache-size", "44", *SNAPSHOTS, "extra_buffer_lazy"],
     ),
     "whole blocks": Arm(POOL, TINY_ENVIRONMENT | FULL, STATES),
     "overlap, every width": Arm(POOL, TINY_OVERLAPPING | EVERY, [*STATES, *SNAPSHOTS, "extra_buffer"]),
@@ -58,7 +62,7 @@ ARMS = {
     "compiled": Arm(
         [*POOL, "--chunked-prefill-size", str(CHUNK)], TINY_ENVIRONMENT | EVERY | {"SGLANG_DFLASH_COMPILE": "1"}, STATES
     ),
-    "small pool, no overlap": Arm(SMALL_POOL, TINY_ENVIRONMENT | FULL, ["--max-mamba-cache-size", "28"]),
+    "small pool, no overlap": Arm(SMALL_POOL, TINY_ENVIRONMENT | FULL | RETRACT, ["--max-mamba-cache-size", "28"]),
 }
 
 

@@ -294,7 +294,10 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[st
     assert all(counts), f"some accept_len never occurred: {counts}"
     table.setdefault(family, Compared()).settings.append(arm)
     table[family].answers += answers
-    if settings.flags is not SMALL_POOL:  # running requests need all of a small pool, so few prefixes stay
+    if settings.flags is SMALL_POOL:  # running requests need all of it, so few prefixes stay
+        print(f"{family}, {arm}: {sum(answer.meta['num_retractions'] for answer in answers)} retractions")
+        assert any(answer.meta["num_retractions"] for answer in answers), "nothing was retracted"
+    else:
         assert sum(answer.meta["cached_tokens"] > 0 for answer in answers) > len(answers) / 8, "no prefix was hit"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from mla_models import MLA_FAMILIES
-from models import FAMILIES
+from models import FAMILIES, PACKED
 from nemotron_models import NEMOTRON_FAMILIES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -59,6 +59,14 @@ def test_every_family_stands_for_one_target() -> None:
     named = [family for target in TARGETS for family in target["families"]]
     assert sorted(named) == sorted(FAMILIES)
     assert all("cpu" in target for target in TARGETS if not target["families"])
+
+
+def test_quantised_weights_that_are_called_tested_are() -> None:
+    """Fails where the table names a format of weights that no test has run with that target, or leaves out one."""
+    formats = {name.rpartition(" in ")[2] for name in PACKED}
+    for target in TARGETS:
+        run = {name.rpartition(" in ")[2] for name in target["families"] if name in PACKED}
+        assert {name for name in formats if name in target.get("cpu", "")} == run, target["name"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

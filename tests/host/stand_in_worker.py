@@ -17,6 +17,7 @@ from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models.dflash import DFlashAttention
 from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 from stand_ins import Batch, make_req, make_row_sampler
 
@@ -100,6 +101,14 @@ def _translator(table: torch.Tensor) -> KVIndexTranslator:
         page_size=1,
         device=table.device.type,
     )
+
+
+class HostAttention(SimpleNamespace):
+    """A draft layer's attention with the host's own methods."""
+
+    kv_proj_only = DFlashAttention.kv_proj_only
+    apply_k_norm = DFlashAttention.apply_k_norm
+    apply_k_rope = DFlashAttention.apply_k_rope
 
 
 def attention_of(weight: torch.Tensor, norm: torch.Tensor, rotary: SimpleNamespace, heads: int) -> SimpleNamespace:

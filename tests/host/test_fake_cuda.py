@@ -21,7 +21,7 @@ import torch
 from sglang.srt.layers import sampler as host_sampler
 from sglang.srt.models import dflash as host_dflash
 from stand_in_worker import BATCH, BLOCK, COLUMNS, HIDDEN, TAPS, VOCAB, decode_batch, prefill_batch, worker_of
-from stand_ins import PackedHead, configured, make_row_sampler, make_sampler, one_rank
+from stand_ins import configured, make_row_sampler, make_sampler, one_rank
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +38,7 @@ from sglang_dflash.host import (
     short_head,
     worker,
 )
-from sglang_dflash.host.draft_heads import DraftHead, SelectorHead
+from sglang_dflash.host.draft_heads import SelectorHead
 from sglang_dflash.host.sampler import seeded_min_p
 from sglang_dflash.host.sampling_memory import rehearse
 from sglang_dflash.host.short_head import DraftIds
@@ -215,25 +215,6 @@ def test_a_greedy_step_with_a_selector(watch, monkeypatch):
     assert result.next_token_ids.device.type == "cuda" and result.next_token_ids.shape == (BATCH * BLOCK,)
     assert not watch.waits
     assert watch.launches["aten.topk"] == 1 and not watch.launches["triton.row_argmax"]
-
-
-def test_a_greedy_step_with_a_quantised_head(watch):
-    """Fails where the method of a packed head gets operands of the CPU, its logits wait for the device, or the step is
-    not that of a dense head."""
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32))
-    with torch.device("cuda"):
-        lm_head = PackedHead(torch.zeros(VOCAB, HIDDEN), padding=64)
-    one._draft._head = head = DraftHead(lm_head, BLOCK)
-    result = run(watch, one, decode_batch("cuda"))
-    assert result.next_token_ids.device.type == "cuda" and result.next_token_ids.shape == (BATCH * BLOCK,)
-    assert not watch.waits and watch.launches["triton.row_argmax"] == lm_head.calls == 1
-    head.reserve(BATCH)
-    with watch:
-        head(
-            torch.zeros(BATCH * BLOCK, HIDDEN, device="cuda"),
-            torch.zeros(BATCH * BLOCK, dtype=torch.int64, device="cuda"),
-        )
-    assert head.captured_ids.device.type == "cuda" and lm_head.calls == 2 and not watch.waits
 
 
 def test_a_greedy_step_with_a_short_head(watch, monkeypatch):

@@ -14,8 +14,8 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, UnquantizedKVCacheMethod
-from sglang.srt.models.dflash import DFlashAttention
 from sglang.srt.platforms import current_platform
+from stand_in_worker import HostAttention
 
 from sglang_dflash import ops
 from sglang_dflash.host.context_kv import ContextKVWriter
@@ -150,14 +150,6 @@ class Projection(torch.nn.Module):
         return F.linear(x, self.weight, self.bias), None
 
 
-class Attention(SimpleNamespace):
-    """A draft layer's attention with the host's own methods."""
-
-    kv_proj_only = DFlashAttention.kv_proj_only
-    apply_k_norm = DFlashAttention.apply_k_norm
-    apply_k_rope = DFlashAttention.apply_k_rope
-
-
 def make_draft(
     dtype: torch.dtype,
     bias: bool = False,
@@ -172,7 +164,7 @@ def make_draft(
     def attention(layer_id: int) -> SimpleNamespace:
         norm = GemmaRMSNorm(16).to(dtype).requires_grad_(False) if gemma else make_norm(16, dtype)
         torch.nn.init.normal_(norm.weight)
-        return Attention(
+        return HostAttention(
             rotary_emb=RotaryEmbedding(16, 16, 100, 10000, neox, dtype),
             k_norm=norm,
             use_gemma_norm=gemma,

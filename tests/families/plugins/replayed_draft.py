@@ -65,12 +65,17 @@ class Answers:
 
 def _replay(*_: Any) -> None:
     import torch
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
 
     from sglang_dflash import ops
     from sglang_dflash.host.draft_runner import DraftRunner
     from sglang_dflash.host.planned_step import PlannedStep
     from sglang_dflash.host.worker import DFlashWorker
 
+    # The host reads them while it is imported, which a preloaded server has behind it.
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
     answers = Answers(Path(os.environ[ANSWERS]))
     propose = DraftRunner.propose
 
