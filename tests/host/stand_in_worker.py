@@ -49,7 +49,7 @@ def worker_of(table: torch.Tensor, rows: ops.RowOps, sampler: Any = None, window
     worker._draft = _draft(table, rows, generator, window)
     worker._sampler = make_row_sampler(sampler, VOCAB, BLOCK, table.device.type)
     worker._hidden_states = ReturnedHiddenStates(None)
-    worker._sharded_logits = worker._plan_stream = worker._recurrent_state = None
+    worker._sharded_logits = worker._plan_stream = worker._turns = worker._recurrent_state = None
     worker._rows, worker._accept_chain, worker._fuses_acceptance = rows, ops.accept_chain, True
     worker._planned, worker._verified_rows = None, BLOCK
     return worker
