@@ -49,7 +49,7 @@ def worker_of(table: torch.Tensor, rows: ops.RowOps, sampler: Any = None, window
     worker._draft = _draft(table, rows, generator, window)
     worker._sampler = make_row_sampler(sampler, VOCAB, BLOCK, table.device.type)
     worker._hidden_states = ReturnedHiddenStates(None)
-    worker._sharded_logits = worker._plan_stream = worker._turns = worker._recurrent_state = None
+    worker._sharded_logits = worker._plan_stream = worker._turns = worker._direct = worker._recurrent_state = None
     worker._rows, worker._accept_chain, worker._fuses_acceptance = rows, ops.accept_chain, True
     worker._planned, worker._verified_rows = None, BLOCK
     return worker
@@ -177,7 +177,7 @@ def _draft(table: torch.Tensor, rows: ops.RowOps, generator: torch.Generator, wi
     runner._head = DraftHead(SimpleNamespace(weight=embedding, shard_indices=None), BLOCK)
     runner._context_kv = ContextKVWriter(model)
     runner._context_kv.bind(runner.runner.token_to_kv_pool)
-    runner._deferred = runner.short_head = None
+    runner._deferred = runner.short_head = runner._direct = None
     runner._window = DraftWindow(window, 1, table, torch.zeros_like(table)) if window else None
     runner._spec_infos = {
         rows: make_draft_block_spec_info(draft_token_num=rows, device=device.type) for rows in range(2, BLOCK + 1)

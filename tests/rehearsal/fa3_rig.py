@@ -83,7 +83,7 @@ class Rig:
         worker._sampler = SimpleNamespace(plain=lambda batch: True, commit=_nothing, grammar_tree=_nothing)
         worker._hidden_states = SimpleNamespace(put=_nothing)
         worker._rows, worker._fuses_acceptance, worker._planned = ops.TORCH_ROWS, True, None
-        worker._plan_stream = worker._turns = worker._sharded_logits = worker._recurrent_state = None
+        worker._plan_stream = worker._turns = worker._direct = worker._sharded_logits = worker._recurrent_state = None
         return worker
 
     def _make_draft_runner(self) -> DraftRunner:
@@ -96,7 +96,7 @@ class Rig:
         runner._head = SimpleNamespace(captured_ids=ids, draft_ids=lambda hidden, block: ids[: len(hidden)])
         runner._context_kv = SimpleNamespace(write=_nothing)
         runner._spec_infos = {BLOCK: make_draft_block_spec_info(draft_token_num=BLOCK, device="cpu")}
-        runner._window = runner._mask_rows = runner._deferred = runner.short_head = None
+        runner._window = runner._mask_rows = runner._deferred = runner.short_head = runner._direct = None
         if self.setup.draft_window is not None:
             tables = (self.target.table_pool.req_to_token, self.draft.table_pool.req_to_token)
             runner._window = DraftWindow(self.setup.draft_window, self.setup.page_size, *tables)

@@ -18,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
+from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.draft_worker_common import (
@@ -33,6 +34,7 @@ from sglang_dflash import ops
 from sglang_dflash.core.block import Block
 from sglang_dflash.host.capture import embedding_of, lm_head_of
 from sglang_dflash.host.context_kv import ContextKVWriter, DeferredRows
+from sglang_dflash.host.cpu.direct import DirectForward
 from sglang_dflash.host.draft_heads import head_of
 from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_window import DraftWindow
@@ -90,6 +92,7 @@ class DraftRunner:
         self._context_kv = ContextKVWriter(self.model)
         self._deferred: DeferredRows | None = None
         self._window: DraftWindow | None = None
+        self._direct: DirectForward | None = None
         self._spec_infos = {
             rows: make_draft_block_spec_info(draft_token_num=rows, device=self.runner.device)
             for rows in range(2, block_size + 1)
@@ -163,6 +166,8 @@ class DraftRunner:
             self.runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(self._head))
         with draft_pp_context(), own_input_buffers(PlanStream.wanted(self.runner.device)):
             self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
+        if self.runner.device == "cpu":
+            self._direct = DirectForward.of(self.runner)
 
     def warm_up(self) -> None:
         """Compiles the write of context KV, by a row in slot 0, which no request owns."""
@@ -238,6 +243,8 @@ class DraftRunner:
         forward_batch = self._forward_batch(block, *options)
         kv_plan.bind(forward_batch, self.runner.kv_index_translator)
         with torch.inference_mode():
+            if self._direct is not None:
+                return ModelRunnerOutput(logits_output=self._direct(forward_batch), can_run_graph=False)
             return self.runner.forward(forward_batch)
 
     def _forward_batch(

@@ -24,6 +24,7 @@ from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
 from sglang_dflash.host import fixed_trees, page_tables, simulated, widths
 from sglang_dflash.host.arguments import read_draft_config, trained_mask_embedding
 from sglang_dflash.host.capture import lm_head_of
+from sglang_dflash.host.cpu.direct import DirectForward
 from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.fixed_trees import FixedTreeStep
@@ -76,6 +77,7 @@ class DFlashWorker(BaseSpecWorker):
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
         self._plan_stream: PlanStream | None = None
         self._turns: Turns | None = None
+        self._direct: DirectForward | None = None
         self._planned: PlannedStep | FixedTreeStep | None = None
         copying = widths.choose_copying(self.block_size, vocab_size)
         planner = widths.choose_planner(self.block_size, self.device, get_parallel().tp_group, copying)
@@ -144,6 +146,8 @@ class DFlashWorker(BaseSpecWorker):
         graphs = self._target.decode_cuda_graph_runner is not None
         self._plan_stream = PlanStream(self.device) if graphs and PlanStream.wanted(self.device) else None
         self._draft.init_graphs()
+        if self.device == "cpu":
+            self._direct = DirectForward.of(self._target)
 
     def prewarm_sampling(self) -> SamplingPrewarmResult:
         """Compiles the step's kernels and measures sampling, while no request waits for it or can run out of memory."""
@@ -368,6 +372,8 @@ class DFlashWorker(BaseSpecWorker):
         """The target's forward over the planned rows; its result includes the tapped layers' hidden states."""
         if forward_batch is None:
             forward_batch = self._prepare_verify(plan, batch, kv_plan)
+        if self._direct is not None:
+            return GenerationBatchResult(logits_output=self._direct(forward_batch), can_run_cuda_graph=False)
         return self._target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )
