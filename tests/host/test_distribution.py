@@ -257,8 +257,8 @@ def test_requests_of_one_batch_keep_their_own(monkeypatch, hooked):
     torch.manual_seed(20261122)
     if hooked:
         original = Sampler._sample_from_probs
-        hook, _ = sampler.HOOKS["sglang.srt.layers.sampler.Sampler._sample_from_probs"]
-        monkeypatch.setattr(Sampler, "_sample_from_probs", lambda *arguments: hook(original, *arguments))
+        sample = sampler.sample_as_if_alone
+        monkeypatch.setattr(Sampler, "_sample_from_probs", lambda *arguments: sample(original, *arguments))
     names = ["top_k", "temperature 1.7", "min_p", "greedy", "frequency", "minimum", "all at once", "all filters"]
     tokens, _ = generate(batch_of([CASES[name] for name in names], REQUESTS))
     for case, name in enumerate(names):

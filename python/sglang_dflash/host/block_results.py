@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_spec
 
-PENALIZERS = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__"
-FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
-REASONING = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor."
-    "SchedulerBatchResultProcessor._maybe_update_reasoning_tokens"
-)
-GRAMMAR = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor."
-    "SchedulerBatchResultProcessor._accept_grammar_tokens"
-)
+from sglang_dflash.host.hooking import AFTER, AROUND, hook
 
 
+@hook(
+    "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
+    AFTER,
+    why="penalizers stand in a set, so their order changes from process to process",
+    until="SGLang orders them",
+    always=True,
+)
 def order_penalizers(result: Any, orchestrator: Any, *_: Any, **__: Any) -> None:
     """Makes every server with this plugin add penalties first and scale last.
 
@@ -33,6 +30,12 @@ def order_penalizers(result: Any, orchestrator: Any, *_: Any, **__: Any) -> None
     orchestrator.penalizers = dict(ordered)
 
 
+@hook(
+    "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+    AROUND,
+    why="SGLang looks for stops in a block as a whole; plain decoding ends at the first one reached",
+    until="SGLang goes token by token",
+)
 def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) -> None:
     """Ends a request at the first stop in the block, as plain decoding does.
 
@@ -73,6 +76,13 @@ def _finish_at_first(original: Any, req: Any, new_accepted_len: int) -> None:
             break
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    "._accept_grammar_tokens",
+    AROUND,
+    why="with `ignore_eos`, plain decoding emits one token past a grammar's end; SGLang drops it from a block",
+    until="both agree",
+)
 def accept_past_the_end(original: Any, processor: Any, req: Any, tokens: int | list[int]) -> list[int]:
     """Keeps the one token that plain decoding emits past what a grammar accepts, and that the host drops from a block.
 
@@ -113,19 +123,19 @@ def _owes_a_token(req: Any) -> bool:
     )
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    "._maybe_update_reasoning_tokens",
+    AROUND,
+    why="a block's reasoning tokens are counted before the stop is looked for",
+    until="SGLang counts up to the stop",
+)
 def defer_reasoning_tokens(original: Any, processor: Any, req: Any, tokens: Any) -> None:
     """Counts a block's reasoning tokens once its stop is found. The host counts earlier, also tokens past the stop."""
     if isinstance(tokens, list) and len(tokens) > 1:
         req.dflash_reasoning = (lambda *arguments: original(processor, *arguments)), tokens
     else:
         original(processor, req, tokens)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    FINISH: (finish_token_by_token, HookType.AROUND),
-    REASONING: (defer_reasoning_tokens, HookType.AROUND),
-    GRAMMAR: (accept_past_the_end, HookType.AROUND),
-}
 
 
 def restore_prefill_only() -> None:

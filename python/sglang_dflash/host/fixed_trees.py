@@ -15,7 +15,6 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_utils import spec_stage_span
 
@@ -25,6 +24,7 @@ from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.host import simulated
 from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_runner import DraftRunner
+from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.planned_step import CANDIDATES
 from sglang_dflash.host.widths import TREE, tree_rows
 
@@ -209,6 +209,12 @@ class FixedTreeStep:
         """Nothing is learned."""
 
 
+@hook(
+    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.get_num_tokens_per_req_for_target_verify",
+    AROUND,
+    why="draft and target are captured and sized for equally many rows; with `SGLANG_DFLASH_TREE=N` they have K and N",
+    until="SGLang takes the rows of each runner",
+)
 def rows_of_runner(original: Any, algorithm: Any, num_draft_tokens: int, is_draft_worker: bool) -> int:
     """The host captures and sizes draft and target for equally many rows. Here the draft has K, the target N."""
     rows = tree_rows()
@@ -217,6 +223,12 @@ def rows_of_runner(original: Any, algorithm: Any, num_draft_tokens: int, is_draf
     return block_size() if is_draft_worker else rows
 
 
+@hook(
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
+    AROUND,
+    why="with `SGLANG_DFLASH_TREE=N`: DFLASH's verify is captured without a mask on triton",
+    until="SGLang captures one if asked",
+)
 def captured_input(original: Any, runner: Any, num_tokens: int) -> Any:
     """The host captures DFLASH's verification without a mask on backends that need none for a chain."""
     verify_input = original(runner, num_tokens)
@@ -224,16 +236,3 @@ def captured_input(original: Any, runner: Any, num_tokens: int) -> Any:
     if tree_rows() is not None and model_runner.spec_algorithm.is_dflash() and not model_runner.is_draft_worker:
         verify_input.custom_mask = runner.buffers.custom_mask
     return verify_input
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.get_num_tokens_per_req_for_target_verify": (
-        rows_of_runner,
-        HookType.AROUND,
-    ),
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info": (
-        captured_input,
-        HookType.AROUND,
-    ),
-}
-"""Hook target -> (our function, how it is applied). They change nothing unless the variable asks for N rows."""

@@ -15,17 +15,22 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
     MambaAttnBackendBase,
 )
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_server_args
 
 from sglang_dflash import ops
 from sglang_dflash.host.cpu.shims import Unpinned
+from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.tree_verify import trees_of
 from sglang_dflash.ops import StateRows
 
-WRAP_BACKEND = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
 
-
+@hook(
+    "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+    AROUND,
+    why="its recurrent backends launch Triton; ours serve the gated delta rule, in Kimi-Linear with a decay "
+    "for each key dimension, and Mamba-2 in Nemotron-H",
+    until="SGLang asks its platform here",
+)
 def wrap_backend(original: Any, runner: Any, full_attention: Any) -> Any:
     """The host's recurrent backends launch Triton kernels; ours calls our ops."""
     from sglang_dflash.host.recurrent_state import refusal_on_cpu  # imports what hooks replace, so after them
@@ -210,6 +215,12 @@ class CpuHybridBackend(HybridLinearAttnBackend):
                 states[:, target[requests].long()] = scratch[:, requests, steps[requests].long()]
 
 
+@hook(
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode",
+    AROUND,
+    why="pins a mask whatever the platform says",
+    until="SGLang asks its platform here",
+)
 def prepare_decode_unpinned(original: Any, batch: Any) -> None:
     """With snapshots of states for the prefix cache, the host pins a mask without asking the platform."""
     if not get_exec().mamba.enable_mamba_extra_buffer:
@@ -219,6 +230,12 @@ def prepare_decode_unpinned(original: Any, batch: Any) -> None:
         original(batch)
 
 
+@hook(
+    "sglang.srt.configs.mamba_utils.mamba2_state_dtype",
+    AROUND,
+    why="keeps inputs of convolutions in bfloat16 under a float32 model",
+    until="SGLang follows the model",
+)
 def keep_inputs_in_model_dtype(original: Any, config: Any = None) -> Any:
     """The host keeps the last inputs of convolutions in bfloat16, whatever the model computes in: in float32, a cached
     prefix would change an answer."""
@@ -226,11 +243,3 @@ def keep_inputs_in_model_dtype(original: Any, config: Any = None) -> Any:
     if envs.SGLANG_MAMBA_CONV_DTYPE.is_set():
         return dtypes
     return replace(dtypes, conv=model_config_of(get_server_args()).dtype)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.configs.mamba_utils.mamba2_state_dtype": (keep_inputs_in_model_dtype, HookType.AROUND),
-    WRAP_BACKEND: (wrap_backend, HookType.AROUND),
-    "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode": (prepare_decode_unpinned, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""
