@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
-from sglang_dflash.ops import PlannedRows, Trees, take_rows
+from sglang_dflash.ops import PlannedRows, Trees, choose_kernels
 
 K = 6
 
@@ -63,7 +63,7 @@ def _trees() -> PlannedRows:
     parents = torch.tensor([[-1, 0, 0, 1, 2], [-1, 0, 1, 2, 3]], dtype=torch.int32)
     depths = torch.tensor([[0, 1, 1, 2, 2], [0, 1, 2, 3, 4]], dtype=torch.int32)
     ranks = torch.tensor([[-1, 0, 1, 0, 0], [-1, 0, 0, 0, 0]], dtype=torch.int32)
-    return take_rows(Trees(parents, depths, ranks, torch.ones(2, 5)), [0, 2], [5, 3], 3)
+    return choose_kernels("cpu").plans.take_rows(Trees(parents, depths, ranks, torch.ones(2, 5)), [0, 2], [5, 3], 3)
 
 
 def _tree_plan() -> VerifyPlan:
@@ -122,7 +122,9 @@ def test_chains_of_one_length_say_the_same_as_trees():
     chains = plan_chain(*_block(3), 4)
     parents = torch.tensor([[-1, 0, 1, 2]] * 3, dtype=torch.int32)
     ranks = torch.tensor([[-1, 0, 0, 0]] * 3, dtype=torch.int32)
-    rows = take_rows(Trees(parents, parents + 1, ranks, torch.ones(3, 4)), [0, 1, 2], [4] * 3, 3)
+    rows = choose_kernels("cpu").plans.take_rows(
+        Trees(parents, parents + 1, ranks, torch.ones(3, 4)), [0, 1, 2], [4] * 3, 3
+    )
     trees = VerifyPlan(chains.ids, chains.positions, chains.slots, 4, rows)
     assert rows.row_mask is None
     assert (trees.batch, trees.lens, trees.drafts()) == (chains.batch, chains.lens, chains.drafts())

@@ -21,6 +21,8 @@ from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host import sampler
 from sglang_dflash.host.penalties import asks_for_penalties
 
+KERNELS = ops.choose_kernels("cpu", torch.float32)
+
 VOCAB, WIDTH, TOKENS = 16, 4, 4
 REQUESTS, PENALISED = 16_000, 8_000  # fewer with penalties, whose counts are made request by request
 START = 3  # the token that every request has emitted last
@@ -129,7 +131,7 @@ def trees_from(anchors: torch.Tensor, prefix_lens: torch.Tensor) -> VerifyPlan:
     """The tree for each request, but for every third one its first four rows alone."""
     count, ranked = len(anchors), TABLE.argsort(-1, descending=True)
     trees = ops.Trees(*(field.repeat(count, 1) for field in TREE))
-    rows = ops.take_rows(trees, range(count), [7 if i % 3 else 4 for i in range(count)], count)
+    rows = KERNELS.plans.take_rows(trees, range(count), [7 if i % 3 else 4 for i in range(count)], count)
     ids = anchors[:, None].repeat(1, 7)  # [B, 7]
     for row in range(1, 7):
         ids[:, row] = ranked[ids[:, TREE.parents[0, row]], TREE.ranks[0, row]]
@@ -178,11 +180,11 @@ def _accept_chain(plan: VerifyPlan, target_ids: torch.Tensor, biased: float) -> 
     if biased:
         forced = torch.rand(len(ids), WIDTH - 1) < biased
         target_ids[:, :-1] = torch.where(forced, ids[:, 1:], target_ids[:, :-1])
-    return ops.accept_chain(target_ids, ids)
+    return KERNELS.accept_chain(target_ids, ids)
 
 
 def _accept_tree(plan: VerifyPlan, target_ids: torch.Tensor) -> ops.TreeAcceptance:
-    return ops.accept_tree(target_ids, plan.ids, plan.trees.parents, plan.trees.row_starts, plan.trees.length)
+    return KERNELS.accept_tree(target_ids, plan.ids, plan.trees.parents, plan.trees.row_starts, plan.trees.length)
 
 
 def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:

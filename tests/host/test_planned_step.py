@@ -212,6 +212,18 @@ def test_other_steps_interrupt_the_policy():
 # Planted bugs.
 
 
+def _in_kernel(name: str, wrong: Any) -> Any:
+    """Plants `wrong` in one of the chosen kernels."""
+
+    def choose(original: Any, *arguments: Any) -> ops.Kernels:
+        kernels = original(*arguments)
+        owner = kernels if hasattr(kernels, name) else kernels.plans
+        planted = replace(owner, **{name: partial(wrong, getattr(owner, name))})
+        return planted if owner is kernels else replace(kernels, plans=planted)
+
+    return choose
+
+
 def _reversed(original: Any, *rest: Any) -> ops.TreeAcceptance:
     right = original(*rest)
     path = right.path.clone()
@@ -270,8 +282,8 @@ def _first_rows(original: Any, mask: Any, plan: VerifyPlan) -> Any:
 PENALISED = {**GREEDY, "frequency_penalty": 1.5, "presence_penalty": 1.0}
 SEEDS = [Asked({"temperature": 1.0, "sampling_seed": seed}, (5, 6, seed)) for seed in range(BATCH)]
 PLANTED: dict[str, tuple[Any, str, Any, list[Asked], int]] = {
-    "path in the wrong order": (ops, "accept_tree_greedy", _reversed, PLAIN, 16),
-    "slots exchanged twice": (ops, "exchange_slots", _twice, PLAIN, 1),
+    "path in the wrong order": (ops, "choose_kernels", _in_kernel("accept_tree_greedy", _reversed), PLAIN, 16),
+    "slots exchanged twice": (ops, "choose_kernels", _in_kernel("exchange_slots", _twice), PLAIN, 1),
     "KV not moved": (MHATokenToKVPool, "move_kv_cache", lambda *_: None, PLAIN, 16),
     "KV moved from the wrong end": (
         *(MHATokenToKVPool, "move_kv_cache", lambda original, pool, to, origin: original(pool, origin, to)),

@@ -170,7 +170,7 @@ class Scheduler:
         target_ids = self.sampler.choose(batch, make_plan(ids), output_of(logits.clone()), None, None).view(ids.shape)
         assert torch.equal(target_ids, choice)
         self._check_rows(ids, logits)
-        accepted = ops.accept_chain(target_ids, ids)
+        accepted = ops.choose_kernels("cpu", torch.float32).accept_chain(target_ids, ids)
         self.sampler.commit(batch, accepted.out_ids, accepted.commit_lens)
         lens = accepted.commit_lens.tolist()
         new = [ids[:length] for ids, length in zip(accepted.out_ids.tolist(), lens, strict=True)]

@@ -82,7 +82,7 @@ class Rig:
         worker._draft = self._make_draft_runner()
         worker._sampler = SimpleNamespace(plain=lambda batch: True, commit=_nothing, grammar_tree=_nothing)
         worker._hidden_states = SimpleNamespace(put=_nothing)
-        worker._rows, worker._fuses_acceptance, worker._planned = ops.TORCH_ROWS, True, None
+        worker._kernels, worker._fuses_acceptance, worker._planned = ops.TORCH_KERNELS, True, None
         worker._plan_stream = worker._turns = worker._sharded_logits = worker._recurrent_state = None
         return worker
 

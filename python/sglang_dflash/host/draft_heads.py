@@ -50,6 +50,7 @@ class DraftHead:
         self._short: ShortHead | None = None
         self._fewest_ids = FEWEST_IDS
         self._device = weight.device if self._dense else next(lm_head.parameters()).device
+        self._kernels = ops.choose_kernels(self._device, self.compared_logits[1])
         self.captured_ids = torch.empty(0, dtype=torch.int64, device=self._device)
         self._tree_rows, self._tree_candidates = 0, 1
         self.captured_trees: ops.DraftedTrees | None = None  # None: drafts are chains
@@ -95,7 +96,7 @@ class DraftHead:
         """logits: [N, V] of this rank. Returns the best ids of the whole vocabulary, [N, count]."""
         if logits.shape[1] < count:  # the last rank's span may be that short
             logits = F.pad(logits, (0, count - logits.shape[1]), value=float("-inf"))
-        columns, log_probs = ops.top_log_probs(logits, count)
+        columns, log_probs = self._kernels.top_log_probs(logits, count)
         if self._group is None:
             return ops.Proposal(self._ids(columns), log_probs)
         totals = logits.gather(1, columns[:, :1])[:, 0].float() - log_probs[:, 0]
@@ -139,7 +140,7 @@ class DraftHead:
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """logits: [N, V] of this rank. Returns [N] int64, of the whole vocabulary."""
         if self._group is None:
-            return self._ids(ops.row_argmax(logits))
+            return self._ids(self._kernels.row_argmax(logits))
         best, columns = logits.max(-1)
         return best_of_ranks(self._group, best, self._ids(columns) + self._first_id)
 

@@ -37,8 +37,8 @@ class RequestPenalties:
     on the device, in the order of the steps.
     """
 
-    def __init__(self, vocab_size: int, max_width: int, device: Any) -> None:
-        self._emitted = ops.emitted_tokens(vocab_size, device)
+    def __init__(self, vocab_size: int, max_width: int, device: Any, kernels: ops.Kernels) -> None:
+        self._emitted = kernels.emitted_tokens(vocab_size, device)
         self._max_width = max_width
         self._device = device
         self._row_of_slot: dict[int, int] = {}

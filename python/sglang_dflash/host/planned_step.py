@@ -59,6 +59,7 @@ class PlannedStep:
     ) -> None:
         """lay_out: bonus ids, prefix lengths, rows of the slot table ([B] each) and block size to a block."""
         self._policy, self._target, self._draft, self._lay_out = policy, target_runner, draft, lay_out
+        self._kernels = ops.choose_kernels("cpu").plans
         self.report = report
         reason = why_chains(target_runner, draft)
         self._candidates = CANDIDATES if reason is None else 1
@@ -97,7 +98,7 @@ class PlannedStep:
         trees = self._policy.choose(None if proposal is None else proposal.log_probs)
         candidates = drafting.candidates(None if proposal is None else proposal.ids)
         table = self._target.req_to_token_pool.req_to_token
-        rows = ops.lay_out_trees(trees, *candidates, *requests, table)
+        rows = self._kernels.lay_out_trees(trees, *candidates, *requests, table)
         plan = VerifyPlan(*rows, trees.width, trees)
         return plan, self._plan_kv(plan.slots, requests[1], requests[2], plan.width)
 
@@ -128,8 +129,8 @@ class PlannedStep:
         tables = (self._target.req_to_token_pool.req_to_token, batch.req_pool_indices.long(), batch.seq_lens)
         paged = self._target.token_to_kv_pool_allocator.page_size > 1
         if trees.row_mask is not None and not paged:
-            ops.exchange_slots(*tables, accepted.path, accepted.commit_lens, trees.row_starts)
-        rows, positions, slots = ops.committed_rows(*tables, accepted.path, accepted.commit_lens)
+            self._kernels.exchange_slots(*tables, accepted.path, accepted.commit_lens, trees.row_starts)
+        rows, positions, slots = self._kernels.committed_rows(*tables, accepted.path, accepted.commit_lens)
         if trees.row_mask is not None and paged:
             written = plan.slots[rows]
             moved = slots != written

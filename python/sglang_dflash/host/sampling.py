@@ -39,9 +39,10 @@ class RowSampler:
     leaves the sampled distribution unchanged.
     """
 
-    def __init__(self, target_runner: Any, max_width: int) -> None:
-        self._runner = target_runner
-        self._penalties = RequestPenalties(target_runner.model_config.vocab_size, max_width, target_runner.device)
+    def __init__(self, target_runner: Any, max_width: int, kernels: ops.Kernels) -> None:
+        self._runner, self._kernels = target_runner, kernels
+        vocab_size = target_runner.model_config.vocab_size
+        self._penalties = RequestPenalties(vocab_size, max_width, target_runner.device, kernels)
         self._text = EmittedText()
         self.sampled_rows = SAMPLED_ROWS
         self._group: Any = None  # set by `prefill` and `choose` for the `commit` after them
@@ -92,7 +93,7 @@ class RowSampler:
         """
         info, logits = batch.sampling_info, target_out.next_token_logits
         if self.plain(batch):
-            return ops.row_argmax(logits)  # ties: the lowest id wins
+            return self._kernels.row_argmax(logits)  # ties: the lowest id wins
         # In the host's order (SamplingBatchInfo.apply_logits_bias): penalties, grammar, bias.
         self._group = self._penalties.group(batch)
         if self._group is not None:

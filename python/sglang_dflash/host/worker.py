@@ -61,17 +61,17 @@ class DFlashWorker(BaseSpecWorker):
         draft_config = read_draft_config(cfg)
         self._mask_token_id = draft_config.mask_token_id
         self._tp_sync = SpecTpSync(get_parallel().tp_group)
+        self._kernels = ops.choose_kernels(self.device, self._target.dtype)
         self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
         self._draft.use_mask_embedding(trained_mask_embedding(cfg, draft_config))
         vocab_size = self._target.model_config.vocab_size
         lm_head = lm_head_of(self._target.model)
         self._draft.shorten_head(lm_head, vocab_size, special_ids(target_worker))
-        self._sampler = RowSampler(self._target, self._verified_rows)
+        self._sampler = RowSampler(self._target, self._verified_rows, self._kernels)
         self._hidden_states = ReturnedHiddenStates(self._target.model)
         self._recurrent_state = RecurrentState.of(target_worker)
-        self._sharded_logits = ShardedLogits.of(self._target.model, unwrap_lora_layer(lm_head))
-        self._rows = ops.choose_rows(self.device, self._target.dtype)
-        self._accept_chain = simulated.accept if simulated.simulates() else ops.accept_chain
+        self._sharded_logits = ShardedLogits.of(self._target.model, unwrap_lora_layer(lm_head), self._kernels)
+        self._accept_chain = simulated.accept if simulated.simulates() else self._kernels.accept_chain
         # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
         self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
         self._plan_stream: PlanStream | None = None
@@ -286,9 +286,9 @@ class DFlashWorker(BaseSpecWorker):
         logits = target_out.next_token_logits
         if self._fuses_acceptance and plain:
             if trees is None:
-                return self._rows.accept_greedy(logits.view(plan.batch, plan.width, -1), plan.chains())
+                return self._kernels.accept_greedy(logits.view(plan.batch, plan.width, -1), plan.chains())
             if plan.width > 1:
-                return ops.accept_tree_greedy(logits, plan.ids, trees.parents, trees.row_starts, trees.length)
+                return self._kernels.accept_tree_greedy(logits, plan.ids, trees.parents, trees.row_starts, trees.length)
         if self._sharded_logits is not None and plain:
             target_ids = self._sharded_logits.argmax(logits)
             target_out.next_token_logits = None  # a shard must not pass for logits
@@ -299,7 +299,9 @@ class DFlashWorker(BaseSpecWorker):
         target_ids = self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
         if trees is not None:
             rows = plan.ids, trees.parents, trees.row_starts, trees.length
-            accepted = ops.accept_tree(target_ids, *rows) if plan.width > 1 else ops.accept_anchors(target_ids)
+            accepted = (
+                self._kernels.accept_tree(target_ids, *rows) if plan.width > 1 else ops.accept_anchors(target_ids)
+            )
             follow(target_out, accepted.path)
             return accepted
         if target_out.next_token_logprobs is not None:
@@ -311,7 +313,9 @@ class DFlashWorker(BaseSpecWorker):
     ) -> Block:
         """bonus_ids, prefix_lens, req_pool_indices: [B]."""
         table = self._target.req_to_token_pool.req_to_token
-        rows = self._rows.block_layout(bonus_ids, prefix_lens, req_pool_indices, table, block_size, self._mask_token_id)
+        rows = self._kernels.block_layout(
+            bonus_ids, prefix_lens, req_pool_indices, table, block_size, self._mask_token_id
+        )
         return Block(*rows, prefix_lens, req_pool_indices)
 
     def _plan_kv(self, block: Block, batch: Any) -> Any:

@@ -74,7 +74,7 @@ def _plant(*arguments: Any) -> None:
     )
     PlannedStep.propose = _wrong_parents(PlannedStep.propose, now)
     RequestPenalties.apply = _siblings_counted(RequestPenalties.apply, now)
-    ops.exchange_slots = _exchange(ops.exchange_slots, now)
+    ops.choose_kernels = _choose_kernels(ops.choose_kernels, now)
 
 
 def _one_too_many(original: Any, now: Now) -> Any:
@@ -214,6 +214,15 @@ def _siblings_counted(original: Any, now: Now) -> Any:
         original(self, group, logits, plan)
 
     return apply
+
+
+def _choose_kernels(original: Any, now: Now) -> Any:
+    def choose(*arguments: Any) -> Any:
+        kernels = original(*arguments)
+        plans = replace(kernels.plans, exchange_slots=_exchange(kernels.plans.exchange_slots, now))
+        return replace(kernels, plans=plans)
+
+    return choose
 
 
 def _exchange(original: Any, now: Now) -> Any:

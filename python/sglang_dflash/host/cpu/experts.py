@@ -33,14 +33,15 @@ def run_experts(original: Any, layer: Any, x: torch.Tensor, topk_output: Any, co
     """
     weights, ids, _ = topk_output
     up, down = layer.w13_weight, layer.w2_weight
+    kernels = ops.choose_kernels(x.device, x.dtype)
     if not config.is_gated and config.activation == "relu2":
-        return ops.experts(x, up, down, ids, weights.float() * (config.routed_scaling_factor or 1.0), "relu2")
+        return kernels.experts(x, up, down, ids, weights.float() * (config.routed_scaling_factor or 1.0), "relu2")
     special = config.gemm1_alpha is not None or config.apply_router_weight_on_input or not config.is_gated
     special = special or getattr(layer, "w13_weight_bias", None) is not None
     special = special or getattr(layer, "w2_weight_bias", None) is not None
     few = ids.numel() <= MAX_ROWS * len(up)
-    taken = x.dtype == up.dtype == down.dtype and ops.serves(x.device, x.dtype)
+    taken = x.dtype == up.dtype == down.dtype and kernels.native
     if special or config.activation not in ("silu", "gelu") or not (few and taken):
         out: torch.Tensor = original(layer, x, topk_output, config)
         return out
-    return ops.experts(x, up, down, ids, weights, config.activation)
+    return kernels.experts(x, up, down, ids, weights, config.activation)

@@ -108,8 +108,9 @@ def gated_norm(original: Any, norm: Any, x: torch.Tensor, z: torch.Tensor | None
     silu = norm.activation != "sigmoid"
     z = z.reshape(x.shape)  # Kimi's rows have a dimension of 1 before them
     if get_proxy_mode() is not None:  # in a captured forward, inductor fuses it
-        return ops.TORCH_RECURRENT.gated_rms_norm(x, z, norm.weight, norm.eps, silu)
-    return ops.choose_recurrent("cpu", x.dtype, norm.weight.dtype).gated_rms_norm(x, z, norm.weight, norm.eps, silu)
+        return ops.TORCH_KERNELS.gated_rms_norm(x, z, norm.weight, norm.eps, silu)
+    kernels = ops.choose_kernels("cpu", x.dtype, norm.weight.dtype)
+    return kernels.gated_rms_norm(x, z, norm.weight, norm.eps, silu)
 
 
 class _DeviceModule:

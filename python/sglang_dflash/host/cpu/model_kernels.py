@@ -42,8 +42,9 @@ def norm_all_heads(original: Any, norm: Any, q: torch.Tensor, k: torch.Tensor) -
 
     rows, weights = (q.contiguous(), k.contiguous()), (norm._q_norm.weight, norm._k_norm.weight)
     if norm._world_size == 1:
-        bodies = ops.TORCH_ROWS if get_proxy_mode() is not None else ops.choose_rows("cpu", q.dtype, weights[0].dtype)
-        q, k = (bodies.rms_norm(x, weight, norm._eps) for x, weight in zip(rows, weights, strict=True))
+        traced = get_proxy_mode() is not None
+        kernels = ops.TORCH_KERNELS if traced else ops.choose_kernels("cpu", q.dtype, weights[0].dtype)
+        q, k = (kernels.rms_norm(x, weight, norm._eps) for x, weight in zip(rows, weights, strict=True))
         return q, k
     squares = attn_tp_all_reduce(torch.stack([x.float().square().sum(-1) for x in rows]))  # [2, T]
     sizes = [x.shape[1] * norm._world_size for x in rows]

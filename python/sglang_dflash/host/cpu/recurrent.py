@@ -53,7 +53,7 @@ class CpuStateBackend(MambaAttnBackendBase):
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
-        self._ops = ops.choose_recurrent("cpu", model_runner.dtype, cache.conv[0].dtype, cache.temporal.dtype)
+        self._kernels = ops.choose_kernels("cpu", model_runner.dtype, cache.conv[0].dtype, cache.temporal.dtype)
         self._rows: StateRows
         self._tracked: tuple[torch.Tensor, torch.Tensor] | None = None  # slots to copy after a decode: from, to
 
@@ -137,9 +137,9 @@ class CpuGatedDeltaBackend(CpuStateBackend):
             a = a.reshape(len(mixed_qkv), layer.num_v_heads, layer.head_k_dim)
             b = b.reshape(len(mixed_qkv), layer.num_v_heads)
             inputs, windows = inputs.mT, None if windows is None else windows.mT
-        qkv = self._ops.causal_conv(mixed_qkv, layer.conv_weights, layer.bias, inputs, self._rows, windows)
-        gates = self._ops.delta_gates(a, b, layer.A_log, layer.dt_bias)
-        out = self._ops.delta_rule(qkv, *gates, layer.num_k_heads, states, self._rows, scratch)
+        qkv = self._kernels.causal_conv(mixed_qkv, layer.conv_weights, layer.bias, inputs, self._rows, windows)
+        gates = self._kernels.delta_gates(a, b, layer.A_log, layer.dt_bias)
+        out = self._kernels.delta_rule(qkv, *gates, layer.num_k_heads, states, self._rows, scratch)
         self._keep_snapshots(inputs, states)
         if linear_attn_output is None:
             return out[None]
@@ -175,9 +175,9 @@ class CpuMamba2Backend(CpuStateBackend, Mamba2AttnBackend):
         projected, _ = mixer.in_proj(hidden_states)
         widths = [size // ranks for size in (mixer.intermediate_size, mixer.conv_dim, mixer.num_heads)]
         gate, xbc, dt = projected.split(widths, dim=-1)
-        xbc = self._ops.causal_conv(xbc, mixer.conv1d.weight[:, 0], mixer.conv1d.bias, inputs, self._rows, windows)
+        xbc = self._kernels.causal_conv(xbc, mixer.conv1d.weight[:, 0], mixer.conv1d.bias, inputs, self._rows, windows)
         layer = mixer.A, mixer.dt_bias, mixer.D, mixer.n_groups // ranks
-        out = self._ops.selective_scan(xbc, dt, *layer, states, self._rows, scratch)
+        out = self._kernels.selective_scan(xbc, dt, *layer, states, self._rows, scratch)
         self._keep_snapshots(inputs, states)
         out, _ = mixer.out_proj(mixer.norm(out.flatten(1), gate))
         return out
