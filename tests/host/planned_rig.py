@@ -112,8 +112,8 @@ class Rig:
         running = Running(asked, slot, asked.req(f"request {place}", slot, VOCAB, first), expected)
         batch = self._batch([running])
         running.req.output_ids.pop()  # as before the prefill
-        self.worker._sampler.prefill(batch)
-        self.worker._sampler.prefilled(batch, torch.tensor([first]))
+        group = self.worker._sampler.prefill(batch)
+        self.worker._sampler.commit_first(batch, group, torch.tensor([first]))
         running.req.output_ids.append(first)
         running.emitted.append(first)
         for position in range(len(asked.prompt)):

@@ -22,6 +22,7 @@ from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_inf
 from stand_ins import Batch, make_req, make_row_sampler
 
 from sglang_dflash import ops
+from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_heads import DraftHead
 from sglang_dflash.host.draft_input import DraftInput
@@ -52,7 +53,8 @@ def worker_of(
     worker._sampler = make_row_sampler(sampler, VOCAB, BLOCK, table.device.type, kernels)
     worker._hidden_states = ReturnedHiddenStates(None)
     worker._sharded_logits = worker._plan_stream = worker._turns = worker._recurrent_state = None
-    worker._kernels, worker._accept_chain, worker._fuses_acceptance = kernels, kernels.accept_chain, True
+    worker._kernels = kernels
+    worker._acceptor = Acceptor(worker._sampler, kernels, worker._tp_sync, None, one_rank=True)
     worker._planned, worker._verified_rows = None, BLOCK
     return worker
 

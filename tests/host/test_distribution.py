@@ -152,18 +152,18 @@ def generate(batch: Batch, biased: float = 0.0, trees: bool = False) -> tuple[to
     """
     count = len(batch.reqs)
     rows = make_row_sampler(make_sampler(), VOCAB, WIDTH)
-    rows.prefill(batch)
+    group = rows.prefill(batch)
     anchors = torch.full((count,), START)
-    rows.prefilled(batch, anchors)
+    rows.commit_first(batch, group, anchors)
     out = torch.zeros(count, TOKENS + WIDTH, dtype=torch.int64)
     lens, commits = torch.zeros(count, dtype=torch.int64), torch.zeros(WIDTH + 1, dtype=torch.int64)
     prefix_lens = torch.full((count,), 9)
     while lens.min() < TOKENS:
         plan = trees_from(anchors, prefix_lens) if trees else make_plan(draft_from(anchors), prefix_lens)
         logits = TABLE[plan.ids].float()
-        target_ids = rows.choose(batch, plan, output_of(logits), None, None)
+        target_ids, group = rows.choose(batch, plan, output_of(logits), None, None)
         accepted = _accept_tree(plan, target_ids) if trees else _accept_chain(plan, target_ids, biased)
-        rows.commit(batch, accepted.out_ids, accepted.commit_lens)
+        rows.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         places = (lens[:, None] + torch.arange(WIDTH)).clamp(max=TOKENS + WIDTH - 1)
         out.scatter_(1, places, accepted.out_ids)  # ids beyond the committed ones are overwritten by the next block
         lens = (lens + accepted.commit_lens).clamp(max=TOKENS)

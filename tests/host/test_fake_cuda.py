@@ -244,10 +244,9 @@ ASKED: dict[str, dict[str, Any]] = {
 def test_a_sampled_step(asked, watch):
     """Fails where sampling, penalties or a bias wait for the device, or the two launches of penalties are more."""
     one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32), make_sampler())
-    one._fuses_acceptance = True
     batch = decode_batch("cuda", **ASKED[asked])
-    one._sampler.prefill(batch)
-    one._sampler.prefilled(batch, torch.zeros(BATCH, dtype=torch.int32, device="cuda"))
+    group = one._sampler.prefill(batch)
+    one._sampler.commit_first(batch, group, torch.zeros(BATCH, dtype=torch.int32, device="cuda"))
     watch.launches.clear()
     run(watch, one, batch)
     assert not watch.waits
@@ -260,7 +259,7 @@ def test_the_penalties_of_a_running_batch_are_uploaded_once(watch):
     sampler = make_row_sampler(make_sampler(), VOCAB, BLOCK, "cuda")
     batch = decode_batch("cuda", frequency_penalty=0.5)
     with watch:
-        sampler.prefill(batch)
+        group = sampler.prefill(batch)
         first = watch.launches["upload"]
         group = sampler._penalties.group(batch)
         assert watch.launches["upload"] == first > 0
@@ -303,7 +302,7 @@ def test_a_step_with_a_window(watch):
 def test_the_watch_sees_what_it_should(wrong, watch):
     """Fails where this file could not fail: three planted errors in a step."""
     one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32))
-    accept = one._accept
+    accept = one._acceptor.accept
 
     def planted(plan: Any, *rest: Any) -> Any:
         if wrong == "a value from the CPU":
@@ -314,7 +313,7 @@ def test_the_watch_sees_what_it_should(wrong, watch):
             plan = replace(plan, ids=plan.ids + torch.ones(BATCH * BLOCK, dtype=torch.int64))
         return accept(plan, *rest)
 
-    one._accept = planted
+    one._acceptor.accept = planted
     if wrong == "a value from the CPU":
         run(watch, one, decode_batch("cuda"))
         assert watch.waits

@@ -74,11 +74,11 @@ def test_the_move_of_kv_is_compiled_at_the_start(watch: Watch) -> None:
 def test_the_watch_sees_a_read(watch: Watch) -> None:
     """Fails where this file could not fail: an acceptance that reads the rows' number from the device."""
     one = tree_worker([])
-    accept = one._kernels.accept_tree_greedy
+    accept = one._acceptor._kernels.accept_tree_greedy
 
     def reading(logits: Any, ids: Any, *rest: Any) -> Any:
         return accept(logits, ids[ids > VOCAB].nonzero(), *rest)
 
-    one._kernels = replace(one._kernels, accept_tree_greedy=reading)
+    one._acceptor._kernels = replace(one._acceptor._kernels, accept_tree_greedy=reading)
     with pytest.raises(DynamicOutputShapeException):
         run(watch, one, decode_batch("cuda"))

@@ -34,7 +34,7 @@ from test_planned_step import (
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
-from sglang_dflash.host import fixed_trees, requests, sampling, widths, worker
+from sglang_dflash.host import acceptance, fixed_trees, requests, sampling, widths
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 from sglang_dflash.ops import fixed_trees as bodies
 
@@ -183,7 +183,7 @@ PLANTED: dict[str, tuple[Any, str, Any, list[Asked]]] = {
         *(ReturnedHiddenStates, "put", lambda original, own, batch, out, path: original(own, batch, out)),
         PLAIN,
     ),
-    "logprobs in the order of rows": (worker, "follow", _in_order_of_rows, [Asked(GREEDY, (5,), top_logprobs=2)]),
+    "logprobs in the order of rows": (acceptance, "follow", _in_order_of_rows, [Asked(GREEDY, (5,), top_logprobs=2)]),
     "grammar without siblings": (
         *(ops, "links", lambda original, parents: (original(parents)[0], torch.full_like(original(parents)[1], -1))),
         [Asked(GREEDY, (5,), grammar=True)],

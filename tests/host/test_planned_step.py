@@ -26,7 +26,7 @@ from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.core.copying import Copying
 from sglang_dflash.core.plan import Planner, PlanTuning
 from sglang_dflash.core.policy import Drafting
-from sglang_dflash.host import planned_step, sampler, sampling, worker
+from sglang_dflash.host import acceptance, planned_step, sampler, sampling
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 
 SEEDED = {"enable_deterministic_inference": True}  # the host reads seeds only then
@@ -296,7 +296,13 @@ PLANTED: dict[str, tuple[Any, str, Any, list[Asked], int]] = {
     ),
     "candidates of other requests": (Drafting, "candidates", _of_other_requests, PLAIN, 1),
     "penalties of siblings": (ops.PlannedRows, "seen", _all_before, [Asked(PENALISED, (5, 6))] * BATCH, 1),
-    "logprobs in the order of rows": (worker, "follow", _in_order_of_rows, [Asked(GREEDY, (5,), top_logprobs=2)], 1),
+    "logprobs in the order of rows": (
+        acceptance,
+        "follow",
+        _in_order_of_rows,
+        [Asked(GREEDY, (5,), top_logprobs=2)],
+        1,
+    ),
     "processors see siblings": (VerifyPlan, "drafts", _as_a_chain, [Asked(GREEDY, (5, 6), shift=1)] * BATCH, 1),
     "grammar without siblings": (sampling, "_grammar_tree", _no_siblings, [Asked(GREEDY, (5,), grammar=True)], 1),
     "masks of other requests": (

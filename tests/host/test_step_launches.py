@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
 from sglang_dflash.host import draft_input
+from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.draft_input import DraftInput
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.worker import DFlashWorker
@@ -30,7 +31,7 @@ BOXES = {
     "KV plan": (DFlashWorker, "_plan_kv"),
     "draft": (DraftRunner, "propose"),
     "verify": (DFlashWorker, "_verify"),
-    "acceptance": (DFlashWorker, "_accept"),
+    "acceptance": (Acceptor, "accept"),
     "context KV": (DraftRunner, "write_context"),
     "next input": (DraftInput, "create"),
 }

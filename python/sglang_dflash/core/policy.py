@@ -32,7 +32,7 @@ class Drafting:
     """What is proposed in one step. Whoever knows this and the draft's candidates knows all ids of the planned rows.
 
     Fields:
-        width: rows of a block, anchor included; 1: the draft does not run.
+        width: D, rows of a block, anchor included; 1: the draft does not run.
         requests: indices of the requests that get a block, rising.
         copies: for other requests, rising.
     """

@@ -81,12 +81,12 @@ class DraftHead:
         return self._short
 
     def draft_ids(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        """hidden: [B * K, H]; block_ids: [B, K] int64, the anchors first. Returns [B, K-1] int64."""
+        """hidden: [B * D, H]; block_ids: [B, D] int64, the anchors first. Returns [B, D-1] int64."""
         rows = self._rows(hidden, block_ids)
         return self._choose(rows, self._logits(rows), block_ids[:, 0]).view(len(block_ids), -1)
 
     def proposal(self, hidden: torch.Tensor, block_ids: torch.Tensor, count: int) -> ops.Proposal:
-        """`draft_ids` with the `count` best ids of each row and their log-probabilities: [B, K-1, count] each."""
+        """`draft_ids` with the `count` best ids of each row and their log-probabilities: [B, D-1, count] each."""
         rows = self._rows(hidden, block_ids)
         shape = (len(block_ids), -1, count)
         ids, log_probs = self._best(self._logits(rows), count)
@@ -259,7 +259,7 @@ class DominoHead(DraftHead):
         return self._roll_out(hidden, block_ids, self._argmax)
 
     def _roll_out(self, hidden: torch.Tensor, block_ids: torch.Tensor, best: Choose) -> torch.Tensor:
-        """best: logits [B, V] to ids [B] int64. Returns [B, K-1] int64."""
+        """best: logits [B, V] to ids [B] int64. Returns [B, D-1] int64."""
         requests, block_size = block_ids.shape
         rows = hidden.view(requests, block_size, -1)[:, self._first_row :][:, : block_size - 1]
         gru, up = self._gru, self._projector[2].weight[self._first_id : self._first_id + self._vocab_size]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -95,6 +97,17 @@ def known_kv_lens(batch: Any, extra: int) -> tuple[torch.Tensor, int]:
     if lens_cpu is None:
         return batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum
     return (lens_cpu + extra if extra else lens_cpu), batch.seq_lens_sum + extra * len(lens_cpu)
+
+
+@contextmanager
+def bounded_kv_lens(batch: Any, extra: int) -> Iterator[None]:
+    """Within it the batch's lengths on the CPU are those of `known_kv_lens`, which the host's preparation reads."""
+    before = batch.seq_lens_cpu, batch.seq_lens_sum
+    batch.seq_lens_cpu, batch.seq_lens_sum = known_kv_lens(batch, extra)
+    try:
+        yield
+    finally:
+        batch.seq_lens_cpu, batch.seq_lens_sum = before
 
 
 @lru_cache(maxsize=64)

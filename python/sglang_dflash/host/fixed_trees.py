@@ -203,7 +203,7 @@ class FixedTreeStep:
     @staticmethod
     def row_counts(plan: VerifyPlan, accepted: ops.TreeAcceptance) -> torch.Tensor:
         """[B] int32: the rows of each request that the target has verified."""
-        return torch.full_like(accepted.commit_lens, plan.width)
+        return torch.full_like(accepted.commit_lens, plan.verify_width)
 
     def end(self, accepted: ops.TreeAcceptance) -> None:
         """Nothing is learned."""

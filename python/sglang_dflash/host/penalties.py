@@ -110,11 +110,11 @@ class RequestPenalties:
     def apply(self, group: Group, logits: torch.Tensor, plan: VerifyPlan) -> None:
         """logits: [T, V], changed in place."""
         if plan.trees is None:
-            rows = logits.view(plan.batch, plan.width, -1)
+            rows = logits.view(plan.batch, plan.verify_width, -1)
             self._emitted.penalize(rows, group.requests, group.rows, plan.chains(), group.most, group.params)
             return
         counts = torch.tensor(plan.lens)[group.requests]
-        columns = torch.arange(plan.width)
+        columns = torch.arange(plan.verify_width)
         columns = torch.where(columns < counts[:, None], columns, 0)  # [P, W]
         tree_rows = plan.trees.row_starts[group.requests][:, None] + columns
         seen = plan.trees.seen()[group.requests[:, None], columns]  # [P, W, W]

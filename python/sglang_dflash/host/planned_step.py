@@ -93,14 +93,14 @@ class PlannedStep:
                 self._draft.write_deferred_context()  # what earlier steps have left
                 self._policy.draft_begins()
                 block = self._lay_out(*drafted, drafting.width)
-                kv_plan = self._plan_kv(block.slots.flatten(), drafted[1], drafted[2], block.block_size)
+                kv_plan = self._plan_kv(block.slots.flatten(), drafted[1], drafted[2], block.drafted_width)
                 proposal = self._draft.propose_candidates(block, kv_plan, self._candidates)
         trees = self._policy.choose(None if proposal is None else proposal.log_probs)
         candidates = drafting.candidates(None if proposal is None else proposal.ids)
         table = self._target.req_to_token_pool.req_to_token
         rows = self._kernels.lay_out_trees(trees, *candidates, *requests, table)
         plan = VerifyPlan(*rows, trees.width, trees)
-        return plan, self._plan_kv(plan.slots, requests[1], requests[2], plan.width)
+        return plan, self._plan_kv(plan.slots, requests[1], requests[2], plan.verify_width)
 
     def _plan_kv(self, slots: torch.Tensor, prefix_lens: torch.Tensor, rows: torch.Tensor, extent: int) -> Any:
         return self._target.kv_index_translator.plan(
@@ -124,7 +124,7 @@ class PlannedStep:
         """
         trees = plan.trees
         assert trees is not None
-        if plan.width == 1:  # every row is committed
+        if plan.verify_width == 1:  # every row is committed
             return hidden, plan.positions, plan.slots
         tables = (self._target.req_to_token_pool.req_to_token, batch.req_pool_indices.long(), batch.seq_lens)
         paged = self._target.token_to_kv_pool_allocator.page_size > 1
@@ -142,7 +142,7 @@ class PlannedStep:
     def row_counts(plan: VerifyPlan, accepted: ops.TreeAcceptance) -> torch.Tensor:
         """[B] int32: the rows of each request that the target has verified."""
         ones = accepted.commit_lens
-        return ones if plan.width == 1 else torch.tensor(plan.lens, dtype=torch.int32)
+        return ones if plan.verify_width == 1 else torch.tensor(plan.lens, dtype=torch.int32)
 
     def end(self, accepted: ops.TreeAcceptance) -> None:
         self._policy.end(accepted.path, accepted.commit_lens)

@@ -16,7 +16,7 @@ from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host.draft_input import upload
 from sglang_dflash.host.emitted_text import EmittedText
-from sglang_dflash.host.penalties import RequestPenalties
+from sglang_dflash.host.penalties import Group, RequestPenalties
 
 SAMPLED_ROWS = 512
 """Most rows that the host samples at once, because its sampler holds several [rows, V] tensors, with seeds in float64.
@@ -40,25 +40,26 @@ class RowSampler:
     """
 
     def __init__(self, target_runner: Any, max_width: int, kernels: ops.Kernels) -> None:
-        self._runner, self._kernels = target_runner, kernels
+        self._runner = target_runner
         vocab_size = target_runner.model_config.vocab_size
         self._penalties = RequestPenalties(vocab_size, max_width, target_runner.device, kernels)
         self._text = EmittedText()
         self.sampled_rows = SAMPLED_ROWS
-        self._group: Any = None  # set by `prefill` and `choose` for the `commit` after them
 
-    def prefill(self, batch: Any) -> None:
-        """To be called before the target's prefill, which samples the first tokens."""
-        self._group = self._penalties.prefill(batch)
+    def prefill(self, batch: Any) -> Group | None:
+        """To be called before the target's prefill, which samples the first tokens. Returns the group for
+        `commit_first`."""
+        group = self._penalties.prefill(batch)
         if batch.sampling_info.has_custom_logit_processor:
             self._text.prefill(batch)
+        return group
 
-    def prefilled(self, batch: Any, ids: torch.Tensor) -> None:
+    def commit_first(self, batch: Any, group: Group | None, ids: torch.Tensor) -> None:
         """To be called after the target's prefill. ids: [B] int; the first tokens."""
         # The sampler gives int32, its argmax int64.
-        self.commit(batch, ids[:, None].long(), torch.ones_like(ids, dtype=torch.int32))
+        self.commit(batch, group, ids[:, None].long(), torch.ones_like(ids, dtype=torch.int32))
 
-    def plain(self, batch: Any) -> bool:
+    def is_plain_greedy(self, batch: Any) -> bool:
         """Whether every row's token is the argmax of the target's unchanged logits."""
         info = batch.sampling_info
         return (
@@ -78,10 +79,12 @@ class RowSampler:
             return GrammarTree.from_linear_chain(plan.chains())
         if plan.attention_mask is None:
             return _grammar_tree(plan)
-        ids, parents = (rows.view(plan.batch, plan.width) for rows in (plan.ids, plan.trees.parents))
+        ids, parents = (rows.view(plan.batch, plan.verify_width) for rows in (plan.ids, plan.trees.parents))
         return GrammarTree.from_device(*ops.links(parents), ids)
 
-    def choose(self, batch: Any, plan: VerifyPlan, target_out: Any, tree: GrammarTree | None, barrier: Any):
+    def choose(
+        self, batch: Any, plan: VerifyPlan, target_out: Any, tree: GrammarTree | None, barrier: Any
+    ) -> tuple[torch.Tensor, Group | None]:
         """Chooses the target's token of every row; fills in `target_out`'s logprobs if a request asks for them.
 
         Args:
@@ -89,15 +92,13 @@ class RowSampler:
             barrier: advances the grammars over the previous step's tokens; None without overlap.
 
         Returns:
-            [T] int64.
+            [T] int64; and the group for `commit`.
         """
         info, logits = batch.sampling_info, target_out.next_token_logits
-        if self.plain(batch):
-            return self._kernels.row_argmax(logits)  # ties: the lowest id wins
         # In the host's order (SamplingBatchInfo.apply_logits_bias): penalties, grammar, bias.
-        self._group = self._penalties.group(batch)
-        if self._group is not None:
-            self._penalties.apply(self._group, logits, plan)
+        group = self._penalties.group(batch)
+        if group is not None:
+            self._penalties.apply(group, logits, plan)
         if tree is not None:
             mask = build_grammar_vocab_mask(
                 reqs=batch.reqs, tree=tree, sampling_info=info, device=logits.device, barrier=barrier
@@ -106,7 +107,7 @@ class RowSampler:
                 _rows_of(mask, plan).apply(logits)
         if info.logit_bias is not None:
             if plan.trees is None:
-                logits.view(plan.batch, plan.width, -1).add_(info.logit_bias[:, None])
+                logits.view(plan.batch, plan.verify_width, -1).add_(info.logit_bias[:, None])
             else:
                 logits.add_(plan.repeat(info.logit_bias))
         params = self._text.row_params(batch, plan) if info.has_custom_logit_processor else None
@@ -115,7 +116,7 @@ class RowSampler:
         ids = torch.cat([self._sample(batch, plan, params, *both) for both in zip(spans, outs, strict=True)])
         if batch.return_logprob:
             _join_logprobs(target_out, outs)
-        return ids.long()
+        return ids.long(), group
 
     def _sample(
         self, batch: Any, plan: VerifyPlan, row_params: list[Any] | None, span: Span, out: LogitsProcessorOutput
@@ -131,11 +132,13 @@ class RowSampler:
         )
         return ids
 
-    def commit(self, batch: Any, ids: torch.Tensor, lens: torch.Tensor) -> None:
-        """Records what a step emitted: of every request, the first `lens` ([B]) of its `ids` ([B, W])."""
-        if self._group is not None:
-            self._penalties.commit(self._group, ids, lens)
-            self._group = None
+    def commit(self, batch: Any, group: Group | None, ids: torch.Tensor, lens: torch.Tensor) -> None:
+        """Records what a step emitted: of every request, the first `lens` ([B]) of its `ids` ([B, W]).
+
+        group: the requests with penalties, as `choose` returned them; None if none asks.
+        """
+        if group is not None:
+            self._penalties.commit(group, ids, lens)
         if batch.sampling_info.has_custom_logit_processor:
             self._text.commit(batch, ids, lens)
 
@@ -179,7 +182,7 @@ def _grammar_tree(plan: VerifyPlan) -> GrammarTree:
     """The host's form of trees: each row's first child and next sibling, [B, W], -1 for none. Rows that a request lacks
     hang nowhere."""
     assert plan.trees is not None
-    shape = (plan.batch, plan.width)
+    shape = (plan.batch, plan.verify_width)
     children, siblings = torch.full(shape, -1), torch.full(shape, -1)
     parents, first = plan.trees.parents.tolist(), 0
     for request, count in enumerate(plan.trees.lens):
@@ -199,12 +202,12 @@ def _grammar_tree(plan: VerifyPlan) -> GrammarTree:
 
 
 def _places(plan: VerifyPlan) -> torch.Tensor:
-    """[B, W] bool: which places of a table with `width` columns the rows fill, in order."""
-    return torch.arange(plan.width) < torch.tensor(plan.lens)[:, None]
+    """[B, W] bool: which places of a table with W columns the rows fill, in order."""
+    return torch.arange(plan.verify_width) < torch.tensor(plan.lens)[:, None]
 
 
 def _rows_of(mask: GrammarMask, plan: VerifyPlan) -> GrammarMask:
-    """The T rows of a mask, which has `width` for each request."""
+    """The T rows of a mask, which has W for each request."""
     if plan.trees is None or plan.attention_mask is not None:
         return mask
     return GrammarMask(mask.grammar, mask.vocab_mask[_places(plan).flatten()])

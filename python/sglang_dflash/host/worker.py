@@ -21,10 +21,11 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
-from sglang_dflash.host import fixed_trees, page_tables, simulated, widths
+from sglang_dflash.host import fixed_trees, page_tables, widths
+from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.arguments import read_draft_config, trained_mask_embedding
 from sglang_dflash.host.capture import lm_head_of
-from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
+from sglang_dflash.host.draft_input import DraftInput, bounded_kv_lens, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.fixed_trees import FixedTreeStep
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
@@ -32,7 +33,7 @@ from sglang_dflash.host.plan_report import PlanReport
 from sglang_dflash.host.plan_stream import PlanStream
 from sglang_dflash.host.planned_step import PlannedStep, TreeVerifyInput
 from sglang_dflash.host.recurrent_state import RecurrentState
-from sglang_dflash.host.sampling import RowSampler, follow
+from sglang_dflash.host.sampling import RowSampler
 from sglang_dflash.host.sampling_memory import measure_sampling
 from sglang_dflash.host.sharded_logits import ShardedLogits
 from sglang_dflash.host.short_head import special_ids
@@ -71,9 +72,8 @@ class DFlashWorker(BaseSpecWorker):
         self._hidden_states = ReturnedHiddenStates(self._target.model)
         self._recurrent_state = RecurrentState.of(target_worker)
         self._sharded_logits = ShardedLogits.of(self._target.model, unwrap_lora_layer(lm_head), self._kernels)
-        self._accept_chain = simulated.accept if simulated.simulates() else self._kernels.accept_chain
-        # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
-        self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
+        one_rank = get_parallel().tp_size == 1
+        self._acceptor = Acceptor(self._sampler, self._kernels, self._tp_sync, self._sharded_logits, one_rank)
         self._plan_stream: PlanStream | None = None
         self._turns: Turns | None = None
         self._planned: PlannedStep | FixedTreeStep | None = None
@@ -195,7 +195,7 @@ class DFlashWorker(BaseSpecWorker):
         return self._idle(on_publish) if batch.forward_mode.is_idle() else self._prefill(batch, on_publish)
 
     def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
-        self._sampler.prefill(batch)
+        group = self._sampler.prefill(batch)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
@@ -206,7 +206,7 @@ class DFlashWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        self._sampler.prefilled(batch, result.next_token_ids)
+        self._sampler.commit_first(batch, group, result.next_token_ids)
         # Within this call: once prefill returns, another request may hit these tokens in the radix tree.
         positions = upload(ops.extend_positions(batch.prefix_lens, batch.extend_lens), self.device)
         self._draft.write_context(result.logits_output.hidden_states, positions, self._draft.slots_of(kv_plan))
@@ -235,8 +235,8 @@ class DFlashWorker(BaseSpecWorker):
         if self._draft.short_head is not None:
             self._draft.short_head.see_answers(batch.reqs)
         out = target.logits_output
-        accepted = self._accept(plan, batch, out, grammar_tree, grammar_barrier)
-        self._sampler.commit(batch, accepted.out_ids, accepted.commit_lens)
+        accepted, group = self._acceptor.accept(plan, batch, out, grammar_tree, grammar_barrier)
+        self._sampler.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         if self._recurrent_state is not None:
             self._recurrent_state.commit(batch, accepted.commit_lens, accepted.out_ids.shape[1])
         prefix_lens = batch.seq_lens + accepted.commit_lens
@@ -246,7 +246,7 @@ class DFlashWorker(BaseSpecWorker):
             committed = self._planned.commit(batch, plan, accepted, out.hidden_states)
         if on_publish is not None:
             on_publish(prefix_lens)
-        if plan.width == 1:  # nothing was drafted, and perhaps nothing will be for a while
+        if plan.verify_width == 1:  # nothing was drafted, and perhaps nothing will be for a while
             self._draft.defer_context([req.rid for req in batch.reqs], *committed)
         else:
             self._draft.write_context(*committed)
@@ -279,42 +279,13 @@ class DFlashWorker(BaseSpecWorker):
         plan, forward_batch = self._plan(block, draft_ids, batch, kv_plan)
         return plan, kv_plan, forward_batch
 
-    def _accept(
-        self, plan: VerifyPlan, batch: Any, target_out: Any, grammar_tree: Any, grammar_barrier: Any
-    ) -> ops.GreedyAcceptance | ops.TreeAcceptance:
-        plain, trees = self._sampler.plain(batch), plan.trees
-        logits = target_out.next_token_logits
-        if self._fuses_acceptance and plain:
-            if trees is None:
-                return self._kernels.accept_greedy(logits.view(plan.batch, plan.width, -1), plan.chains())
-            if plan.width > 1:
-                return self._kernels.accept_tree_greedy(logits, plan.ids, trees.parents, trees.row_starts, trees.length)
-        if self._sharded_logits is not None and plain:
-            target_ids = self._sharded_logits.argmax(logits)
-            target_out.next_token_logits = None  # a shard must not pass for logits
-        else:
-            if self._sharded_logits is not None:
-                target_out.next_token_logits = self._sharded_logits.gather(logits)
-            target_ids = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
-        target_ids = self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
-        if trees is not None:
-            rows = plan.ids, trees.parents, trees.row_starts, trees.length
-            accepted = (
-                self._kernels.accept_tree(target_ids, *rows) if plan.width > 1 else ops.accept_anchors(target_ids)
-            )
-            follow(target_out, accepted.path)
-            return accepted
-        if target_out.next_token_logprobs is not None:
-            target_out.next_token_logprobs = target_out.next_token_logprobs.view(plan.batch, plan.width)
-        return self._accept_chain(target_ids.view(plan.batch, plan.width), plan.chains())
-
     def _lay_out(
-        self, bonus_ids: torch.Tensor, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor, block_size: int
+        self, bonus_ids: torch.Tensor, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor, drafted_width: int
     ) -> Block:
-        """bonus_ids, prefix_lens, req_pool_indices: [B]."""
+        """A block of `drafted_width` rows for each request. bonus_ids, prefix_lens, req_pool_indices: [B]."""
         table = self._target.req_to_token_pool.req_to_token
         rows = self._kernels.block_layout(
-            bonus_ids, prefix_lens, req_pool_indices, table, block_size, self._mask_token_id
+            bonus_ids, prefix_lens, req_pool_indices, table, drafted_width, self._mask_token_id
         )
         return Block(*rows, prefix_lens, req_pool_indices)
 
@@ -325,7 +296,7 @@ class DFlashWorker(BaseSpecWorker):
             seq_lens=block.prefix_lens,
             seq_lens_cpu=known_kv_lens(batch, 0)[0],
             write_virtual=block.slots.flatten(),
-            read_extent=block.block_size,
+            read_extent=block.drafted_width,
         )
 
     def _plan(
@@ -337,9 +308,9 @@ class DFlashWorker(BaseSpecWorker):
         their places in the same tensor; the graph runner copies ids and positions once more at replay.
         """
         if self._plan_stream is None:
-            return plan_chain(block, draft_ids, block.block_size), None
+            return plan_chain(block, draft_ids), None
         ids, positions, slots = (rows.flatten() for rows in (block.ids, block.positions, block.slots))
-        plan = VerifyPlan(ids, positions, slots, block.block_size)
+        plan = VerifyPlan(ids, positions, slots, block.drafted_width)
         with self._plan_stream.work():
             forward_batch = self._prepare_verify(plan, batch, kv_plan)
         self._plan_stream.join()
@@ -351,19 +322,17 @@ class DFlashWorker(BaseSpecWorker):
         verify_input = TreeVerifyInput(
             draft_token=plan.ids,
             positions=plan.positions,
-            draft_token_num=plan.width,
+            draft_token_num=plan.verify_width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=kv_plan,
             custom_mask=plan.attention_mask,
             trees=plan.trees if plan.attention_mask is None else None,
         )
         batch.out_cache_loc = plan.slots
-        lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
-        batch.seq_lens_cpu, batch.seq_lens_sum = known_kv_lens(batch, plan.width)
         # Without graphs, the forward prepares the attention metadata itself.
         eager = self.device == "cpu" and self._target.decode_cuda_graph_runner is None
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker, defer_metadata_init=eager)
-        batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum
+        with bounded_kv_lens(batch, plan.verify_width):
+            forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker, defer_metadata_init=eager)
         return forward_batch
 
     def _verify(
