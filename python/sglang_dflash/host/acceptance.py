@@ -11,6 +11,7 @@ from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host import simulated
 from sglang_dflash.host.penalties import Group
+from sglang_dflash.host.protocols import LogitsOutput, ScheduleBatch
 from sglang_dflash.host.sampling import RowSampler, follow
 from sglang_dflash.host.sharded_logits import ShardedLogits
 
@@ -39,7 +40,7 @@ class Acceptor:
         self._fuses = one_rank and not simulated.simulates()
 
     def accept(
-        self, plan: VerifyPlan, batch: Any, target_out: Any, grammar_tree: Any, grammar_barrier: Any
+        self, plan: VerifyPlan, batch: ScheduleBatch, target_out: LogitsOutput, grammar_tree: Any, grammar_barrier: Any
     ) -> tuple[Acceptance, Group | None]:
         """Of every request, the committed ids and what follows them.
 
@@ -76,7 +77,7 @@ class Acceptor:
             return self._kernels.accept_tree_greedy(logits, plan.ids, trees.parents, trees.row_starts, trees.length)
         return None
 
-    def _argmax(self, target_out: Any) -> torch.Tensor:
+    def _argmax(self, target_out: LogitsOutput) -> torch.Tensor:
         """[T] int64; ties: the lowest id wins."""
         logits = target_out.next_token_logits
         if self._sharded_logits is None:
@@ -84,7 +85,7 @@ class Acceptor:
         target_out.next_token_logits = None  # a shard must not pass for logits
         return self._sharded_logits.argmax(logits)
 
-    def _compare(self, plan: VerifyPlan, target_ids: torch.Tensor, target_out: Any) -> Acceptance:
+    def _compare(self, plan: VerifyPlan, target_ids: torch.Tensor, target_out: LogitsOutput) -> Acceptance:
         """target_ids: [T] int64."""
         trees, shape = plan.trees, (plan.batch, plan.verify_width)
         if trees is not None:

@@ -51,7 +51,8 @@ class ContextKVWriter:
             method = type(self._attentions[0].qkv_proj.quant_method).__name__
             logger.info("sglang-dflash computes and writes context KV layer by layer (%s).", method)
             return
-        k, v = getattr(pool, "k_buffer", ()), getattr(pool, "v_buffer", ())
+        k: list[torch.Tensor] = getattr(pool, "k_buffer", [])
+        v: list[torch.Tensor] = getattr(pool, "v_buffer", [])
         scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)]
         plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and not any(scales)
         same = plain and ops.fits(k, v) and k[0].dtype == self._kv_weight.dtype and len(k) == len(self._layers)
@@ -66,7 +67,7 @@ class ContextKVWriter:
             return
         stacked = (self._kv_weight, self._kv_bias, self._k_norm_weight)
         for held, weight in zip(stacked, self._projections(), strict=True):
-            if held is not None:
+            if held is not None and weight is not None:
                 held.copy_(weight)
 
     def _projections(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -140,10 +141,10 @@ class DeferredRows:
         self._steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._rows = 0
 
-    def keep(self, *step: torch.Tensor) -> bool:
+    def keep(self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> bool:
         """Adds a step's hidden states, positions and slots ([N, ...]). Returns whether it is time to write."""
-        self._steps.append(step)
-        self._rows += len(step[0])
+        self._steps.append((hidden, positions, slots))
+        self._rows += len(hidden)
         return self._rows >= DEFERRED_ROWS or len(self._steps) >= DEFERRED_STEPS
 
     def joined(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ class DraftHead:
 
     def __init__(self, lm_head: Any, block_size: int) -> None:
         self._lm_head = lm_head
-        weight = getattr(lm_head, "weight", None)
+        weight: Any = getattr(lm_head, "weight", None)
         shard = getattr(lm_head, "shard_indices", None)
         tp_group = get_parallel().tp_group
         self._dense = is_dense_head_weight(weight)

@@ -37,6 +37,7 @@ from sglang_dflash.host.draft_heads import head_of
 from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_window import DraftWindow
 from sglang_dflash.host.plan_stream import PlanStream, own_input_buffers
+from sglang_dflash.host.protocols import ModelRunner, ScheduleBatch
 from sglang_dflash.host.short_head import VARIABLE, ShortHead, asked
 from sglang_dflash.host.weights import WatchedRunner
 
@@ -60,7 +61,7 @@ class DraftRunner:
         server_args: Any,
         gpu_id: int,
         nccl_port: int,
-        target_runner: Any,
+        target_runner: ModelRunner,
         block_size: int,
         tp_sync: SpecTpSync,
     ) -> None:
@@ -186,7 +187,7 @@ class DraftRunner:
         """The runner through which the host updates the draft's weights."""
         return WatchedRunner(self.runner, taken_up=self._context_kv.refresh)
 
-    def propose(self, block: Block, batch: Any, kv_plan: Any) -> torch.Tensor:
+    def propose(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> torch.Tensor:
         """One draft forward over the block.
 
         Args:
@@ -219,7 +220,7 @@ class DraftRunner:
         """See `DraftHead.draft_trees`."""
         self._head.draft_trees(rows, candidates)
 
-    def propose_trees(self, block: Block, batch: Any, kv_plan: Any) -> ops.DraftedTrees:
+    def propose_trees(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> ops.DraftedTrees:
         """`propose`, but trees of as many rows as `draft_trees` was told. The next call may overwrite them."""
         kv_lens = known_kv_lens(batch, block.drafted_width)
         out = self._forward(block, kv_plan, *kv_lens, batch.can_run_decode_cuda_graph)

@@ -26,6 +26,7 @@ from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.planned_step import CANDIDATES
+from sglang_dflash.host.protocols import ModelRunner, ScheduleBatch
 from sglang_dflash.host.widths import TREE, tree_rows
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class FixedTreeStep:
     def __init__(
         self,
         rows: int,
-        target_runner: Any,
+        target_runner: ModelRunner,
         draft: DraftRunner,
         lay_out: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Block],
     ) -> None:
@@ -152,7 +153,7 @@ class FixedTreeStep:
     def interrupt(self) -> None:
         """No time is measured."""
 
-    def propose(self, batch: Any) -> tuple[VerifyPlan, Any]:
+    def propose(self, batch: ScheduleBatch) -> tuple[VerifyPlan, Any]:
         """Runs the draft over whole blocks. Returns the rows to verify and the host's KV plan over their slots."""
         requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
         block = self._lay_out(*requests, self._block_size)
@@ -169,14 +170,22 @@ class FixedTreeStep:
 
     def _planned_rows(self, drafted: ops.DraftedTrees) -> ops.PlannedRows:
         count, device = len(drafted.ids), drafted.ids.device
-        fields = (values.flatten() for values in (drafted.parents, drafted.depths, drafted.ranks))
+        parents, depths, ranks = (rows.flatten() for rows in (drafted.parents, drafted.depths, drafted.ranks))
         requests = torch.arange(count, device=device).repeat_interleave(self._rows)
         row_starts = torch.arange(count + 1, device=device) * self._rows
         return ops.PlannedRows(
-            *fields, requests, row_starts, [self._rows] * count, drafted.seen, self._length, self._rows
+            parents,
+            depths,
+            ranks,
+            requests,
+            row_starts,
+            lens=[self._rows] * count,
+            row_mask=drafted.seen,
+            length=self._length,
+            width=self._rows,
         )
 
-    def _plan_kv(self, slots: torch.Tensor, batch: Any, extent: int) -> Any:
+    def _plan_kv(self, slots: torch.Tensor, batch: ScheduleBatch, extent: int) -> Any:
         return self._target.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
@@ -186,7 +195,7 @@ class FixedTreeStep:
         )
 
     def commit(
-        self, batch: Any, plan: VerifyPlan, accepted: ops.TreeAcceptance, hidden: torch.Tensor
+        self, batch: ScheduleBatch, plan: VerifyPlan, accepted: ops.TreeAcceptance, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Moves the accepted rows' KV to the slots of their positions.
 

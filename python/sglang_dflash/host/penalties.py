@@ -10,6 +10,7 @@ import torch
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host.draft_input import upload
+from sglang_dflash.host.protocols import Req, ScheduleBatch
 
 Asking = tuple[int, int, Any]
 """A request with penalties: its index in the batch, its slot, and the host's `Req`."""
@@ -44,7 +45,7 @@ class RequestPenalties:
         self._row_of_slot: dict[int, int] = {}
         self._held: tuple[list[Asking], Group] | None = None
 
-    def prefill(self, batch: Any) -> Group | None:
+    def prefill(self, batch: ScheduleBatch) -> Group | None:
         """Starts the counts of a prefill's requests, and sets the penalties that the host's sampler applies.
 
         A request that comes back after a retraction has already emitted tokens, and so have the running requests of a
@@ -65,7 +66,7 @@ class RequestPenalties:
                 info.acc_scaling_penalties[group.requests] = scaling
         return group
 
-    def group(self, batch: Any) -> Group | None:
+    def group(self, batch: ScheduleBatch) -> Group | None:
         """The batch's requests with penalties; None if there are none."""
         if batch.sampling_info.acc_additive_penalties is None:  # the host knows that none asks
             self._held = None
@@ -138,7 +139,7 @@ def asks_for_penalties(params: Any) -> bool:
     )
 
 
-def stop_ids(req: Any) -> set[int]:
+def stop_ids(req: Req) -> set[int]:
     """The ids that end a request (`Req._check_token_based_finish`), and that the host masks until `min_new_tokens`
     tokens are emitted (penaltylib/min_new_tokens.py)."""
     tokenizer = req.tokenizer

@@ -20,6 +20,7 @@ from sglang_dflash.core.policy import Policy
 from sglang_dflash.host import widths
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.plan_report import PlanReport
+from sglang_dflash.host.protocols import ModelRunner, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 CANDIDATES = 8
@@ -33,7 +34,7 @@ class TreeVerifyInput(DFlashVerifyInput):
     trees: ops.PlannedRows | None = None
 
 
-def why_chains(target_runner: Any, draft: DraftRunner) -> str | None:
+def why_chains(target_runner: ModelRunner, draft: DraftRunner) -> str | None:
     """Why the rows of a request form no trees; None if they may."""
     if not widths.trees_wanted():
         return f"{widths.TREE}=0"
@@ -52,7 +53,7 @@ class PlannedStep:
     def __init__(
         self,
         policy: Policy,
-        target_runner: Any,
+        target_runner: ModelRunner,
         draft: DraftRunner,
         lay_out: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Block],
         report: PlanReport | None = None,
@@ -77,7 +78,7 @@ class PlannedStep:
     def interrupt(self) -> None:
         self._policy.interrupt()
 
-    def propose(self, batch: Any) -> tuple[VerifyPlan, Any]:
+    def propose(self, batch: ScheduleBatch) -> tuple[VerifyPlan, Any]:
         """Runs the draft where it pays. Returns the rows to verify and the host's KV plan over their slots."""
         if self._policy.copying is not None:
             self._policy.copying.see({req.rid: Text(req.origin_input_ids, req.output_ids) for req in batch.reqs})
@@ -89,7 +90,8 @@ class PlannedStep:
                 drafted = requests
                 if len(drafting.requests) < len(batch.reqs):
                     some = torch.tensor(drafting.requests)
-                    drafted = tuple(values[some] for values in requests)
+                    bonus_ids, prefix_lens, rows = requests
+                    drafted = bonus_ids[some], prefix_lens[some], rows[some]
                 self._draft.write_deferred_context()  # what earlier steps have left
                 self._policy.draft_begins()
                 block = self._lay_out(*drafted, drafting.width)
@@ -98,8 +100,8 @@ class PlannedStep:
         trees = self._policy.choose(None if proposal is None else proposal.log_probs)
         candidates = drafting.candidates(None if proposal is None else proposal.ids)
         table = self._target.req_to_token_pool.req_to_token
-        rows = self._kernels.lay_out_trees(trees, *candidates, *requests, table)
-        plan = VerifyPlan(*rows, trees.width, trees)
+        laid = self._kernels.lay_out_trees(trees, *candidates, *requests, table)
+        plan = VerifyPlan(*laid, trees.width, trees)
         return plan, self._plan_kv(plan.slots, requests[1], requests[2], plan.verify_width)
 
     def _plan_kv(self, slots: torch.Tensor, prefix_lens: torch.Tensor, rows: torch.Tensor, extent: int) -> Any:
@@ -112,7 +114,7 @@ class PlannedStep:
         )
 
     def commit(
-        self, batch: Any, plan: VerifyPlan, accepted: ops.TreeAcceptance, hidden: torch.Tensor
+        self, batch: ScheduleBatch, plan: VerifyPlan, accepted: ops.TreeAcceptance, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Makes the accepted paths the sequences: afterwards each committed token's KV is at its position's slot.
 

@@ -97,8 +97,8 @@ def _normalize(original: Any, request: Any) -> None:
         prompts = request.text if request.text is not None else request.input_ids
         batch = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
         for one in parameters if isinstance(parameters, list) else [parameters]:
-            answers = one.get("n") if isinstance(one, dict) else None
-            if isinstance(answers, Real) and answers > 1 and answers * batch > MAX_ANSWERS:
+            answers: Any = one.get("n") if isinstance(one, dict) else None
+            if _is(Real, answers) and answers > 1 and answers * batch > MAX_ANSWERS:
                 raise ValueError(f"n is {answers} for {batch} prompts; allowed: {MAX_ANSWERS} answers in all.")
     original(request)
 
@@ -131,7 +131,7 @@ def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> 
     if params.repetition_penalty < 1 / LARGEST:
         raise ValueError(f"repetition_penalty is {params.repetition_penalty}; allowed: {1 / LARGEST:g} to 2.")
     for token, bias in (params.logit_bias or {}).items():
-        if not isinstance(bias, Real) or not abs(bias) <= LARGEST:
+        if not _is(Real, bias) or not abs(bias) <= LARGEST:
             raise ValueError(f"logit_bias of token {token} is {bias!r}; allowed: {-LARGEST:g} to {LARGEST:g}.")
 
 
@@ -153,12 +153,17 @@ def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids:
     vocab_size = manager.model_config.vocab_size
     alternatives, start = request.top_logprobs_num, request.logprob_start_len
     # Checked without return_logprob, too: a batch takes the maximum of its requests.
-    if alternatives is not None and not (isinstance(alternatives, Integral) and 0 <= alternatives <= vocab_size):
+    if alternatives is not None and not (_is(Integral, alternatives) and 0 <= alternatives <= vocab_size):
         raise ValueError(f"top_logprobs_num is {alternatives!r}; allowed: 0 to {vocab_size}.")
     if request.positional_embed_overrides is not None:
         raise ValueError("positional_embed_overrides is not served; send text or input_ids.")
-    if request.return_logprob and start is not None and not (isinstance(start, Integral) and start >= -1):
+    if request.return_logprob and start is not None and not (_is(Integral, start) and start >= -1):
         raise ValueError(f"logprob_start_len is {start!r}; allowed: -1, or 0 and more.")
+
+
+def _is(kind: type, value: Any) -> bool:
+    """`isinstance` for the abstract kinds of numbers, which type checkers take for types without arithmetic."""
+    return isinstance(value, kind)
 
 
 def _serves_dflash() -> bool:

@@ -17,6 +17,7 @@ from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host.draft_input import upload
 from sglang_dflash.host.emitted_text import EmittedText
 from sglang_dflash.host.penalties import Group, RequestPenalties
+from sglang_dflash.host.protocols import LogitsOutput, ModelRunner, ScheduleBatch
 
 SAMPLED_ROWS = 512
 """Most rows that the host samples at once, because its sampler holds several [rows, V] tensors, with seeds in float64.
@@ -39,14 +40,14 @@ class RowSampler:
     leaves the sampled distribution unchanged.
     """
 
-    def __init__(self, target_runner: Any, max_width: int, kernels: ops.Kernels) -> None:
+    def __init__(self, target_runner: ModelRunner, max_width: int, kernels: ops.Kernels) -> None:
         self._runner = target_runner
         vocab_size = target_runner.model_config.vocab_size
         self._penalties = RequestPenalties(vocab_size, max_width, target_runner.device, kernels)
         self._text = EmittedText()
         self.sampled_rows = SAMPLED_ROWS
 
-    def prefill(self, batch: Any) -> Group | None:
+    def prefill(self, batch: ScheduleBatch) -> Group | None:
         """To be called before the target's prefill, which samples the first tokens. Returns the group for
         `commit_first`."""
         group = self._penalties.prefill(batch)
@@ -54,12 +55,12 @@ class RowSampler:
             self._text.prefill(batch)
         return group
 
-    def commit_first(self, batch: Any, group: Group | None, ids: torch.Tensor) -> None:
+    def commit_first(self, batch: ScheduleBatch, group: Group | None, ids: torch.Tensor) -> None:
         """To be called after the target's prefill. ids: [B] int; the first tokens."""
         # The sampler gives int32, its argmax int64.
         self.commit(batch, group, ids[:, None].long(), torch.ones_like(ids, dtype=torch.int32))
 
-    def is_plain_greedy(self, batch: Any) -> bool:
+    def is_plain_greedy(self, batch: ScheduleBatch) -> bool:
         """Whether every row's token is the argmax of the target's unchanged logits."""
         info = batch.sampling_info
         return (
@@ -71,7 +72,7 @@ class RowSampler:
             and not batch.return_logprob
         )
 
-    def grammar_tree(self, batch: Any, plan: VerifyPlan) -> GrammarTree | None:
+    def grammar_tree(self, batch: ScheduleBatch, plan: VerifyPlan) -> GrammarTree | None:
         """To be called before the verify forward is launched: otherwise the copy of the ids would wait for it."""
         if not batch.has_grammar:
             return None
@@ -83,7 +84,7 @@ class RowSampler:
         return GrammarTree.from_device(*ops.links(parents), ids)
 
     def choose(
-        self, batch: Any, plan: VerifyPlan, target_out: Any, tree: GrammarTree | None, barrier: Any
+        self, batch: ScheduleBatch, plan: VerifyPlan, target_out: LogitsOutput, tree: GrammarTree | None, barrier: Any
     ) -> tuple[torch.Tensor, Group | None]:
         """Chooses the target's token of every row; fills in `target_out`'s logprobs if a request asks for them.
 
@@ -119,7 +120,12 @@ class RowSampler:
         return ids.long(), group
 
     def _sample(
-        self, batch: Any, plan: VerifyPlan, row_params: list[Any] | None, span: Span, out: LogitsProcessorOutput
+        self,
+        batch: ScheduleBatch,
+        plan: VerifyPlan,
+        row_params: list[Any] | None,
+        span: Span,
+        out: LogitsProcessorOutput,
     ) -> torch.Tensor:
         """The token of every row of a span, [N] int; `out` has their logits and gets their logprobs."""
         ids: torch.Tensor = self._runner.sampler(
@@ -132,7 +138,7 @@ class RowSampler:
         )
         return ids
 
-    def commit(self, batch: Any, group: Group | None, ids: torch.Tensor, lens: torch.Tensor) -> None:
+    def commit(self, batch: ScheduleBatch, group: Group | None, ids: torch.Tensor, lens: torch.Tensor) -> None:
         """Records what a step emitted: of every request, the first `lens` ([B]) of its `ids` ([B, W]).
 
         group: the requests with penalties, as `choose` returned them; None if none asks.
@@ -250,7 +256,7 @@ def _processor_of_rows(entry: ProcessorEntry, requests: range, lens: list[int], 
     return ProcessorEntry(entry.processor, rows, upload(torch.tensor(rows, dtype=torch.int64), device))
 
 
-def _join_logprobs(target_out: Any, outs: list[LogitsProcessorOutput]) -> None:
+def _join_logprobs(target_out: LogitsOutput, outs: list[LogitsProcessorOutput]) -> None:
     """Writes the logprobs of all parts, in order, into `target_out`."""
     target_out.next_token_logprobs = torch.cat([out.next_token_logprobs for out in outs])
     for name, kind in LOGPROBS.items():
@@ -264,7 +270,7 @@ def _join_logprobs(target_out: Any, outs: list[LogitsProcessorOutput]) -> None:
         setattr(target_out, name, joined)
 
 
-def follow(target_out: Any, path: torch.Tensor) -> None:
+def follow(target_out: LogitsOutput, path: torch.Tensor) -> None:
     """Orders the rows' logprobs in `target_out`, a `LogitsProcessorOutput`, by the accepted rows ([B, L] int64)."""
     if target_out.next_token_logprobs is None:
         return

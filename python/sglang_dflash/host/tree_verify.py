@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.host.hooking import AROUND, hook
+from sglang_dflash.host.protocols import ForwardBatch
 from sglang_dflash.ops import PlannedRows
 
 
@@ -22,7 +23,7 @@ def trees_of(batch: Any) -> PlannedRows | None:
     until="SGLang reads the rows of each request",
 )
 def positions_of_sections(
-    original: Any, forward_batch: Any, runner: Any, batch: Any, seq_positions: torch.Tensor | None = None
+    original: Any, forward_batch: ForwardBatch, runner: Any, batch: Any, seq_positions: torch.Tensor | None = None
 ) -> None:
     """The positions of time, height and width (MRoPE). The host reads [B, W] positions."""
     trees = trees_of(batch)
@@ -41,7 +42,7 @@ def positions_of_sections(
     why="adapters are laid out for equally many rows of each request",
     until="SGLang reads the rows of each request",
 )
-def lora_token_counts(original: Any, forward_batch: Any) -> tuple[int, int]:
+def lora_token_counts(original: Any, forward_batch: ForwardBatch) -> tuple[int, int]:
     trees = trees_of(forward_batch) if forward_batch.forward_mode.is_target_verify() else None
     return original(forward_batch) if trees is None else (sum(trees.lens), max(trees.lens))
 
@@ -52,6 +53,6 @@ def lora_token_counts(original: Any, forward_batch: Any) -> tuple[int, int]:
     why="adapters are laid out for equally many rows of each request",
     until="SGLang reads the rows of each request",
 )
-def lora_lens(original: Any, forward_batch: Any, device: Any = None) -> torch.Tensor:
+def lora_lens(original: Any, forward_batch: ForwardBatch, device: Any = None) -> torch.Tensor:
     trees = trees_of(forward_batch) if forward_batch.forward_mode.is_target_verify() else None
     return original(forward_batch, device) if trees is None else torch.tensor(trees.lens, dtype=torch.int32)

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, mamba_track_grid
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -32,6 +32,7 @@ from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 from sglang_dflash.host.plan_report import PlanReport
 from sglang_dflash.host.plan_stream import PlanStream
 from sglang_dflash.host.planned_step import PlannedStep, TreeVerifyInput
+from sglang_dflash.host.protocols import ForwardBatch, ModelRunner, ScheduleBatch
 from sglang_dflash.host.recurrent_state import RecurrentState
 from sglang_dflash.host.sampling import RowSampler
 from sglang_dflash.host.sampling_memory import measure_sampling
@@ -53,14 +54,15 @@ class DFlashWorker(BaseSpecWorker):
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         super().__init__()
         self._target_worker = target_worker
-        self._target = target_worker.model_runner
+        self._target: ModelRunner = target_worker.model_runner
         self.device = target_worker.device
         self.block_size, tree_rows = fixed_trees.block_size(), widths.tree_rows()
         self._verified_rows = tree_rows or self.block_size  # of a request, at most
         self.speculative_num_draft_tokens = self._verified_rows  # the scheduler reads it
         cfg = resolving_view(server_args)
         draft_config = read_draft_config(cfg)
-        self._mask_token_id = draft_config.mask_token_id
+        assert draft_config.mask_token_id is not None  # resolved by `read_draft_config`
+        self._mask_token_id: int = draft_config.mask_token_id
         self._tp_sync = SpecTpSync(get_parallel().tp_group)
         self._kernels = ops.choose_kernels(self.device, self._target.dtype)
         self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
@@ -178,7 +180,11 @@ class DFlashWorker(BaseSpecWorker):
     # A step.
 
     def forward_batch_generation(
-        self, batch: Any, on_publish: Publish = None, grammar_barrier: Any = None, pp_proxy_tensors: Any = None
+        self,
+        batch: ScheduleBatch,
+        on_publish: Publish = None,
+        grammar_barrier: Any = None,
+        pp_proxy_tensors: Any = None,
     ) -> GenerationBatchResult:
         """One prefill or decode step of a `ScheduleBatch`.
 
@@ -194,7 +200,7 @@ class DFlashWorker(BaseSpecWorker):
             self._planned.interrupt()
         return self._idle(on_publish) if batch.forward_mode.is_idle() else self._prefill(batch, on_publish)
 
-    def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
+    def _prefill(self, batch: ScheduleBatch, on_publish: Publish) -> GenerationBatchResult:
         group = self._sampler.prefill(batch)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
@@ -215,14 +221,14 @@ class DFlashWorker(BaseSpecWorker):
         result.next_draft_input = DraftInput.create(result.next_token_ids, batch.seq_lens)
         return result
 
-    def _take_turn(self, turn: Turn, batch: Any) -> GenerationBatchResult:
+    def _take_turn(self, turn: Turn, batch: ScheduleBatch) -> GenerationBatchResult:
         while turn.goes_on(self._decode(batch, None, None)):
             pass
         if self._planned is not None and turn.steps > 1:
             self._planned.interrupt()  # what comes until the next turn is no part of a step
         return turn.result()
 
-    def _decode(self, batch: Any, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
+    def _decode(self, batch: ScheduleBatch, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())  # allocated on the schedule stream
         if self._planned is not None:
@@ -236,29 +242,31 @@ class DFlashWorker(BaseSpecWorker):
             self._draft.short_head.see_answers(batch.reqs)
         out = target.logits_output
         accepted, group = self._acceptor.accept(plan, batch, out, grammar_tree, grammar_barrier)
+        tree = accepted if isinstance(accepted, ops.TreeAcceptance) else None
+        assert (tree is None) == (self._planned is None), accepted
         self._sampler.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         if self._recurrent_state is not None:
             self._recurrent_state.commit(batch, accepted.commit_lens, accepted.out_ids.shape[1])
         prefix_lens = batch.seq_lens + accepted.commit_lens
-        if self._planned is None:
+        if self._planned is None or tree is None:
             committed = out.hidden_states, plan.positions, self._draft.slots_of(kv_plan)
         else:
-            committed = self._planned.commit(batch, plan, accepted, out.hidden_states)
+            committed = self._planned.commit(batch, plan, tree, out.hidden_states)
         if on_publish is not None:
             on_publish(prefix_lens)
         if plan.verify_width == 1:  # nothing was drafted, and perhaps nothing will be for a while
             self._draft.defer_context([req.rid for req in batch.reqs], *committed)
         else:
             self._draft.write_context(*committed)
-        self._hidden_states.put(batch, out, path=None if self._planned is None else accepted.path)
-        if self._planned is not None:
-            self._planned.end(accepted)
+        self._hidden_states.put(batch, out, path=None if tree is None else tree.path)
+        if self._planned is not None and tree is not None:
+            self._planned.end(tree)
         return GenerationBatchResult(
             logits_output=out,
             next_token_ids=accepted.out_ids.flatten(),
             accept_lens=accepted.commit_lens,
             speculative_num_draft_tokens=accepted.out_ids.shape[1],
-            cap_lens=None if self._planned is None else self._planned.row_counts(plan, accepted),
+            cap_lens=None if self._planned is None or tree is None else self._planned.row_counts(plan, tree),
             next_draft_input=DraftInput.create(accepted.bonus_ids, prefix_lens),
             new_seq_lens=prefix_lens,
             can_run_cuda_graph=target.can_run_cuda_graph,
@@ -266,7 +274,7 @@ class DFlashWorker(BaseSpecWorker):
             indexer_topk_output=target.indexer_topk_output,
         )
 
-    def _propose(self, batch: Any) -> tuple[VerifyPlan, Any, ForwardBatch | None]:
+    def _propose(self, batch: ScheduleBatch) -> tuple[VerifyPlan, Any, ForwardBatch | None]:
         """A whole block for every request: the rows to verify, the host's KV plan and, with a plan stream, the forward
         batch."""
         requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
@@ -289,7 +297,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         return Block(*rows, prefix_lens, req_pool_indices)
 
-    def _plan_kv(self, block: Block, batch: Any) -> Any:
+    def _plan_kv(self, block: Block, batch: ScheduleBatch) -> Any:
         """The host's plan of this step's KV ids, shared by draft, verify and commit."""
         return self._target.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
@@ -300,7 +308,7 @@ class DFlashWorker(BaseSpecWorker):
         )
 
     def _plan(
-        self, block: Block, draft_ids: torch.Tensor, batch: Any, kv_plan: Any
+        self, block: Block, draft_ids: torch.Tensor, batch: ScheduleBatch, kv_plan: Any
     ) -> tuple[VerifyPlan, ForwardBatch | None]:
         """The rows to verify; and, with a plan stream, their forward batch, prepared beside the draft's forward.
 
@@ -317,7 +325,7 @@ class DFlashWorker(BaseSpecWorker):
         plan.chains()[:, 1:].copy_(draft_ids)
         return plan, forward_batch
 
-    def _prepare_verify(self, plan: VerifyPlan, batch: Any, kv_plan: Any) -> ForwardBatch:
+    def _prepare_verify(self, plan: VerifyPlan, batch: ScheduleBatch, kv_plan: Any) -> ForwardBatch:
         """The target's `ForwardBatch` over the planned rows, and its attention metadata."""
         verify_input = TreeVerifyInput(
             draft_token=plan.ids,
@@ -336,7 +344,7 @@ class DFlashWorker(BaseSpecWorker):
         return forward_batch
 
     def _verify(
-        self, plan: VerifyPlan, forward_batch: ForwardBatch | None, batch: Any, kv_plan: Any
+        self, plan: VerifyPlan, forward_batch: ForwardBatch | None, batch: ScheduleBatch, kv_plan: Any
     ) -> GenerationBatchResult:
         """The target's forward over the planned rows; its result includes the tapped layers' hidden states."""
         if forward_batch is None:

@@ -140,7 +140,7 @@ def initialize_on_cpu(original: Any, *args: Any, **kwargs: Any) -> Any:
         module = device_module(device)
         return _DeviceModule(module) if device is None else module
 
-    torch.get_device_module = get_device_module
+    torch.get_device_module = get_device_module  # type: ignore[assignment]
     try:
         return original(*args, **kwargs)
     finally:

@@ -126,7 +126,7 @@ class RoundedToFp8(Fp8Config):
 class RoundedLinearMethod(UnquantizedLinearMethod):
     """A plain linear layer whose weight is rounded to FP8 after loading."""
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         layer.weight.data = _rounded(layer.weight.data)
         layer._derived_weight_cache_error = NO_UPDATES.format(method="fp8")
         super().process_weights_after_loading(layer)
@@ -139,14 +139,14 @@ WEIGHT_LOADER_V2_SUPPORTED.append(RoundedLinearMethod.__name__)
 class RoundedMoEMethod(UnquantizedFusedMoEMethod):
     """Plain experts whose weights are rounded to FP8 after loading."""
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         for weight in _experts(layer):
             weight.copy_(_rounded(weight))
         layer._derived_weight_cache_error = NO_UPDATES.format(method="fp8")
         super().process_weights_after_loading(layer)
 
 
-def _experts(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
+def _experts(layer: Any) -> Iterator[torch.Tensor]:
     """The weight [out, in] of each expert; `w13_weight` stacks two projections, which get one scale."""
     for stacked in (layer.w13_weight.data, layer.w2_weight.data):
         yield from stacked

@@ -96,7 +96,7 @@ class CpuStateBackend(MambaAttnBackendBase):
             snapshot_slots=forward_batch.mamba_track_indices.long(),
         )
 
-    def _states_of(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+    def _states_of(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """The layer's pools, of inputs of the convolution and of states; then the scratch of both, or None."""
         cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)
         if self._rows.scratch is None:
@@ -205,7 +205,7 @@ class CpuHybridBackend(HybridLinearAttnBackend):
         caches = pool.get_speculative_mamba2_params_all_layers()
         slots = self.linear_attn_backend.state_slots[: len(last_correct_step_indices)]
         moves = [(slots, last_correct_step_indices)]
-        if mamba_track_indices is not None:
+        if mamba_track_indices is not None and mamba_steps_to_track is not None:
             moves.append((mamba_track_indices, mamba_steps_to_track))
         pairs = [(caches.temporal, caches.intermediate_ssm)]
         pairs += zip(caches.conv, caches.intermediate_conv_window, strict=True)

@@ -10,9 +10,9 @@ import dataclasses
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
+from torch._C._autograd import _profiler_enabled
 
 from sglang_dflash.host.hooking import AROUND, hook
 
@@ -67,6 +67,6 @@ def isolate(original: Any, scheduler: Any, batch: Any, *, overlap: bool) -> Abst
 )
 def copy_unrecorded(original: Any, result: Any, *args: Any, **kwargs: Any) -> None:
     """The host opens a profiler's span around this copy even where no profiler runs."""
-    spanned = UNRECORDED is not None and getattr(original, "__wrapped__", None) is UNRECORDED  # no other plugin's hook
-    copy_to_cpu = UNRECORDED if spanned and not torch.autograd._profiler_enabled() else original
+    spanned = getattr(original, "__wrapped__", None) is UNRECORDED  # no other plugin's hook
+    copy_to_cpu = UNRECORDED if UNRECORDED is not None and spanned and not _profiler_enabled() else original
     copy_to_cpu(result, *args, **kwargs)

@@ -136,7 +136,7 @@ def install() -> None:
     add_draft_attention_backend_choices([ATTENTION_BACKEND])
 
     @register_attention_backend(ATTENTION_BACKEND)
-    def make_backend(runner: Any):
+    def make_backend(runner: Any) -> Any:
         from sglang_dflash.host.cpu.attention import CpuAttentionBackend
 
         return CpuAttentionBackend(runner)
@@ -150,7 +150,7 @@ def install() -> None:
     register_resolution_hook("handle_model_specific_adjustments")(_accept_our_attention)
     if builtin_worker_requested():
         # SGLang's own worker calls record_stream on CPU tensors (dflash_worker_v2.py:2481), which torch refuses.
-        torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
+        torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign, assignment]
 
 
 def _first_defaults(server_args: Any, previous: Any) -> None:
