@@ -84,7 +84,7 @@ def bind(case: dict[str, Any], attention: ops.Attention) -> Callable[[], torch.T
 
 def measure(case: dict[str, Any], repeats: int, peak_gb_s: float, with_host: bool) -> dict[str, Any]:
     dtype = case["q"].dtype
-    native = bind(case, ops.choose_attention("cpu", dtype, dtype))
+    native = bind(case, ops.choose_kernels("cpu", dtype).attention)
     torch_body = bind(case, ops.TORCH_ATTENTION)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(native(), torch_body(), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=tolerance)

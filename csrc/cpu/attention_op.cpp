@@ -70,8 +70,7 @@ void run(Attention& a, int64_t batch, const at::Tensor& like) {
     int64_t rows = 0;  // rows of the largest tile; a decode step has few
     for (const auto& tile : work.tiles) rows = std::max(rows, tile.rows * a.groups);
     a.partial_rows = rows;
-    // Stride of a partial result as in `partial` (attention.h): padded v_dim + 2.
-    partials = at::empty({work.partials * rows * ((a.v_dim + 15) / 16 * 16 + 2)}, options);
+    partials = at::empty({work.partials * rows * partial_size(a.v_dim)}, options);
     a.partials = partials.data_ptr<float>();
   }
   std::atomic<bool> good{true};
@@ -125,15 +124,23 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
   const int64_t batch = req_pool_indices.numel();
   at::Tensor out = at::empty({q.size(0), q.size(1), v_cache.size(2)}, q.options());
   Attention a{};
-  a.q = view_of(q, "q"), a.k = view_of(k_cache, "k_cache"), a.v = view_of(v_cache, "v_cache");
+  a.q = view_of(q, "q");
+  a.k = view_of(k_cache, "k_cache");
+  a.v = view_of(v_cache, "v_cache");
   a.out = view_of(out, "out");
-  a.table = req_to_token.const_data_ptr<int32_t>(), a.table_stride = req_to_token.stride(0);
+  a.table = req_to_token.const_data_ptr<int32_t>();
+  a.table_stride = req_to_token.stride(0);
   a.requests = ids_of(req_pool_indices, "req_pool_indices", batch);
   a.prefix_lens = ids_of(prefix_lens, "prefix_lens", batch);
   a.row_starts = ids_of(row_starts, "row_starts", batch + 1);
-  a.slots = k_cache.size(0), a.kv_heads = k_cache.size(1), a.groups = q.size(1) / k_cache.size(1);
-  a.dim = q.size(2), a.v_dim = v_cache.size(2);
-  a.scaling = float(scaling), a.causal = causal, a.window_left = window_left < 0 ? -1 : window_left;
+  a.slots = k_cache.size(0);
+  a.kv_heads = k_cache.size(1);
+  a.groups = q.size(1) / k_cache.size(1);
+  a.dim = q.size(2);
+  a.v_dim = v_cache.size(2);
+  a.scaling = float(scaling);
+  a.causal = causal;
+  a.window_left = window_left < 0 ? -1 : window_left;
   if (sinks) {
     TORCH_CHECK(sinks->scalar_type() == at::kFloat && sinks->is_contiguous() && sinks->numel() == q.size(1),
                 "sinks is ", sinks->scalar_type(), sinks->sizes(), "; float32 of [", q.size(1), "] is needed");
@@ -144,7 +151,8 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
     TORCH_CHECK(row_mask->scalar_type() == at::kBool && row_mask->dim() == 3 && row_mask->is_contiguous() &&
                     row_mask->size(0) == batch && row_mask->size(1) == row_mask->size(2),
                 "row_mask is ", row_mask->scalar_type(), row_mask->sizes(), "; dense bool of [B, W, W] is needed");
-    a.row_mask = row_mask->const_data_ptr<bool>(), a.mask_width = row_mask->size(2);
+    a.row_mask = row_mask->const_data_ptr<bool>();
+    a.mask_width = row_mask->size(2);
   }
   check_rows(a, batch, q.size(0), req_to_token);
   if (row_mask) {

@@ -5,8 +5,10 @@ namespace sglang_dflash {
 namespace {
 
 constexpr int64_t kItemProducts = 1 << 14;  // multiplications of one work item, at least: one or two microseconds
-constexpr int64_t kItemColumns = 48;        // a multiple of every tile's width (linear.h) and of every vector's lanes
+constexpr int64_t kItemColumns = 2 * kColumnUnit;
 constexpr int64_t kItemSums = 1 << 14;      // the same for the weighted sums
+
+static_assert(kItemColumns % kMostLanes == 0, "activations take whole vectors of a work item's columns");
 
 // The rows of all experts, those of one expert side by side.
 struct Grouped {
@@ -46,11 +48,14 @@ Linear product_of(const Grouped& grouped, int64_t expert, const at::Tensor& x, c
   const int64_t first = grouped.starts[expert], element = weight.element_size();
   Linear l{};
   l.type = type_of(weight, "weight");
-  l.rows = grouped.starts[expert + 1] - first, l.inner = x.size(1);
-  l.x = x.const_data_ptr<float>() + first * l.inner, l.x_stride = l.inner;
+  l.rows = grouped.starts[expert + 1] - first;
+  l.inner = x.size(1);
+  l.x = x.const_data_ptr<float>() + first * l.inner;
+  l.x_stride = l.inner;
   l.weight = static_cast<const char*>(weight.const_data_ptr()) + expert * weight.stride(0) * element;
   l.weight_stride = weight.stride(1);
-  l.out = static_cast<char*>(out.data_ptr()) + first * out.size(1) * element, l.out_stride = out.size(1);
+  l.out = static_cast<char*>(out.data_ptr()) + first * out.size(1) * element;
+  l.out_stride = out.size(1);
   return l;
 }
 

@@ -1,9 +1,9 @@
 // The kernels of one instruction set. setup.py compiles this file once for each, with ISA and TABLE as its names.
-#include "attention.h"
-#include "experts.h"
-#include "linear.h"
-#include "recurrent.h"
-#include "rows.h"
+#include "attention_kernels.h"
+#include "expert_kernels.h"
+#include "linear_kernels.h"
+#include "recurrent_kernels.h"
+#include "row_kernels.h"
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)

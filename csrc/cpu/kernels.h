@@ -10,12 +10,25 @@ namespace sglang_dflash {
 
 enum class Type : int { kFloat, kBFloat16 };
 
+// Sizes on which two files must agree stand here once. What else they must fulfil is asserted where it is used.
+constexpr int64_t kMostLanes = 16;   // floats of the widest vector
+constexpr int64_t kColumnUnit = 24;  // columns of a product's work item come in multiples: of every tile's width
+constexpr int64_t kMaxHead = 1024;   // dimensions of a head under norm and rotation
 constexpr int64_t kChunkKeys = 256;  // keys of a partial softmax; chunks start at multiples of it on every thread
 constexpr int64_t kTileRows = 32;    // query vectors that share a loaded key; more only if one group has more
 constexpr int64_t kBlockKeys = 32;   // values that stay in the L1 cache while all rows read them
 constexpr int64_t kMaxTaps = 8;      // of a causal convolution
 constexpr int64_t kMaxKeys = 256;    // key dimensions of a recurrent head
 constexpr int64_t kStateRows = 16;   // value dimensions whose state stays in the L1 cache over all rows of a request
+
+// Always inlined, like `insert` below.
+#define SHARED static inline __attribute__((always_inline))
+
+// Floats that hold `count` in whole vectors of every instruction set.
+SHARED constexpr int64_t padded(int64_t count) { return (count + kMostLanes - 1) / kMostLanes * kMostLanes; }
+
+// Floats of a row's partial result of attention: the chunk's maximum, its sum, then its values.
+SHARED constexpr int64_t partial_size(int64_t v_dim) { return 2 + padded(v_dim); }
 
 // A tensor with a dense last dimension; strides in elements.
 struct View {
@@ -40,7 +53,7 @@ struct Attention {
   bool causal;
   int64_t window_left;           // -1: none
   const float* sinks;            // [Hq] or null: scores of one more key, whose value is 0
-  float* partials;               // [*, partial_rows, 2 + padded Dv]: a chunk's maximum, sum and values
+  float* partials;               // [*, partial_rows, partial_size(Dv)]
   int64_t partial_rows;
 };
 
@@ -179,12 +192,15 @@ struct Top {
 
 // Adds a candidate behind those that are at least as good; the last one drops out. Always inlined, so that no unit's
 // copy is used by another.
-static inline __attribute__((always_inline)) void insert(Top& top, float value, int64_t id) {
+SHARED void insert(Top& top, float value, int64_t id) {
   int64_t place = top.count - 1;
   if (!(value > top.values[place])) return;
-  for (; place > 0 && value > top.values[place - 1]; place--)
-    top.values[place] = top.values[place - 1], top.ids[place] = top.ids[place - 1];
-  top.values[place] = value, top.ids[place] = id;
+  for (; place > 0 && value > top.values[place - 1]; place--) {
+    top.values[place] = top.values[place - 1];
+    top.ids[place] = top.ids[place - 1];
+  }
+  top.values[place] = value;
+  top.ids[place] = id;
 }
 
 struct Kernels {
@@ -195,7 +211,7 @@ struct Kernels {
   void (*norm)(const Norm&, int64_t begin, int64_t end);                        // rows
   void (*norm_rope)(const Heads&, int64_t in_row, int64_t out_row, int64_t position);
   int64_t (*panel_rows)(const Linear&);                                         // the first rows, for panels; 0: none
-  void (*pack_panels)(const Linear&, float* panels);                            // its rows, to a multiple of 16 x 16
+  void (*pack_panels)(const Linear&, float* panels);                            // its rows, padded to whole panels
   void (*linear)(const Linear&, int64_t begin, int64_t end);                    // columns
   void (*conv)(const Conv&, const ConvItem&, int64_t begin, int64_t end);       // channels
   void (*delta)(const Delta&, const StateItem&);                                // at most kStateRows value dimensions

@@ -9,11 +9,7 @@ namespace sglang_dflash {
 namespace {
 
 constexpr int64_t kItemProducts = 1 << 14;  // multiplications of one work item, at least: one or two microseconds
-constexpr int64_t kItemColumns = 24;        // must be a multiple of the width of every tile (linear.h) and panel
 constexpr int64_t kFew = 512;               // rows of one pass: bounds the float32 copy of x
-
-// To a multiple of a panel's lanes.
-int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
 
 // `multiply` for at most kFew rows; the threads share the columns.
 void multiply_few(const at::Tensor& x, const at::Tensor& weight, const at::Tensor* addend, const at::Tensor& out) {
@@ -21,11 +17,16 @@ void multiply_few(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   const int64_t columns = weight.size(0);
   Linear l{};
   l.type = type_of(weight, "weight");
-  l.x = rows.const_data_ptr<float>(), l.weight = weight.const_data_ptr(), l.out = out.data_ptr();
+  l.x = rows.const_data_ptr<float>();
+  l.weight = weight.const_data_ptr();
+  l.out = out.data_ptr();
   l.addend = addend ? addend->const_data_ptr() : nullptr;
   l.addend_stride = addend && addend->dim() == 2 ? addend->stride(0) : 0;
-  l.rows = x.size(0), l.inner = x.size(1);
-  l.x_stride = rows.stride(0), l.weight_stride = weight.stride(0), l.out_stride = out.stride(0);
+  l.rows = x.size(0);
+  l.inner = x.size(1);
+  l.x_stride = rows.stride(0);
+  l.weight_stride = weight.stride(0);
+  l.out_stride = out.stride(0);
   Linear packed = l;
   packed.rows = l.panel_rows = kernels().panel_rows(l);
   at::Tensor panels;
@@ -34,7 +35,7 @@ void multiply_few(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
     kernels().pack_panels(packed, panels.data_ptr<float>());
     l.panels = panels.const_data_ptr<float>();
   }
-  const int64_t span = (kItemProducts / std::max<int64_t>(1, l.rows * l.inner) / kItemColumns + 1) * kItemColumns;
+  const int64_t span = (kItemProducts / std::max<int64_t>(1, l.rows * l.inner) / kColumnUnit + 1) * kColumnUnit;
   each_item((columns + span - 1) / span, [&](int64_t item, int64_t) {
     kernels().linear(l, item * span, std::min(columns, (item + 1) * span));
   });

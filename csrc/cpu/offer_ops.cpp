@@ -20,10 +20,16 @@ struct Offers {
                 " places");
     for (const at::Tensor* t : {&reaches, &depths, &drafted, &through, &kept, &deep})
       TORCH_CHECK(t->is_contiguous(), "tables must be contiguous");
-    count = reaches.size(0), steps = reaches.size(1), rows = reaches.size(2), most = deep.size(0);
-    this->reaches = reaches.data_ptr<float>(), this->depths = depths.data_ptr<int32_t>();
-    this->drafted = drafted.data_ptr<int64_t>(), this->through = through.data_ptr<float>();
-    this->kept = kept.data_ptr<int64_t>(), this->deep = deep.data_ptr<float>();
+    count = reaches.size(0);
+    steps = reaches.size(1);
+    rows = reaches.size(2);
+    most = deep.size(0);
+    this->reaches = reaches.data_ptr<float>();
+    this->depths = depths.data_ptr<int32_t>();
+    this->drafted = drafted.data_ptr<int64_t>();
+    this->through = through.data_ptr<float>();
+    this->kept = kept.data_ptr<int64_t>();
+    this->deep = deep.data_ptr<float>();
   }
 
   void require(int64_t place, int64_t least) const {
@@ -71,7 +77,8 @@ void keep_offers(at::Tensor& reaches, at::Tensor& depths, at::Tensor& drafted, a
     std::copy_n(depth + b * (offers.rows + 1) + 1, offers.rows, offers.depths + offer * offers.rows);
     double through_all = 1;
     for (int64_t d = 0; d < filled; d++) through_all *= chance[(b * filled + d) * candidates];
-    offers.through[offer] = through_all, offers.drafted[offer] = filled;
+    offers.through[offer] = through_all;
+    offers.drafted[offer] = filled;
   }
 }
 
@@ -81,7 +88,9 @@ struct Promise {
 
   void add(const Offers& offers, int64_t offer, double weight, double least) {
     offers.for_rows(offer, [&](int64_t depth, double reach) {
-      if (reach > least) tokens[depth] += reach * weight, rows[depth] += weight;
+      if (!(reach > least)) return;
+      tokens[depth] += reach * weight;
+      rows[depth] += weight;
     });
     total += weight;
   }
@@ -129,7 +138,8 @@ std::tuple<int64_t, std::vector<int64_t>, double, double> best_width(
       const double cost_s = rest_row_s * promise.rows[width - 1] / promise.total + draft_row_s * width;
       if (!(brought > price * cost_s)) continue;
       requests.push_back(b);
-      tokens += brought, seconds += cost_s;
+      tokens += brought;
+      seconds += cost_s;
     }
     if (requests.empty() || !(tokens / seconds > best_rate)) continue;
     best_rate = tokens / seconds;

@@ -26,7 +26,8 @@ struct Parameters {
                 log_probs.size(1), " depths");
     for (const int64_t place : places)
       TORCH_CHECK(place >= -1 && place < own.size(0), "a place is ", place, "; allowed: -1 .. ", own.size(0) - 1);
-    this->shared = shared.data_ptr<double>(), this->own = own.data_ptr<double>();
+    this->shared = shared.data_ptr<double>();
+    this->own = own.data_ptr<double>();
   }
 
   double value(int64_t parameter) const { return shared[2 * parameter]; }
@@ -158,14 +159,21 @@ Trees best_first(const at::Tensor& chances, int64_t rows) {
     };
     for (int32_t row = 0; row < rows; row++) {
       if (row == 0) {
-        parent[0] = rank[0] = -1, depth[0] = 0, reach[0] = 1;
+        parent[0] = rank[0] = -1;
+        depth[0] = 0;
+        reach[0] = 1;
       } else if (open.empty()) {
-        parent[row] = rank[row] = -1, depth[row] = 0, reach[row] = 0;
+        parent[row] = rank[row] = -1;
+        depth[row] = 0;
+        reach[row] = 0;
         continue;
       } else {
         const Node node = open.top();
         open.pop();
-        parent[row] = node.parent, depth[row] = node.depth, rank[row] = node.rank, reach[row] = node.reach;
+        parent[row] = node.parent;
+        depth[row] = node.depth;
+        rank[row] = node.rank;
+        reach[row] = node.reach;
         find(node.parent, node.depth, node.rank + 1);
       }
       find(row, depth[row] + 1, 0);
@@ -191,7 +199,8 @@ Rows take_rows(
     TORCH_CHECK(drafted[i] > before && drafted[i] < batch && lens[i] >= 1 && lens[i] <= stride, "tree ", i,
                 " is of request ", drafted[i], " and has ", lens[i], " rows");
     before = drafted[i];
-    total += lens[i] - 1, width = std::max(width, lens[i]);
+    total += lens[i] - 1;
+    width = std::max(width, lens[i]);
   }
   const auto options = parents.options();
   at::Tensor out = at::empty({3, total}, options), requests = at::empty({total}, options.dtype(at::kLong));
@@ -211,7 +220,8 @@ Rows take_rows(
       for (int64_t f = 0; f < 3; f++)
         field[f * total + row] = own ? from[f][tree * stride + i] : f == 1 ? 0 : -1;
       const int64_t depth = field[total + row];
-      chains &= depth == i, length = std::max(length, depth + 1);
+      chains &= depth == i;
+      length = std::max(length, depth + 1);
     }
     tree += own;
   }
@@ -247,7 +257,8 @@ plan_rows(const at::Tensor& log_probs, const at::Tensor& shared, const at::Tenso
     count = std::max<int64_t>(count, 1);
     deepest += *std::max_element(depth, depth + count);
     promised = std::accumulate(reach + 1, reach + count, promised);
-    reach += max_rows, depth += max_rows;
+    reach += max_rows;
+    depth += max_rows;
   }
   const auto [of, at, rank, requests, starts, masks, length] = take_rows(parents, depths, ranks, drafted, lens, batch);
   return {chances,  parents, depths, ranks,  reaches, of,      at,      rank,

@@ -68,13 +68,17 @@ T* place(const at::Tensor& t, int64_t index) {
 template <typename F>
 void each_state(const Rows& rows, const at::Tensor& states, const std::optional<at::Tensor>& scratch_states, F body) {
   const int64_t heads = states.size(1), v_dim = states.size(2);
-  const int64_t parts = (v_dim + kStateRows - 1) / kStateRows, head_bytes = v_dim * states.size(3) * states.element_size();
+  const int64_t parts = (v_dim + kStateRows - 1) / kStateRows;
+  const int64_t head_bytes = v_dim * states.size(3) * states.element_size();
   each_item(rows.batch * heads * parts, [&](int64_t work, int64_t) {
     const int64_t b = work / (heads * parts), head = work / parts % heads, part = work % parts;
     StateItem item{};
-    item.first_row = rows.starts[b], item.rows = rows.starts[b + 1] - rows.starts[b];
+    item.first_row = rows.starts[b];
+    item.rows = rows.starts[b + 1] - rows.starts[b];
     if (item.rows == 0) return;
-    item.head = head, item.v_begin = part * kStateRows, item.v_end = std::min(v_dim, item.v_begin + kStateRows);
+    item.head = head;
+    item.v_begin = part * kStateRows;
+    item.v_end = std::min(v_dim, item.v_begin + kStateRows);
     item.before = rows.fresh[b] ? nullptr : place<char>(states, rows.slots[b]) + head * head_bytes;
     if (scratch_states) {
       item.scratch = place<char>(*scratch_states, rows.scratch[b]) + head * head_bytes;
@@ -111,31 +115,41 @@ at::Tensor causal_conv(const at::Tensor& x, const at::Tensor& weight, const std:
               "states are ", states.sizes(), "; [S, ", channels, ", ", taps - 1, "] is needed");
   TORCH_CHECK(!bias || (bias->numel() == channels && bias->is_contiguous() &&
                         bias->scalar_type() == weight.scalar_type()), "bias must be [C] in the weight's dtype");
-  const Rows rows = rows_of(slots, row_starts, fresh, scratch, snapshot_rows, snapshot_slots, x.size(0), states.size(0));
+  const Rows rows =
+      rows_of(slots, row_starts, fresh, scratch, snapshot_rows, snapshot_slots, x.size(0), states.size(0));
   check_scratch(windows, rows, states, "windows");
   at::Tensor out = at::empty({x.size(0), channels}, x.options());
   Conv c{};
-  c.x = view_of(x, "x"), c.out = view_of(out, "out");
-  c.weight = weight.const_data_ptr(), c.weight_type = type_of(weight, "weight"), c.weight_stride = weight.stride(0);
+  c.x = view_of(x, "x");
+  c.out = view_of(out, "out");
+  c.weight = weight.const_data_ptr();
+  c.weight_type = type_of(weight, "weight");
+  c.weight_stride = weight.stride(0);
   c.bias = bias ? bias->const_data_ptr() : nullptr;
-  c.state_type = type_of(states, "states"), c.taps = taps;
+  c.state_type = type_of(states, "states");
+  c.taps = taps;
   const int64_t parts = (channels + kChannels - 1) / kChannels;
   each_item(rows.batch * parts, [&](int64_t work, int64_t) {
     const int64_t b = work / parts, begin = work % parts * kChannels;
     ConvItem item{};
-    item.first_row = rows.starts[b], item.rows = rows.starts[b + 1] - rows.starts[b];
+    item.first_row = rows.starts[b];
+    item.rows = rows.starts[b + 1] - rows.starts[b];
     if (item.rows == 0) return;
     item.before = rows.fresh[b] ? nullptr : place<char>(states, rows.slots[b]);
-    item.state_channel = states.stride(1), item.state_tap = states.stride(2);
+    item.state_channel = states.stride(1);
+    item.state_tap = states.stride(2);
     if (windows) {
       item.windows = place<char>(*windows, rows.scratch[b]);
       item.window_row = windows->stride(1);
-      item.window_channel = windows->stride(2), item.window_tap = windows->stride(3);
+      item.window_channel = windows->stride(2);
+      item.window_tap = windows->stride(3);
     } else {
       item.after = place<char>(states, rows.slots[b]);
     }
-    if (rows.snapshot_rows && rows.snapshot_rows[b] >= 0)
-      item.snapshot = place<char>(states, rows.snapshot_slots[b]), item.snapshot_row = rows.snapshot_rows[b];
+    if (rows.snapshot_rows && rows.snapshot_rows[b] >= 0) {
+      item.snapshot = place<char>(states, rows.snapshot_slots[b]);
+      item.snapshot_row = rows.snapshot_rows[b];
+    }
     kernels().conv(c, item, begin, std::min(channels, begin + kChannels));
   });
   return out;
@@ -186,10 +200,16 @@ at::Tensor delta_rule(const at::Tensor& qkv, const at::Tensor& g, const at::Tens
   check_scratch(scratch_states, rows, states, "scratch_states");
   at::Tensor out = at::empty({total, heads, v_dim}, qkv.options());
   Delta d{};
-  d.qkv = view_of(qkv, "qkv"), d.out = view_of(out, "out");
-  d.g = g.const_data_ptr<float>(), d.beta = beta.const_data_ptr<float>(), d.per_key = per_key;
+  d.qkv = view_of(qkv, "qkv");
+  d.out = view_of(out, "out");
+  d.g = g.const_data_ptr<float>();
+  d.beta = beta.const_data_ptr<float>();
+  d.per_key = per_key;
   d.state_type = type_of(states, "states");
-  d.k_heads = num_k_heads, d.heads = heads, d.k_dim = k_dim, d.v_dim = v_dim;
+  d.k_heads = num_k_heads;
+  d.heads = heads;
+  d.k_dim = k_dim;
+  d.v_dim = v_dim;
   each_state(rows, states, scratch_states, [&](const StateItem& item) { kernels().delta(d, item); });
   return out;
 }
@@ -225,10 +245,16 @@ at::Tensor selective_scan(const at::Tensor& xbc, const at::Tensor& dt, const at:
   });
   at::Tensor out = at::empty({total, heads, v_dim}, xbc.options());
   Scan s{};
-  s.xbc = view_of(xbc, "xbc"), s.out = view_of(out, "out");
-  s.step = steps, s.decay = decays, s.skip = through.const_data_ptr<float>();
+  s.xbc = view_of(xbc, "xbc");
+  s.out = view_of(out, "out");
+  s.step = steps;
+  s.decay = decays;
+  s.skip = through.const_data_ptr<float>();
   s.state_type = type_of(states, "states");
-  s.groups = num_groups, s.heads = heads, s.k_dim = k_dim, s.v_dim = v_dim;
+  s.groups = num_groups;
+  s.heads = heads;
+  s.k_dim = k_dim;
+  s.v_dim = v_dim;
   each_state(rows, states, scratch_states, [&](const StateItem& item) { kernels().scan(s, item); });
   return out;
 }
@@ -245,10 +271,17 @@ at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate, const at:
   const at::Tensor gates = gate.dim() == 3 ? gate : gate.reshape({-1, 1, x.size(-1)});
   at::Tensor out = at::empty(in.sizes(), x.options());
   GatedNorm n{};
-  n.x = view_of(in, "x"), n.gate = view_of(gates, "gate"), n.out = view_of(out, "out");
-  n.weight = weight.const_data_ptr(), n.weight_type = type_of(weight, "weight");
+  n.x = view_of(in, "x");
+  n.gate = view_of(gates, "gate");
+  n.out = view_of(out, "out");
+  n.weight = weight.const_data_ptr();
+  n.weight_type = type_of(weight, "weight");
   n.weight_stride = one_weight ? 0 : in.size(2);
-  n.heads = in.size(1), n.size = in.size(2), n.eps = float(eps), n.silu = silu, n.gate_first = gate_first;
+  n.heads = in.size(1);
+  n.size = in.size(2);
+  n.eps = float(eps);
+  n.silu = silu;
+  n.gate_first = gate_first;
   const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, n.size));
   at::parallel_for(0, in.size(0) * n.heads, grain,
                    [&](int64_t begin, int64_t end) { kernels().gated_norm(n, begin, end); });

@@ -19,8 +19,6 @@ const Kernels& kernels() {
 
 namespace {
 
-constexpr int64_t kMaxHead = 1024;  // must equal kMaxHead in rows.h, the size of a buffer there
-
 std::string isa() { return kernels().name; }
 
 void normalise(const at::Tensor& x, const at::Tensor* residual, const at::Tensor& weight, double eps, at::Tensor& out,
@@ -29,14 +27,18 @@ void normalise(const at::Tensor& x, const at::Tensor* residual, const at::Tensor
   TORCH_CHECK(weight.dim() == 1 && weight.size(0) == size && weight.is_contiguous(), "weight has shape ",
               weight.sizes(), "; [", size, "] is needed");
   Norm n{};
-  n.x = view_of(x, "x"), n.out = view_of(out, "out");
+  n.x = view_of(x, "x");
+  n.out = view_of(out, "out");
   if (residual) {
     TORCH_CHECK(residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type(), "residual is ",
                 residual->scalar_type(), residual->sizes(), ", x ", x.scalar_type(), x.sizes());
-    n.residual = view_of(*residual, "residual"), n.residual_out = view_of(*residual_out, "residual_out");
+    n.residual = view_of(*residual, "residual");
+    n.residual_out = view_of(*residual_out, "residual_out");
   }
-  n.weight = weight.const_data_ptr(), n.weight_type = type_of(weight, "weight");
-  n.size = size, n.eps = float(eps);
+  n.weight = weight.const_data_ptr();
+  n.weight_type = type_of(weight, "weight");
+  n.size = size;
+  n.eps = float(eps);
   at::parallel_for(0, rows, grain(size), [&](int64_t begin, int64_t end) { kernels().norm(n, begin, end); });
 }
 
@@ -62,14 +64,19 @@ Heads heads_of(int64_t heads, int64_t dim, const at::Tensor* weight, double eps,
   TORCH_CHECK(cos_sin.dim() == 2 && dense(cos_sin) && cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= dim,
               "cos_sin has shape ", cos_sin.sizes(), "; [P, R] with an even R up to ", dim, " is needed");
   Heads h{};
-  h.heads = heads, h.dim = dim, h.eps = float(eps);
-  h.cos_sin = cos_sin.const_data_ptr(), h.cos_sin_type = type_of(cos_sin, "cos_sin");
-  h.cos_sin_stride = cos_sin.stride(0), h.rotary_dim = cos_sin.size(1);
+  h.heads = heads;
+  h.dim = dim;
+  h.eps = float(eps);
+  h.cos_sin = cos_sin.const_data_ptr();
+  h.cos_sin_type = type_of(cos_sin, "cos_sin");
+  h.cos_sin_stride = cos_sin.stride(0);
+  h.rotary_dim = cos_sin.size(1);
   h.weight_type = Type::kFloat;
   if (weight) {
     TORCH_CHECK(weight->size(-1) == dim && weight->is_contiguous(), "weight has shape ", weight->sizes(), "; [", dim,
                 "] is needed");
-    h.weight = weight->const_data_ptr(), h.weight_type = type_of(*weight, "weight");
+    h.weight = weight->const_data_ptr();
+    h.weight_type = type_of(*weight, "weight");
   }
   return h;
 }
@@ -101,7 +108,8 @@ void write_context_kv(const at::Tensor& kv, const at::Tensor& k_norm_weight, dou
                       const at::Tensor& cos_sin, const at::Tensor& slots, at::TensorList k_caches,
                       at::TensorList v_caches) {
   TORCH_CHECK(kv.dim() == 5 && kv.size(2) == 2, "kv has shape ", kv.sizes(), "; [N, L, 2, Hkv, D] is needed");
-  check_caches(k_caches, kv, "k_caches"), check_caches(v_caches, kv, "v_caches");
+  check_caches(k_caches, kv, "k_caches");
+  check_caches(v_caches, kv, "v_caches");
   const int64_t rows = kv.size(0), layers = kv.size(1), heads = kv.size(3), dim = kv.size(4);
   if (kv.numel() == 0) return;
   TORCH_CHECK(k_norm_weight.dim() == 2 && k_norm_weight.size(0) == layers, "k_norm_weight has shape ",

@@ -9,7 +9,8 @@ namespace {
 void clear(Top& top) {
   std::fill_n(top.values, top.count, -INFINITY);
   std::fill_n(top.ids, top.count, int64_t(-1));
-  top.maximum = -INFINITY, top.sum = 0;
+  top.maximum = -INFINITY;
+  top.sum = 0;
 }
 
 // Adds the candidates and the softmax sum of later columns.
@@ -214,7 +215,8 @@ void exchange_slots(at::Tensor& req_to_token, const at::Tensor& req_pool_indices
     for (int64_t i = 0, last = -1; i < lens[b]; i++) {
       const int64_t row = taken[i] - start[b];
       TORCH_CHECK(row > last && row < rows, "row ", i, " of the path of request ", b, " is ", row);
-      slots[i] = old[row], last = row;
+      slots[i] = old[row];
+      last = row;
     }
     int64_t next = 0;  // the first row that neither the path nor an earlier place takes; a path never goes back
     for (int64_t i = lens[b], on_path = 0; i < rows; i++, next++) {

@@ -21,6 +21,8 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+static_assert(kMostLanes % kLanes == 0, "what is padded for the widest vector holds whole vectors");
+
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t VecU __attribute__((vector_size(kLanes * 4)));
 typedef int32_t VecI __attribute__((vector_size(kLanes * 4)));

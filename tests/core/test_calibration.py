@@ -11,6 +11,8 @@ import torch
 from sglang_dflash import ops
 from sglang_dflash.core.calibration import Calibration
 
+KERNELS = ops.choose_kernels("cpu", torch.float32)
+
 DEPTHS = 4
 Truth = Callable[[np.ndarray], np.ndarray]
 
@@ -43,9 +45,9 @@ class Draft:
             said = self.say(len(names))
             log_probs = torch.from_numpy(np.log(said).astype(np.float32))
             chances = self.calibration.chances(log_probs, names)
-            trees = ops.best_first(chances, 6)
+            trees = KERNELS.plans.best_first(chances, 6)
             lens = (trees.reaches > 0).sum(1).tolist()
-            rows = ops.take_rows(trees, drafted, lens, batch)
+            rows = KERNELS.plans.take_rows(trees, drafted, lens, batch)
             path = self.follow(rows, drafted, truth(said))
             self.calibration.observe(names, drafted, rows, path, log_probs)
 
@@ -162,7 +164,7 @@ def test_a_draft_that_is_always_certain(right):
     log_probs = torch.zeros(1, 1, 1)
     for _ in range(2000):
         chances = calibration.chances(log_probs, ["a"])
-        rows = ops.take_rows(ops.best_first(chances, 2), [0], [2], 1)
+        rows = KERNELS.plans.take_rows(KERNELS.plans.best_first(chances, 2), [0], [2], 1)
         calibration.observe(["a"], [0], rows, torch.tensor([[0, 1 if right else 0]]), log_probs)
     chance = float(calibration.chances(log_probs, ["a"]))
     assert chance > 0.99 if right else chance < 0.1
@@ -174,7 +176,7 @@ def test_rows_behind_a_rejected_one_say_nothing():
     half = torch.full((1, 2, 1), 0.5).log()
     for _ in range(50):
         chances = calibration.chances(half, ["a"])
-        rows = ops.take_rows(ops.best_first(chances, 3), [0], [3], 1)
+        rows = KERNELS.plans.take_rows(KERNELS.plans.best_first(chances, 3), [0], [3], 1)
         calibration.observe(["a"], [0], rows, torch.tensor([[0, 0, 0]]), half)
     first, second = calibration.chances(half, ["new"]).flatten().tolist()
     assert first < 0.3 and second == pytest.approx(0.5, abs=0.01)

@@ -82,8 +82,8 @@ class Rig:
         self.table = self._table()
         self.right_ranks: dict[str, list[int]] = {}  # of each request, by depth; -1: the right token is no candidate
         sampler = make_sampler()
-        self.worker = worker_of(self.table, ops.choose_rows("cpu", torch.float32), sampler, window)
-        self.writer = worker_of(self.table, ops.choose_rows("cpu", torch.float32))._draft  # the same weights
+        self.worker = worker_of(self.table, ops.choose_kernels("cpu", torch.float32), sampler, window)
+        self.writer = worker_of(self.table, ops.choose_kernels("cpu", torch.float32))._draft  # the same weights
         self.pool = _pool()
         target = self.worker._target
         target.token_to_kv_pool, target.token_to_kv_pool_allocator = self.pool, SimpleNamespace(page_size=page_size)
@@ -112,8 +112,8 @@ class Rig:
         running = Running(asked, slot, asked.req(f"request {place}", slot, VOCAB, first), expected)
         batch = self._batch([running])
         running.req.output_ids.pop()  # as before the prefill
-        self.worker._sampler.prefill(batch)
-        self.worker._sampler.prefilled(batch, torch.tensor([first]))
+        group = self.worker._sampler.prefill(batch)
+        self.worker._sampler.commit_first(batch, group, torch.tensor([first]))
         running.req.output_ids.append(first)
         running.emitted.append(first)
         for position in range(len(asked.prompt)):

@@ -12,6 +12,8 @@ from sglang_dflash import ops
 from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import Copied, Drafting, add_copies, anchors
 
+KERNELS = ops.choose_kernels("cpu", torch.float32)
+
 
 class Playing:
     """A `Policy`. Its trees prefer the right tokens, so that paths become long.
@@ -57,7 +59,7 @@ class Playing:
         if self.drafting.width == 1:
             assert log_probs is None
             copies, batch = self.drafting.copies, len(self._requests)
-            self.trees = add_copies(None, [], [], copies, batch) if copies else anchors(batch)
+            self.trees = add_copies(KERNELS.plans, None, [], [], copies, batch) if copies else anchors(batch)
             return self.trees
         count = self._candidates
         assert log_probs.shape == (len(self.drafting.requests), self.drafting.width - 1, count)
@@ -68,9 +70,9 @@ class Playing:
         trees = ops.Trees(parents, depths, ranks, torch.zeros(depths.shape))
         drafted, copies, batch = self.drafting.requests, self.drafting.copies, len(self._requests)
         if copies:
-            self.trees = add_copies(trees, drafted, lens, copies, batch)
+            self.trees = add_copies(KERNELS.plans, trees, drafted, lens, copies, batch)
         else:
-            self.trees = ops.take_rows(trees, drafted, lens, batch)
+            self.trees = KERNELS.plans.take_rows(trees, drafted, lens, batch)
         return self.trees
 
     def _grow(self, name: str) -> tuple[list[int], list[int], list[int]]:

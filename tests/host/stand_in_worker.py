@@ -22,6 +22,7 @@ from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_inf
 from stand_ins import Batch, make_req, make_row_sampler
 
 from sglang_dflash import ops
+from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_heads import DraftHead
 from sglang_dflash.host.draft_input import DraftInput
@@ -33,7 +34,9 @@ from sglang_dflash.host.worker import DFlashWorker
 BATCH, BLOCK, VOCAB, HIDDEN, TAPS, LAYERS, HEADS, DIM, COLUMNS = 3, 8, 64, 16, 3, 5, 2, 8, 64
 
 
-def worker_of(table: torch.Tensor, rows: ops.RowOps, sampler: Any = None, window: int | None = None) -> DFlashWorker:
+def worker_of(
+    table: torch.Tensor, kernels: ops.Kernels, sampler: Any = None, window: int | None = None
+) -> DFlashWorker:
     """A worker on the table's device.
 
     Args:
@@ -46,11 +49,12 @@ def worker_of(table: torch.Tensor, rows: ops.RowOps, sampler: Any = None, window
     worker._target, worker._target_worker = _target(table, generator)
     worker.device, worker.block_size, worker._mask_token_id = table.device.type, BLOCK, VOCAB - 1
     worker._tp_sync = SimpleNamespace(sync=lambda site, values: values)
-    worker._draft = _draft(table, rows, generator, window)
-    worker._sampler = make_row_sampler(sampler, VOCAB, BLOCK, table.device.type)
+    worker._draft = _draft(table, kernels, generator, window)
+    worker._sampler = make_row_sampler(sampler, VOCAB, BLOCK, table.device.type, kernels)
     worker._hidden_states = ReturnedHiddenStates(None)
     worker._sharded_logits = worker._plan_stream = worker._turns = worker._direct = worker._recurrent_state = None
-    worker._rows, worker._accept_chain, worker._fuses_acceptance = rows, ops.accept_chain, True
+    worker._kernels = kernels
+    worker._acceptor = Acceptor(worker._sampler, kernels, worker._tp_sync, None, one_rank=True)
     worker._planned, worker._verified_rows = None, BLOCK
     return worker
 
@@ -126,7 +130,7 @@ def attention_of(weight: torch.Tensor, norm: torch.Tensor, rotary: SimpleNamespa
     )
 
 
-def _draft_model(rows: ops.RowOps, generator: torch.Generator, device: Any) -> SimpleNamespace:
+def _draft_model(kernels: ops.Kernels, generator: torch.Generator, device: Any) -> SimpleNamespace:
     rotary = SimpleNamespace(is_neox_style=True, cos_sin_cache=_randn(generator, device, COLUMNS, DIM))
     fc, norm = _randn(generator, device, HIDDEN, TAPS * HIDDEN), torch.ones(HIDDEN, device=device)
 
@@ -136,7 +140,7 @@ def _draft_model(rows: ops.RowOps, generator: torch.Generator, device: Any) -> S
         )
 
     layers = [SimpleNamespace(self_attn=attention()) for _ in range(LAYERS)]
-    return SimpleNamespace(layers=layers, project_target_hidden=lambda x: rows.rms_norm(F.linear(x, fc), norm, 1e-6))
+    return SimpleNamespace(layers=layers, project_target_hidden=lambda x: kernels.rms_norm(F.linear(x, fc), norm, 1e-6))
 
 
 def pool_of(
@@ -157,9 +161,9 @@ def pool_of(
     return pool
 
 
-def _draft(table: torch.Tensor, rows: ops.RowOps, generator: torch.Generator, window: int | None) -> DraftRunner:
+def _draft(table: torch.Tensor, kernels: ops.Kernels, generator: torch.Generator, window: int | None) -> DraftRunner:
     device = table.device
-    model = _draft_model(rows, generator, device)
+    model = _draft_model(kernels, generator, device)
     hidden = _randn(generator, device, BATCH * BLOCK, HIDDEN)
     out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
     runner = DraftRunner.__new__(DraftRunner)

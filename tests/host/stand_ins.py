@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host.sampling import RowSampler
 
@@ -103,11 +104,13 @@ def output_of(logits: torch.Tensor) -> LogitsProcessorOutput:
     return LogitsProcessorOutput(next_token_logits=logits)
 
 
-def make_row_sampler(sampler: Any, vocab_size: int, width: int, device: str = "cpu") -> RowSampler:
+def make_row_sampler(
+    sampler: Any, vocab_size: int, width: int, device: str = "cpu", kernels: ops.Kernels | None = None
+) -> RowSampler:
     runner = SimpleNamespace(
         model_config=SimpleNamespace(vocab_size=vocab_size), device=device, sampler=sampler, model=None
     )
-    return RowSampler(runner, width)
+    return RowSampler(runner, width, kernels or ops.choose_kernels(device, torch.float32))
 
 
 @contextmanager

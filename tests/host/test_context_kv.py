@@ -36,7 +36,7 @@ def test_both_ways_write_the_same():
     by_layer, at_once = pool_of(model, SLOTS), pool_of(model, SLOTS)
     writer = ContextKVWriter(model)
     writer.write(by_layer, hidden, positions, slots)
-    writer._buffers = ops.KVBuffers(at_once.k_buffer, at_once.v_buffer)
+    writer._buffers, writer._kernels = ops.KVBuffers(at_once.k_buffer, at_once.v_buffer), ops.TORCH_KERNELS
     writer.write(at_once, hidden, positions, slots)
     for got, expected in zip(at_once.k_buffer + at_once.v_buffer, by_layer.k_buffer + by_layer.v_buffer, strict=True):
         assert expected.any() and torch.equal(got, expected)

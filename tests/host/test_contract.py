@@ -429,10 +429,12 @@ def test_builtin_worker_is_left_alone(monkeypatch):
         turns,
         weights,
     )
+    from sglang_dflash.host.hooking import hooks_of
 
     modules = (block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report)
-    seams = [module.HOOKS for module in (*modules, fixed_trees, turns)]
-    ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *(target for seam in seams for target in seam)}
+    seams = [hooks_of(module) for module in (*modules, fixed_trees, turns)]
+    declared = {target for seam in seams for target, hook in seam.items() if not hook.always}
+    ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *declared}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")
     with_ours = set(hooks.registered_hooks())
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "builtin")

@@ -21,6 +21,8 @@ from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host import sampler
 from sglang_dflash.host.penalties import asks_for_penalties
 
+KERNELS = ops.choose_kernels("cpu", torch.float32)
+
 VOCAB, WIDTH, TOKENS = 16, 4, 4
 REQUESTS, PENALISED = 16_000, 8_000  # fewer with penalties, whose counts are made request by request
 START = 3  # the token that every request has emitted last
@@ -129,7 +131,7 @@ def trees_from(anchors: torch.Tensor, prefix_lens: torch.Tensor) -> VerifyPlan:
     """The tree for each request, but for every third one its first four rows alone."""
     count, ranked = len(anchors), TABLE.argsort(-1, descending=True)
     trees = ops.Trees(*(field.repeat(count, 1) for field in TREE))
-    rows = ops.take_rows(trees, range(count), [7 if i % 3 else 4 for i in range(count)], count)
+    rows = KERNELS.plans.take_rows(trees, range(count), [7 if i % 3 else 4 for i in range(count)], count)
     ids = anchors[:, None].repeat(1, 7)  # [B, 7]
     for row in range(1, 7):
         ids[:, row] = ranked[ids[:, TREE.parents[0, row]], TREE.ranks[0, row]]
@@ -150,18 +152,18 @@ def generate(batch: Batch, biased: float = 0.0, trees: bool = False) -> tuple[to
     """
     count = len(batch.reqs)
     rows = make_row_sampler(make_sampler(), VOCAB, WIDTH)
-    rows.prefill(batch)
+    group = rows.prefill(batch)
     anchors = torch.full((count,), START)
-    rows.prefilled(batch, anchors)
+    rows.commit_first(batch, group, anchors)
     out = torch.zeros(count, TOKENS + WIDTH, dtype=torch.int64)
     lens, commits = torch.zeros(count, dtype=torch.int64), torch.zeros(WIDTH + 1, dtype=torch.int64)
     prefix_lens = torch.full((count,), 9)
     while lens.min() < TOKENS:
         plan = trees_from(anchors, prefix_lens) if trees else make_plan(draft_from(anchors), prefix_lens)
         logits = TABLE[plan.ids].float()
-        target_ids = rows.choose(batch, plan, output_of(logits), None, None)
+        target_ids, group = rows.choose(batch, plan, output_of(logits), None, None)
         accepted = _accept_tree(plan, target_ids) if trees else _accept_chain(plan, target_ids, biased)
-        rows.commit(batch, accepted.out_ids, accepted.commit_lens)
+        rows.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         places = (lens[:, None] + torch.arange(WIDTH)).clamp(max=TOKENS + WIDTH - 1)
         out.scatter_(1, places, accepted.out_ids)  # ids beyond the committed ones are overwritten by the next block
         lens = (lens + accepted.commit_lens).clamp(max=TOKENS)
@@ -178,11 +180,11 @@ def _accept_chain(plan: VerifyPlan, target_ids: torch.Tensor, biased: float) -> 
     if biased:
         forced = torch.rand(len(ids), WIDTH - 1) < biased
         target_ids[:, :-1] = torch.where(forced, ids[:, 1:], target_ids[:, :-1])
-    return ops.accept_chain(target_ids, ids)
+    return KERNELS.accept_chain(target_ids, ids)
 
 
 def _accept_tree(plan: VerifyPlan, target_ids: torch.Tensor) -> ops.TreeAcceptance:
-    return ops.accept_tree(target_ids, plan.ids, plan.trees.parents, plan.trees.row_starts, plan.trees.length)
+    return KERNELS.accept_tree(target_ids, plan.ids, plan.trees.parents, plan.trees.row_starts, plan.trees.length)
 
 
 def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -257,8 +259,8 @@ def test_requests_of_one_batch_keep_their_own(monkeypatch, hooked):
     torch.manual_seed(20261122)
     if hooked:
         original = Sampler._sample_from_probs
-        hook, _ = sampler.HOOKS["sglang.srt.layers.sampler.Sampler._sample_from_probs"]
-        monkeypatch.setattr(Sampler, "_sample_from_probs", lambda *arguments: hook(original, *arguments))
+        sample = sampler.sample_as_if_alone
+        monkeypatch.setattr(Sampler, "_sample_from_probs", lambda *arguments: sample(original, *arguments))
     names = ["top_k", "temperature 1.7", "min_p", "greedy", "frequency", "minimum", "all at once", "all filters"]
     tokens, _ = generate(batch_of([CASES[name] for name in names], REQUESTS))
     for case, name in enumerate(names):

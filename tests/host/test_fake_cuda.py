@@ -193,7 +193,7 @@ def run(watch: Watch, one: Any, batch: Any) -> Any:
 
 def test_a_greedy_step(watch):
     """Fails where a greedy step waits for the device, mixes devices, or launches more kernels than before."""
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32))
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32))
     result = run(watch, one, decode_batch("cuda"))
     assert result.next_token_ids.device.type == "cuda" and result.next_token_ids.shape == (BATCH * BLOCK,)
     assert not watch.waits
@@ -204,7 +204,7 @@ def test_a_greedy_step(watch):
 def test_a_greedy_step_with_a_selector(watch, monkeypatch):
     """Fails where DFlash2's head waits for the device or mixes devices; the host's top-k kernel is torch's here."""
     monkeypatch.setattr(host_dflash, "_flashinfer_top_k", None)
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32))
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32))
     shape = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "state_rank": 4, "top_k": 6}
     config = SimpleNamespace(output_multiplier=2.0, final_logit_softcapping=30.0)
     with torch.device("cuda"):
@@ -221,7 +221,7 @@ def test_a_greedy_step_with_a_short_head(watch, monkeypatch):
     """Fails where counting what was seen, or exchanging rows of the draft's head, waits for the device, or an exchange
     takes more launches than one upload, one gather and two writes."""
     monkeypatch.setattr(draft_heads, "FEWEST_IDS", 2)
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32))
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32))
     short = one._draft.short_head = one._draft._head.shorten(DraftIds(16), [VOCAB - 1])
     assert short is not None and short.weight.device.type == "cuda"
     short.see_prompts(decode_batch("cuda", prompt=[40, 41]).reqs)
@@ -243,11 +243,10 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_sampled_step(asked, watch):
     """Fails where sampling, penalties or a bias wait for the device, or the two launches of penalties are more."""
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32), make_sampler())
-    one._fuses_acceptance = True
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32), make_sampler())
     batch = decode_batch("cuda", **ASKED[asked])
-    one._sampler.prefill(batch)
-    one._sampler.prefilled(batch, torch.zeros(BATCH, dtype=torch.int32, device="cuda"))
+    group = one._sampler.prefill(batch)
+    one._sampler.commit_first(batch, group, torch.zeros(BATCH, dtype=torch.int32, device="cuda"))
     watch.launches.clear()
     run(watch, one, batch)
     assert not watch.waits
@@ -260,7 +259,7 @@ def test_the_penalties_of_a_running_batch_are_uploaded_once(watch):
     sampler = make_row_sampler(make_sampler(), VOCAB, BLOCK, "cuda")
     batch = decode_batch("cuda", frequency_penalty=0.5)
     with watch:
-        sampler.prefill(batch)
+        group = sampler.prefill(batch)
         first = watch.launches["upload"]
         group = sampler._penalties.group(batch)
         assert watch.launches["upload"] == first > 0
@@ -272,7 +271,7 @@ def test_the_penalties_of_a_running_batch_are_uploaded_once(watch):
 @pytest.mark.parametrize("asked", [{}, ASKED["all"]], ids=["greedy", "all"])
 def test_a_prefill(asked, watch):
     """Fails where a prefill waits for the device: the start of penalties did so twice per request."""
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32), make_sampler())
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32), make_sampler())
     run(watch, one, prefill_batch("cuda", **asked))
     assert not watch.waits
 
@@ -292,7 +291,7 @@ class HostLens(list):
 
 def test_a_step_with_a_window(watch):
     """Fails where the draft's window waits for the device or reads a table of the CPU."""
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32), window=16)
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32), window=16)
     batch = decode_batch("cuda")
     batch.seq_lens_cpu = HostLens([5, 9, 30])  # a fake tensor of the CPU has no values either
     run(watch, one, batch)
@@ -302,8 +301,8 @@ def test_a_step_with_a_window(watch):
 @pytest.mark.parametrize("wrong", ["a value from the CPU", "a read of a value", "a tensor of the CPU"])
 def test_the_watch_sees_what_it_should(wrong, watch):
     """Fails where this file could not fail: three planted errors in a step."""
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32))
-    accept = one._accept
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32))
+    accept = one._acceptor.accept
 
     def planted(plan: Any, *rest: Any) -> Any:
         if wrong == "a value from the CPU":
@@ -314,7 +313,7 @@ def test_the_watch_sees_what_it_should(wrong, watch):
             plan = replace(plan, ids=plan.ids + torch.ones(BATCH * BLOCK, dtype=torch.int64))
         return accept(plan, *rest)
 
-    one._accept = planted
+    one._acceptor.accept = planted
     if wrong == "a value from the CPU":
         run(watch, one, decode_batch("cuda"))
         assert watch.waits
@@ -343,7 +342,7 @@ def test_sampling_memory_does_not_grow_with_the_batch(seeded, watch):
 
 def test_the_start_of_a_server_warms_up(watch, monkeypatch):
     """Fails where a kernel of a step is left to the first request, or the host does not learn what sampling takes."""
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32), make_sampler())
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32), make_sampler())
     one._target.max_running_requests = 4
     one._draft.model = SimpleNamespace(fc=SimpleNamespace(weight=torch.zeros(HIDDEN, TAPS * HIDDEN, device="cuda")))
     monkeypatch.setattr(sampling_memory, "_peak_bytes", lambda call: call() or 11)

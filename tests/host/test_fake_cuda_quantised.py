@@ -72,7 +72,7 @@ def packed_draft() -> SimpleNamespace:
 def test_a_step_and_a_prefill_with_a_quantised_draft(watch: Watch) -> None:
     """Fails where the context KV of packed projections, layer by layer, reads a weight that is not there, waits for the
     device, mixes devices, or leaves out a layer or a row."""
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32), make_sampler())
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32), make_sampler())
     with torch.device("cuda"):
         model = packed_draft()
     pool = one._draft.runner.token_to_kv_pool = pool_of(model, BATCH * COLUMNS, "cuda")
@@ -87,7 +87,7 @@ def test_a_step_and_a_prefill_with_a_quantised_draft(watch: Watch) -> None:
 def test_a_greedy_step_with_a_quantised_head(watch: Watch) -> None:
     """Fails where the method of a packed head gets operands of the CPU, its logits wait for the device, or the step is
     not that of a dense head."""
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32))
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32))
     with torch.device("cuda"):
         lm_head = PackedHead(torch.zeros(VOCAB, HIDDEN), padding=64)
     one._draft._head = head = DraftHead(lm_head, BLOCK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ def _block_size(monkeypatch):
 
 def tree_worker(moved: list[Any], sampler: Any = None) -> DFlashWorker:
     """moved: gets the slots of each move of KV."""
-    one = worker_of(table_of(), ops.choose_rows("cuda", torch.float32), sampler)
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32), sampler)
     one._target.sliding_window_size, one._target.model_config.context_len = None, COLUMNS
     one._target.max_running_requests = 4
     one._target.token_to_kv_pool = SimpleNamespace(move_kv_cache=lambda to, origin: moved.append((to, origin)))
@@ -70,11 +71,14 @@ def test_the_move_of_kv_is_compiled_at_the_start(watch: Watch) -> None:
     assert [len(to) for to, _ in moved] == list(range(1, 4 * ROWS + 1))
 
 
-def test_the_watch_sees_a_read(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_sees_a_read(watch: Watch) -> None:
     """Fails where this file could not fail: an acceptance that reads the rows' number from the device."""
-    accept = ops.accept_tree_greedy
-    monkeypatch.setattr(
-        ops, "accept_tree_greedy", lambda logits, ids, *rest: accept(logits, ids[ids > VOCAB].nonzero(), *rest)
-    )
+    one = tree_worker([])
+    accept = one._acceptor._kernels.accept_tree_greedy
+
+    def reading(logits: Any, ids: Any, *rest: Any) -> Any:
+        return accept(logits, ids[ids > VOCAB].nonzero(), *rest)
+
+    one._acceptor._kernels = replace(one._acceptor._kernels, accept_tree_greedy=reading)
     with pytest.raises(DynamicOutputShapeException):
-        run(watch, tree_worker([]), decode_batch("cuda"))
+        run(watch, one, decode_batch("cuda"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,21 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from stand_in_worker import BATCH, BLOCK, VOCAB
 from stand_ins import configured
-from test_planned_step import GREEDY, PLAIN, SEEDED, SEEDS, _hooked, _in_order_of_rows, _position_of_the_row, _reversed
+from test_planned_step import (
+    GREEDY,
+    PLAIN,
+    SEEDED,
+    SEEDS,
+    _hooked,
+    _in_kernel,
+    _in_order_of_rows,
+    _position_of_the_row,
+    _reversed,
+)
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
-from sglang_dflash.host import fixed_trees, requests, sampling, widths, worker
+from sglang_dflash.host import acceptance, fixed_trees, requests, sampling, widths
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 from sglang_dflash.ops import fixed_trees as bodies
 
@@ -34,10 +45,18 @@ ROWS = [2, 5, 8, 13]
 @pytest.fixture(autouse=True)
 def _bodies_of_cuda(monkeypatch):
     monkeypatch.setattr(fixed_trees, "block_size", lambda: BLOCK)
-    monkeypatch.setattr(ops, "top_log_probs", bodies.top_log_probs)
-    monkeypatch.setattr(ops, "accept_tree", bodies.accept_tree)
-    greedy = lambda logits, ids, *rows: bodies.accept_tree(ops.row_argmax(logits[: len(ids)]), ids, *rows)  # noqa: E731
-    monkeypatch.setattr(ops, "accept_tree_greedy", greedy)
+    kernels = ops.choose_kernels("cpu", torch.float32)
+
+    def accept_tree_greedy(logits: Any, ids: Any, *rows: Any) -> Any:
+        return bodies.accept_tree(kernels.row_argmax(logits[: len(ids)]), ids, *rows)
+
+    chosen = replace(
+        kernels,
+        top_log_probs=bodies.top_log_probs,
+        accept_tree=bodies.accept_tree,
+        accept_tree_greedy=accept_tree_greedy,
+    )
+    monkeypatch.setattr(ops, "choose_kernels", lambda *_: chosen)
 
 
 class FixedRig(Rig):
@@ -144,7 +163,7 @@ def _at_the_rows_slots(original: Any, step: Any, batch: Any, plan: VerifyPlan, a
 
 
 PLANTED: dict[str, tuple[Any, str, Any, list[Asked]]] = {
-    "path in the wrong order": (ops, "accept_tree_greedy", _reversed, PLAIN),
+    "path in the wrong order": (ops, "choose_kernels", _in_kernel("accept_tree_greedy", _reversed), PLAIN),
     "KV not moved": (ops, "final_slots", _unmoved, PLAIN),
     "KV moved from the wrong end": (
         *(MHATokenToKVPool, "move_kv_cache", lambda original, pool, to, origin: original(pool, origin, to)),
@@ -164,7 +183,7 @@ PLANTED: dict[str, tuple[Any, str, Any, list[Asked]]] = {
         *(ReturnedHiddenStates, "put", lambda original, own, batch, out, path: original(own, batch, out)),
         PLAIN,
     ),
-    "logprobs in the order of rows": (worker, "follow", _in_order_of_rows, [Asked(GREEDY, (5,), top_logprobs=2)]),
+    "logprobs in the order of rows": (acceptance, "follow", _in_order_of_rows, [Asked(GREEDY, (5,), top_logprobs=2)]),
     "grammar without siblings": (
         *(ops, "links", lambda original, parents: (original(parents)[0], torch.full_like(original(parents)[1], -1))),
         [Asked(GREEDY, (5,), grammar=True)],

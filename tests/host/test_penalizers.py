@@ -19,6 +19,8 @@ from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host.block_results import order_penalizers
 from sglang_dflash.host.penalties import RequestPenalties, asks_for_penalties, stop_ids
 
+KERNELS = ops.choose_kernels("cpu", torch.float32)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _configured():
@@ -74,7 +76,7 @@ def test_every_row_is_the_hosts_bit_for_bit(seed):
     ours = ops.EmittedTokens(vocab_size, "cpu")
     for row, index in enumerate(asking):
         ours.start(row, torch.tensor(emitted[row]), reqs[index].sampling_params.frequency_penalty)
-    params = params_of(RequestPenalties(vocab_size, width, "cpu"), [reqs[index] for index in asking])
+    params = params_of(RequestPenalties(vocab_size, width, "cpu", KERNELS), [reqs[index] for index in asking])
     logits = torch.randn(batch, width, vocab_size, generator=generator) * rng.choice([0.1, 4.0, 100.0])
     for index in set(range(batch)) - set(asking):
         logits[index, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
@@ -100,7 +102,7 @@ def random_plan(rng: random.Random, anchors: list[int], few: int) -> VerifyPlan:
     for row in range(1, width):
         depths[:, row] = 1 + depths.gather(1, padded[:, row : row + 1].long().clamp(min=0))[:, 0]
     trees = ops.Trees(padded, depths, torch.zeros_like(padded), padded.float())
-    rows = ops.take_rows(trees, range(len(anchors)), [1 + len(own) for own in parents], len(anchors))
+    rows = KERNELS.plans.take_rows(trees, range(len(anchors)), [1 + len(own) for own in parents], len(anchors))
     ids = [[anchor, *(rng.randrange(few) for _ in own)] for anchor, own in zip(anchors, parents, strict=True)]
     flat = torch.tensor([token for own in ids for token in own])
     return VerifyPlan(flat, flat, flat, rows.width, rows)
@@ -119,7 +121,7 @@ def test_every_row_of_a_tree_is_the_hosts_bit_for_bit(seed):
         for slot, ids in enumerate(emitted)
     ]
     reqs[0].sampling_params.frequency_penalty = 0.3
-    held, penalties = Batch(reqs, vocab_size), RequestPenalties(vocab_size, 9, "cpu")
+    held, penalties = Batch(reqs, vocab_size), RequestPenalties(vocab_size, 9, "cpu", KERNELS)
     group, plan = penalties.prefill(held), random_plan(rng, [ids[-1] for ids in emitted], few)
     logits = torch.randn(len(plan.ids), vocab_size, generator=generator) * rng.choice([0.1, 4.0, 100.0])
     before = logits.clone()
@@ -143,7 +145,7 @@ def test_one_row_in_two_parts_is_the_hosts(seed):
     emitted = [rng.randrange(vocab_size) for _ in range(rng.randrange(15))]
     ours = ops.EmittedTokens(vocab_size, "cpu")
     ours.start(0, torch.tensor(emitted, dtype=torch.int64), req.sampling_params.frequency_penalty)
-    params = params_of(RequestPenalties(vocab_size, 4, "cpu"), [req])
+    params = params_of(RequestPenalties(vocab_size, 4, "cpu", KERNELS), [req])
     additive, scaling = ops.penalties_of(ours.of(torch.tensor([0]), len(emitted)), params)
 
     host = Host(req, vocab_size).emit(emitted).penalizers
@@ -211,14 +213,14 @@ def test_a_request_that_cannot_stop_masks_nothing():
     others = [make_req(min_new_tokens=2, stop_token_ids=ids) for ids in ([3, 4], [5])]
     for other in others:
         other.tokenizer.eos_token_id = None
-    params = params_of(RequestPenalties(128, 4, "cpu"), [req, *others])
+    params = params_of(RequestPenalties(128, 4, "cpu", KERNELS), [req, *others])
     assert params.min_new_tokens.tolist() == [0, 2, 2]
     assert [set(ids) for ids in params.stop_ids.tolist()][1:] == [{3, 4}, {5}]
 
 
 def test_a_batch_without_penalties_has_no_group():
     """Fails where a batch without penalties has the overhead of penalties."""
-    penalties = RequestPenalties(128, 4, "cpu")
+    penalties = RequestPenalties(128, 4, "cpu", KERNELS)
     batch = Batch([make_req(slot=0), make_req(slot=1)], 128)
     assert penalties.prefill(batch) is None
     assert penalties.group(batch) is None
@@ -231,7 +233,7 @@ def test_a_request_that_comes_back_is_prefilled_with_its_counts():
     the other request of the batch."""
     back = make_req("back", 3, output_ids=[7, 7, 9], frequency_penalty=0.5, repetition_penalty=1.5, min_new_tokens=4)
     batch = Batch([make_req("new", 1, presence_penalty=0.25), back], 128)
-    RequestPenalties(128, 4, "cpu").prefill(batch)
+    RequestPenalties(128, 4, "cpu", KERNELS).prefill(batch)
     info = batch.sampling_info
     assert info.acc_additive_penalties[1, [7, 9, 0, 8]].tolist() == [-1.0, -0.5, -torch.inf, 0.0]
     assert info.acc_scaling_penalties[1, [7, 9, 8]].tolist() == [1.5, 1.5, 1.0]
@@ -242,7 +244,7 @@ def test_a_request_that_comes_back_is_prefilled_with_its_counts():
 def test_running_requests_of_a_mixed_batch_keep_their_counts():
     """Fails where a prefill resets the counts of the running requests in its batch to one step earlier, or uses the
     host's counts for them."""
-    penalties = RequestPenalties(16, 4, "cpu")
+    penalties = RequestPenalties(16, 4, "cpu", KERNELS)
     running = make_req("running", 0, vocab_size=16, frequency_penalty=1.0)
     first = Batch([running], 16)
     penalties.commit(penalties.prefill(first), torch.tensor([[3]]), torch.tensor([1]))

@@ -132,7 +132,7 @@ class Step:
         self.device = Device()
         monkeypatch.setattr(torch, "get_device_module", lambda *_: self.device)
         table = torch.arange(BATCH * COLUMNS, dtype=torch.int32).view(BATCH, COLUMNS)
-        self.worker, self.batch = worker_of(table, ops.TORCH_ROWS), decode_batch()
+        self.worker, self.batch = worker_of(table, ops.TORCH_KERNELS), decode_batch()
         self.worker.device = "cuda"  # the worker's way with graphs: metadata before the forward
         self.stream = PlanStream("cuda") if with_stream else None
         self.worker._plan_stream = self.stream

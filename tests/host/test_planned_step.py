@@ -26,7 +26,7 @@ from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.core.copying import Copying
 from sglang_dflash.core.plan import Planner, PlanTuning
 from sglang_dflash.core.policy import Drafting
-from sglang_dflash.host import planned_step, sampler, sampling, worker
+from sglang_dflash.host import acceptance, planned_step, sampler, sampling
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 
 SEEDED = {"enable_deterministic_inference": True}  # the host reads seeds only then
@@ -212,6 +212,18 @@ def test_other_steps_interrupt_the_policy():
 # Planted bugs.
 
 
+def _in_kernel(name: str, wrong: Any) -> Any:
+    """Plants `wrong` in one of the chosen kernels."""
+
+    def choose(original: Any, *arguments: Any) -> ops.Kernels:
+        kernels = original(*arguments)
+        owner = kernels if hasattr(kernels, name) else kernels.plans
+        planted = replace(owner, **{name: partial(wrong, getattr(owner, name))})
+        return planted if owner is kernels else replace(kernels, plans=planted)
+
+    return choose
+
+
 def _reversed(original: Any, *rest: Any) -> ops.TreeAcceptance:
     right = original(*rest)
     path = right.path.clone()
@@ -270,8 +282,8 @@ def _first_rows(original: Any, mask: Any, plan: VerifyPlan) -> Any:
 PENALISED = {**GREEDY, "frequency_penalty": 1.5, "presence_penalty": 1.0}
 SEEDS = [Asked({"temperature": 1.0, "sampling_seed": seed}, (5, 6, seed)) for seed in range(BATCH)]
 PLANTED: dict[str, tuple[Any, str, Any, list[Asked], int]] = {
-    "path in the wrong order": (ops, "accept_tree_greedy", _reversed, PLAIN, 16),
-    "slots exchanged twice": (ops, "exchange_slots", _twice, PLAIN, 1),
+    "path in the wrong order": (ops, "choose_kernels", _in_kernel("accept_tree_greedy", _reversed), PLAIN, 16),
+    "slots exchanged twice": (ops, "choose_kernels", _in_kernel("exchange_slots", _twice), PLAIN, 1),
     "KV not moved": (MHATokenToKVPool, "move_kv_cache", lambda *_: None, PLAIN, 16),
     "KV moved from the wrong end": (
         *(MHATokenToKVPool, "move_kv_cache", lambda original, pool, to, origin: original(pool, origin, to)),
@@ -284,7 +296,13 @@ PLANTED: dict[str, tuple[Any, str, Any, list[Asked], int]] = {
     ),
     "candidates of other requests": (Drafting, "candidates", _of_other_requests, PLAIN, 1),
     "penalties of siblings": (ops.PlannedRows, "seen", _all_before, [Asked(PENALISED, (5, 6))] * BATCH, 1),
-    "logprobs in the order of rows": (worker, "follow", _in_order_of_rows, [Asked(GREEDY, (5,), top_logprobs=2)], 1),
+    "logprobs in the order of rows": (
+        acceptance,
+        "follow",
+        _in_order_of_rows,
+        [Asked(GREEDY, (5,), top_logprobs=2)],
+        1,
+    ),
     "processors see siblings": (VerifyPlan, "drafts", _as_a_chain, [Asked(GREEDY, (5, 6), shift=1)] * BATCH, 1),
     "grammar without siblings": (sampling, "_grammar_tree", _no_siblings, [Asked(GREEDY, (5,), grammar=True)], 1),
     "masks of other requests": (

@@ -72,7 +72,7 @@ def test_builtin_switch_keeps_our_worker_out(monkeypatch):
 def registered(monkeypatch):
     """SGLang's hook registry as it is after a correct start."""
     ours = hooks.registered_hooks()
-    entries = {target: [(kind, function, None)] for target, (function, kind) in ours.items()}
+    entries = {target: [(HookType[hook.kind], hook.function, None)] for target, hook in ours.items()}
     monkeypatch.setattr(HookRegistry, "_hooks", entries)
     monkeypatch.setattr(HookRegistry, "_patched", set(ours))
     return entries

@@ -155,9 +155,8 @@ def serving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param == "DFLASH"
 
 
-def _hook(target: str) -> Any:
+def _hook(hook: Any) -> Any:
     """Our hook around a method of the host that finds nothing wrong."""
-    hook, _ = requests.HOOKS[target]
     return lambda *arguments: hook(lambda *_: None, *arguments)
 
 
@@ -183,14 +182,14 @@ def _refused_while_serving(serving: bool, named: str, check: Any, *arguments: An
 def test_what_would_end_the_scheduler_stops_at_the_tokenizer(serving: bool, fields: Any, named: str) -> None:
     """Fails where a value passes that ends the scheduler, or where it is refused although DFLASH does not serve."""
     manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
-    check = _hook(requests.VALIDATE_IN_TOKENIZER)
+    check = _hook(requests._validate_in_tokenizer)
     _refused_while_serving(serving, named, check, manager, GenerateReqInput(text="Hi", **fields), [5])
 
 
 def test_ordinary_logprobs_pass_the_tokenizer(serving: bool) -> None:
     """Fails where a value is refused that the host serves."""
     manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
-    check = _hook(requests.VALIDATE_IN_TOKENIZER)
+    check = _hook(requests._validate_in_tokenizer)
     for fields in ({}, {"logprob_start_len": -1}, {"logprob_start_len": 0}, {"top_logprobs_num": 100}):
         check(manager, GenerateReqInput(text="Hi", return_logprob=True, **fields), [5])
 
@@ -211,12 +210,12 @@ def test_ordinary_logprobs_pass_the_tokenizer(serving: bool) -> None:
 def test_numbers_that_end_the_scheduler_are_refused(serving: bool, sampling: dict[str, Any], named: str) -> None:
     """Fails where an integer does not fit the host's int32 tensors, or where probabilities become NaN, which ends the
     scheduler as soon as a token is drawn."""
-    _refused_while_serving(serving, named, _hook(requests.VERIFY_SAMPLING), SamplingParams(**sampling), 100)
+    _refused_while_serving(serving, named, _hook(requests._verify_sampling), SamplingParams(**sampling), 100)
 
 
 def test_ordinary_biases_pass(serving: bool) -> None:
     """Fails where a bias is refused that users send to ban or to force a token."""
-    _hook(requests.VERIFY_SAMPLING)(SamplingParams(temperature=5.0, logit_bias={"5": -1e9, "6": 100}), 100)
+    _hook(requests._verify_sampling)(SamplingParams(temperature=5.0, logit_bias={"5": -1e9, "6": 100}), 100)
 
 
 @pytest.mark.parametrize(
@@ -226,14 +225,14 @@ def test_ordinary_biases_pass(serving: bool) -> None:
 def test_too_many_answers_are_refused(serving: bool, prompts: Any, sampling: Any) -> None:
     """Fails where the host would make a million tasks before it checks anything."""
     request = GenerateReqInput(text=prompts, sampling_params=sampling)
-    _refused_while_serving(serving, "; allowed: 4096 answers in all.", _hook(requests.NORMALIZE), request)
+    _refused_while_serving(serving, "; allowed: 4096 answers in all.", _hook(requests._normalize), request)
 
 
 def test_many_answers_and_many_prompts_pass(serving: bool) -> None:
     """Fails where an ordinary batch is refused."""
-    _hook(requests.NORMALIZE)(GenerateReqInput(text="Hi", sampling_params={"n": 4096}))
-    _hook(requests.NORMALIZE)(GenerateReqInput(text=["Hi"] * 9000, sampling_params={"temperature": 0}))
-    _hook(requests.NORMALIZE)(GenerateReqInput(input_ids=[5] * 9000, sampling_params={"n": 2}))
+    _hook(requests._normalize)(GenerateReqInput(text="Hi", sampling_params={"n": 4096}))
+    _hook(requests._normalize)(GenerateReqInput(text=["Hi"] * 9000, sampling_params={"temperature": 0}))
+    _hook(requests._normalize)(GenerateReqInput(input_ids=[5] * 9000, sampling_params={"n": 2}))
 
 
 @pytest.mark.parametrize(
@@ -250,13 +249,13 @@ def test_what_a_cpu_cannot_decode_is_refused(
 ) -> None:
     """Fails where a video or audio is silently left out of the prompt, or is refused where an accelerator serves."""
     monkeypatch.setattr(requests, "cpu_platform_in_use", lambda: cpu)
-    _refused_while_serving(serving and cpu, named, _hook(requests.NORMALIZE), GenerateReqInput(text="Hi", **data))
+    _refused_while_serving(serving and cpu, named, _hook(requests._normalize), GenerateReqInput(text="Hi", **data))
 
 
 def test_requests_without_videos_and_audio_pass(serving: bool) -> None:
     """Fails where images, or the empty lists that the chat endpoint sends, are refused."""
     for data in ({}, {"image_data": ["a.png"]}, {"video_data": [], "audio_data": [[], None]}):
-        _hook(requests.NORMALIZE)(GenerateReqInput(text="Hi", **data))
+        _hook(requests._normalize)(GenerateReqInput(text="Hi", **data))
 
 
 class _Scheduler:
@@ -277,7 +276,7 @@ def test_a_request_that_cannot_be_taken_in_ends_alone(dflash: bool) -> None:
     def fail(*_: Any) -> None:
         raise TypeError("'dict' is no 'str'")
 
-    hook, _ = requests.HOOKS[requests.HANDLE_IN_SCHEDULER]
+    hook = requests._handle_in_scheduler
     scheduler, request = _Scheduler(dflash), SimpleNamespace(rid="r", http_worker_ipc=None, session_params=None)
     if not dflash:
         with pytest.raises(TypeError):
@@ -299,7 +298,7 @@ def test_a_session_goes_on_after_a_request_that_could_not_be_taken_in() -> None:
         session.req_nodes["r"] = object()
         raise ValueError("odd")
 
-    hook, _ = requests.HOOKS[requests.HANDLE_IN_SCHEDULER]
+    hook = requests._handle_in_scheduler
     hook(fail, scheduler, SimpleNamespace(rid="r", http_worker_ipc=None, session_params=SimpleNamespace(id="s")))
     assert not session._inflight and not session.req_nodes and len(scheduler.sent) == 1
 
@@ -310,6 +309,6 @@ def test_a_fault_of_the_machine_still_ends_the_scheduler() -> None:
     def fail(*_: Any) -> None:
         raise MemoryError
 
-    hook, _ = requests.HOOKS[requests.HANDLE_IN_SCHEDULER]
+    hook = requests._handle_in_scheduler
     with pytest.raises(MemoryError):
         hook(fail, _Scheduler(True), SimpleNamespace(rid="r", http_worker_ipc=None, session_params=None))

@@ -17,6 +17,7 @@ from stand_ins import Batch, configured, make_plan, make_req, make_row_sampler, 
 
 from sglang_dflash import ops
 from sglang_dflash.host import hidden_states
+from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 from sglang_dflash.host.sampling import LOGPROBS, Span, expand
 
@@ -157,27 +158,30 @@ def test_rows_are_plain_argmaxes_only_where_nothing_is_asked(sampling, batch_fie
     """Fails where the argmax shortcut skips a request's parameter, or is never taken."""
     others = [make_req(slot=1, vocab_size=VOCAB, temperature=0.0)] if second else []
     batch = Batch([make_req(vocab_size=VOCAB, **sampling), *others], VOCAB, **batch_fields)
-    assert make_row_sampler(None, VOCAB, 4).plain(batch) == plain
+    assert make_row_sampler(None, VOCAB, 4).is_plain_greedy(batch) == plain
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_counts_have_one_dtype(dtype, monkeypatch):
     """Fails where the counts of a prefill have the dtype of its ids: a kernel would be compiled for each."""
     sampler, lens = make_row_sampler(None, VOCAB, 2), []
-    monkeypatch.setattr(sampler, "commit", lambda batch, ids, counts: lens.append(counts))
-    sampler.prefilled(None, torch.zeros(3, dtype=dtype))
+    monkeypatch.setattr(sampler, "commit", lambda batch, group, ids, counts: lens.append(counts))
+    sampler.commit_first(None, None, torch.zeros(3, dtype=dtype))
     assert lens[0].dtype == torch.int32 and lens[0].tolist() == [1, 1, 1]
 
 
-def test_plain_rows_take_the_lowest_of_equals():
+@pytest.mark.parametrize("one_rank", [True, False])
+def test_plain_rows_take_the_lowest_of_equals(one_rank):
     """Fails where a tie goes to another id than in plain greedy decoding, or rows change their order."""
     batch = Batch([make_req(slot=i, vocab_size=VOCAB, temperature=0.0) for i in range(2)], VOCAB)
     logits = torch.zeros(4, VOCAB)
     logits[torch.arange(4), [5, 9, 3, 2]] = 1.0
     logits[1, 12] = 1.0
-    plan = make_plan(torch.zeros(2, 2, dtype=torch.int64))
-    chosen = make_row_sampler(None, VOCAB, 2).choose(batch, plan, output_of(logits), None, None)
-    assert chosen.tolist() == [5, 9, 3, 2]
+    plan = make_plan(torch.tensor([[0, 5], [0, 3]]))
+    kernels, ranks = ops.choose_kernels("cpu", torch.float32), SimpleNamespace(sync=lambda site, ids: ids)
+    acceptor = Acceptor(make_row_sampler(None, VOCAB, 2), kernels, ranks, None, one_rank)
+    accepted, group = acceptor.accept(plan, batch, output_of(logits), None, None)
+    assert accepted.out_ids.tolist() == [[5, 9], [3, 2]] and accepted.commit_lens.tolist() == [2, 2] and group is None
 
 
 def test_penalties_then_grammar_then_bias(monkeypatch):
@@ -194,10 +198,11 @@ def test_penalties_then_grammar_then_bias(monkeypatch):
     req = make_req(vocab_size=VOCAB, temperature=0.0, presence_penalty=1.0, logit_bias={"2": 0.5, "9": 50.0})
     batch = Batch([req], VOCAB, has_grammar=True)
     sampler = make_row_sampler(lambda out, *_: out.next_token_logits.argmax(-1), VOCAB, 2)
-    sampler.prefill(batch)
-    sampler.prefilled(batch, torch.tensor([3]))
+    group = sampler.prefill(batch)
+    sampler.commit_first(batch, group, torch.tensor([3]))
     out = output_of(torch.full((2, VOCAB), 4.0))
-    assert sampler.choose(batch, make_plan(torch.tensor([[3, 1]])), out, object(), None).tolist() == [2, 2]
+    chosen, _ = sampler.choose(batch, make_plan(torch.tensor([[3, 1]])), out, object(), None)
+    assert chosen.tolist() == [2, 2]
     assert seen["before the mask"][:, [1, 2, 3]].tolist() == [[4, 4, 3], [3, 4, 3]]
     assert out.next_token_logits[:, [1, 2, 3, 9]].tolist() == [[4, 4.5, 3, -torch.inf], [3, 4.5, 3, -torch.inf]]
 
@@ -215,8 +220,8 @@ def test_logprobs_stand_where_the_host_looks_for_them(temperature):
         token_ids_logprobs=[None, [3, 1]],
     )
     sampler = make_row_sampler(make_sampler(), VOCAB, 3)
-    sampler.prefill(batch)
-    sampler.prefilled(batch, torch.tensor([3, 4]))
+    group = sampler.prefill(batch)
+    sampler.commit_first(batch, group, torch.tensor([3, 4]))
     ids = torch.tensor([[3, 5, 6], [4, 7, 8]])
     logits = torch.randn(6, VOCAB) * 3
     expected = logits.clone()
@@ -224,7 +229,7 @@ def test_logprobs_stand_where_the_host_looks_for_them(temperature):
         expected[row, penalised] -= 1.5
     expected = (expected / (temperature or 1.0)).log_softmax(-1)
     out = output_of(logits)
-    chosen = sampler.choose(batch, make_plan(ids), out, None, None)
+    chosen, _ = sampler.choose(batch, make_plan(ids), out, None, None)
     assert out.next_token_logprobs.shape == chosen.shape == (6,)
     exact = expected.gather(1, chosen[:, None])[:, 0]
     torch.testing.assert_close(out.next_token_logprobs, exact)
@@ -269,12 +274,12 @@ def test_parts_of_a_batch_are_sampled_as_the_whole(sampled_rows, monkeypatch):
         )
         sampler = make_row_sampler(make_sampler(), VOCAB, width)
         sampler.sampled_rows = sampled_rows
-        sampler.prefill(batch)
-        sampler.prefilled(batch, torch.arange(len(asked)))
+        group = sampler.prefill(batch)
+        sampler.commit_first(batch, group, torch.arange(len(asked)))
         generator = torch.Generator().manual_seed(0)
         out = output_of(torch.randn(len(asked) * width, VOCAB, generator=generator) * 2)
         ids = torch.randint(VOCAB, (len(asked), width), generator=generator)
-        return sampler.choose(batch, make_plan(ids), out, None, None), out, list(recorder.seen)
+        return sampler.choose(batch, make_plan(ids), out, None, None)[0], out, list(recorder.seen)
 
     ids, out, seen = run(512)
     part_ids, part_out, part_seen = run(sampled_rows)
@@ -292,11 +297,11 @@ def test_logits_may_be_a_slice_of_a_padded_vocabulary():
     """Fails where float32 logits raise: the host cuts them to the vocabulary without a copy."""
     batch = Batch([make_req(vocab_size=VOCAB, temperature=1.0, top_k=3, frequency_penalty=1.0)], VOCAB)
     sampler = make_row_sampler(make_sampler(), VOCAB, 2)
-    sampler.prefill(batch)
-    sampler.prefilled(batch, torch.tensor([3]))
+    group = sampler.prefill(batch)
+    sampler.commit_first(batch, group, torch.tensor([3]))
     logits = torch.zeros(2, 64)
     logits[:, 5] = 50.0
-    chosen = sampler.choose(batch, make_plan(torch.tensor([[3, 1]])), output_of(logits[:, :VOCAB]), None, None)
+    chosen, _ = sampler.choose(batch, make_plan(torch.tensor([[3, 1]])), output_of(logits[:, :VOCAB]), None, None)
     assert chosen.tolist() == [5, 5]
 
 
@@ -368,11 +373,11 @@ def test_a_processor_of_the_host_works_on_rows():
     reqs.append(make_req("p", 2, VOCAB, processor=PROCESSOR, temperature=0.0, custom_params={"token_ids": [7]}))
     batch = Batch(reqs, VOCAB)
     sampler = make_row_sampler(make_sampler(), VOCAB, 2)
-    sampler.prefill(batch)
-    sampler.prefilled(batch, torch.tensor([1, 2, 3]))
+    group = sampler.prefill(batch)
+    sampler.commit_first(batch, group, torch.tensor([1, 2, 3]))
     logits = torch.zeros(6, VOCAB)
     logits[:, 7], logits[:, 8] = 2.0, 1.0
     plan = make_plan(torch.tensor([[1, 1], [2, 2], [3, 3]]))
-    chosen = sampler.choose(batch, plan, output_of(logits), None, None)
+    chosen, _ = sampler.choose(batch, plan, output_of(logits), None, None)
     assert chosen.tolist() == [7, 7, 7, 7, 8, 8]
     assert isinstance(next(iter(batch.sampling_info.custom_logit_processor.values())).processor, CustomLogitProcessor)

@@ -146,7 +146,7 @@ def test_the_model_is_told_the_width() -> None:
     """Fails where a step of fewer rows is convolved as if its blocks had as many as the step before."""
     with configured(), one_rank():
         table = torch.arange(BATCH * COLUMNS, dtype=torch.int32).view(BATCH, COLUMNS)
-        worker = worker_of(table, ops.TORCH_ROWS)
+        worker = worker_of(table, ops.TORCH_KERNELS)
         draft, told = worker._draft, []
         draft.model = SimpleNamespace(block_size=8)
 

@@ -10,8 +10,11 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from stand_ins import Group, configured
 
+from sglang_dflash import ops
 from sglang_dflash.host import sharded_logits
 from sglang_dflash.host.sharded_logits import ShardedLogits
+
+KERNELS = ops.choose_kernels("cpu", torch.float32)
 
 SPAN = 5
 
@@ -32,7 +35,7 @@ def processor_of(vocab_size: int) -> SimpleNamespace:
 def rank_of(rank: int, vocab_size: int, group: Group, processor: SimpleNamespace) -> ShardedLogits:
     own = min(SPAN, vocab_size - rank * SPAN)
     shard = SimpleNamespace(num_org_elements=own, org_vocab_start_index=rank * SPAN)
-    return ShardedLogits(processor, SimpleNamespace(shard_indices=shard, weight=torch.zeros(SPAN, 4)))
+    return ShardedLogits(processor, SimpleNamespace(shard_indices=shard, weight=torch.zeros(SPAN, 4)), KERNELS)
 
 
 @pytest.mark.parametrize("special", [None, float("inf"), float("nan"), float("-inf")])
@@ -97,6 +100,6 @@ def test_one_rank_has_nothing_to_exchange(monkeypatch):
     """Fails where a server of one rank, or with logits gathered in another way, changes how they are computed."""
     monkeypatch.setattr(sharded_logits, "get_parallel", lambda: SimpleNamespace(tp_size=1))
     head = SimpleNamespace(shard_indices=object())
-    assert ShardedLogits.of(SimpleNamespace(modules=lambda: []), head) is None
+    assert ShardedLogits.of(SimpleNamespace(modules=lambda: []), head, KERNELS) is None
     monkeypatch.setattr(sharded_logits, "get_parallel", lambda: SimpleNamespace(tp_size=2))
-    assert ShardedLogits.of(SimpleNamespace(modules=lambda: []), head) is None
+    assert ShardedLogits.of(SimpleNamespace(modules=lambda: []), head, KERNELS) is None

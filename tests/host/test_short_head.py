@@ -209,7 +209,7 @@ def test_whole_heads() -> None:
 def worker() -> Iterator[Any]:
     with configured(), one_rank(), torch.no_grad():
         table = torch.arange(BATCH * COLUMNS, dtype=torch.int32).view(BATCH, COLUMNS)
-        made = worker_of(table, ops.TORCH_ROWS)
+        made = worker_of(table, ops.TORCH_KERNELS)
         made._draft.short_head = made._draft._head.shorten(DraftIds(16), [WORKER_VOCAB - 1])
         yield made
 

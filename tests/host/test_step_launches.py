@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
 from sglang_dflash.host import draft_input
+from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.draft_input import DraftInput
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.worker import DFlashWorker
@@ -30,7 +31,7 @@ BOXES = {
     "KV plan": (DFlashWorker, "_plan_kv"),
     "draft": (DraftRunner, "propose"),
     "verify": (DFlashWorker, "_verify"),
-    "acceptance": (DFlashWorker, "_accept"),
+    "acceptance": (Acceptor, "accept"),
     "context KV": (DraftRunner, "write_context"),
     "next input": (DraftInput, "create"),
 }
@@ -109,14 +110,13 @@ def test_launches_of_a_step(bodies, launches, monkeypatch):
     """Fails where a step dispatches more ops outside the forwards than before (a copy, a cast, arithmetic): each is a
     launch on a device. If there are fewer, lower the number."""
     if bodies == "torch":
-        monkeypatch.setattr(ops, "serves", lambda *_: False)
+        monkeypatch.setattr(ops, "choose_kernels", lambda *_: ops.TORCH_KERNELS)
     elif not ops.serves("cpu", torch.float32):
         pytest.skip("the native ops are not built")
-    rows = ops.choose_rows("cpu", torch.float32) if bodies == "native" else ops.TORCH_ROWS
     table = torch.arange(BATCH * COLUMNS, dtype=torch.int32).view(BATCH, COLUMNS)
     published = []
     with configured(), one_rank(), torch.no_grad():
-        worker, batch = worker_of(table, rows), decode_batch()
+        worker, batch = worker_of(table, ops.choose_kernels("cpu", torch.float32)), decode_batch()
         counting = Counting([batch.seq_lens_cpu])
         with _in_boxes(monkeypatch, counting):
             result = worker.forward_batch_generation(batch, published.append)

@@ -137,13 +137,13 @@ class Scheduler:
         """One chunk of a prefill, perhaps with running requests. Tokens of `chosen` count only in the last chunk."""
         tails = self.running if self.rng.random() < 0.3 else []
         batch = Batch([running.req for running in chosen + tails], VOCAB, decoding_reqs=[r.req for r in tails] or None)
-        self.sampler.prefill(batch)
+        group = self.sampler.prefill(batch)
         self._check_prefill(batch, chosen + tails)
         if batch.sampling_info.has_custom_logit_processor:
             for running, params in zip(tails, batch.sampling_info.custom_params[len(chosen) :], strict=True):
                 self._check_view(running, params, running.emitted)
         ids = self.ids(len(chosen) + len(tails))
-        self.sampler.prefilled(batch, ids)
+        self.sampler.commit_first(batch, group, ids)
         self.seen["row of a mixed batch"] += len(tails)
         first = 0 if last else len(chosen)
         self.launched((chosen + tails)[first:], ids[first:, None].tolist())
@@ -167,11 +167,12 @@ class Scheduler:
         choice = torch.where(accept, ids.roll(-1, 1), self.ids(*ids.shape))
         self.next_choice = choice.flatten().int()
         logits = torch.randint(-20, 20, (ids.numel(), VOCAB), generator=self.generator) / 4
-        target_ids = self.sampler.choose(batch, make_plan(ids), output_of(logits.clone()), None, None).view(ids.shape)
+        chosen, group = self.sampler.choose(batch, make_plan(ids), output_of(logits.clone()), None, None)
+        target_ids = chosen.view(ids.shape)
         assert torch.equal(target_ids, choice)
         self._check_rows(ids, logits)
-        accepted = ops.accept_chain(target_ids, ids)
-        self.sampler.commit(batch, accepted.out_ids, accepted.commit_lens)
+        accepted = ops.choose_kernels("cpu", torch.float32).accept_chain(target_ids, ids)
+        self.sampler.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         lens = accepted.commit_lens.tolist()
         new = [ids[:length] for ids, length in zip(accepted.out_ids.tolist(), lens, strict=True)]
         self.launched(self.running, new)
@@ -241,13 +242,13 @@ def test_a_slot_is_given_away_with_a_step_unread():
     asked = {"processor": PROCESSOR, "custom_params": {"token_ids": [1]}, "frequency_penalty": 1.0}
     old, new = (make_req(rid, 0, VOCAB, **asked) for rid in ("old", "new"))
     batch = Batch([old], VOCAB)
-    sampler.prefill(batch)
-    sampler.prefilled(batch, torch.tensor([3]))
-    sampler.choose(batch, make_plan(torch.tensor([[3, 4]])), output_of(torch.zeros(2, VOCAB)), None, None)
-    sampler.commit(batch, torch.tensor([[4, 5]]), torch.tensor([2]))
+    group = sampler.prefill(batch)
+    sampler.commit_first(batch, group, torch.tensor([3]))
+    _, group = sampler.choose(batch, make_plan(torch.tensor([[3, 4]])), output_of(torch.zeros(2, VOCAB)), None, None)
+    sampler.commit(batch, group, torch.tensor([[4, 5]]), torch.tensor([2]))
     batch = Batch([new], VOCAB)
-    sampler.prefill(batch)
-    sampler.prefilled(batch, torch.tensor([7]))
+    group = sampler.prefill(batch)
+    sampler.commit_first(batch, group, torch.tensor([7]))
     out = output_of(torch.zeros(2, VOCAB))
     sampler.choose(batch, make_plan(torch.tensor([[7, 9]])), out, None, None)
     assert out.next_token_logits[0].nonzero().flatten().tolist() == [7]
@@ -261,8 +262,8 @@ def test_rows_of_a_step_share_nothing():
     sampler = make_row_sampler(None, VOCAB, 3)
     req = make_req("r", 0, VOCAB, processor=PROCESSOR, custom_params={"token_ids": [1]})
     batch = Batch([req], VOCAB)
-    sampler.prefill(batch)
-    sampler.prefilled(batch, torch.tensor([3]))
+    group = sampler.prefill(batch)
+    sampler.commit_first(batch, group, torch.tensor([3]))
     plan = make_plan(torch.tensor([[3, 4, 5]]))
     rows = sampler._text.row_params(batch, plan)
     rows[0]["kept"] = 1
@@ -282,8 +283,8 @@ def test_parameters_that_are_no_dictionary_pass_as_they_are():
         make_req("full", 1, VOCAB, processor=PROCESSOR, custom_params={"token_ids": [1]}),
     ]
     batch = Batch(reqs, VOCAB)
-    sampler.prefill(batch)
-    sampler.prefilled(batch, torch.tensor([3, 4]))
+    group = sampler.prefill(batch)
+    sampler.commit_first(batch, group, torch.tensor([3, 4]))
     rows = sampler._text.row_params(batch, make_plan(torch.tensor([[3, 5], [4, 6]])))
     assert rows[:2] == [None, None]
     assert [list(row["__req__"].output_ids) for row in rows[2:]] == [[4], [4, 6]]

@@ -18,6 +18,8 @@ from sglang_dflash.host import tree_verify
 from sglang_dflash.host.cpu.shims import leave_unpinned
 from sglang_dflash.host.planned_step import TreeVerifyInput
 
+KERNELS = ops.choose_kernels("cpu", torch.float32)
+
 PREFIX_LENS = torch.tensor([7, 20, 4])
 ORIGINAL_POSITIONS = ForwardBatch.compute_spec_mrope_positions
 
@@ -27,7 +29,7 @@ def rows_of(*depths: Sequence[int]) -> ops.PlannedRows:
     width = max(map(len, depths))
     padded = torch.tensor([[*own, *[0] * (width - len(own))] for own in depths], dtype=torch.int32)
     trees = ops.Trees(padded - 1, padded, torch.where(padded > 0, 0, -1).int(), padded.float())
-    return ops.take_rows(trees, range(len(depths)), [len(own) for own in depths], len(depths))
+    return KERNELS.plans.take_rows(trees, range(len(depths)), [len(own) for own in depths], len(depths))
 
 
 def verify_input(rows: ops.PlannedRows, with_trees: bool = True) -> TreeVerifyInput:

@@ -14,7 +14,11 @@ from tree_cases import NATIVE, make_chances
 from sglang_dflash import ops
 from sglang_dflash.ops import BestWidth, Offers, StepCosts, draft_offers
 
-BODIES = pytest.mark.parametrize("body", [draft_offers, pytest.param(ops, marks=NATIVE)], ids=["spec", "native"])
+KERNELS = ops.choose_kernels("cpu", torch.float32)
+
+BODIES = pytest.mark.parametrize(
+    "body", [draft_offers, pytest.param(KERNELS.plans, marks=NATIVE)], ids=["spec", "native"]
+)
 PLACES, STEPS, ROWS, DEPTHS = 5, 3, 6, 4
 COSTS = StepCosts(gap_s=0.5, draft_fixed_s=1.0, draft_row_s=0.25, rest_fixed_s=2.0, rest_row_s=0.5)
 
@@ -25,7 +29,7 @@ def empty() -> Offers:
 
 def keep(body, offers: Offers, places: list[int], depths: int, seed: int, weight: float = 0.25) -> ops.Trees:
     chances = make_chances(len(places), depths, 3, "any", seed)
-    trees = ops.best_first(chances, ROWS + 1)
+    trees = KERNELS.plans.best_first(chances, ROWS + 1)
     body.keep_offers(offers, places, chances, trees, weight)
     return trees
 
@@ -57,7 +61,7 @@ def test_what_is_kept_of_a_narrow_block(body):
     """Fails where depths that were not drafted change, or where the chance to come through is of one depth only."""
     offers = empty()
     chances = torch.tensor([[[0.5, 0.1], [0.8, 0.1]], [[0.3, 0.1], [0.4, 0.1]]])
-    body.keep_offers(offers, [4, 1], chances, ops.best_first(chances, ROWS + 1), 0.5)
+    body.keep_offers(offers, [4, 1], chances, KERNELS.plans.best_first(chances, ROWS + 1), 0.5)
     assert offers.deep.tolist() == pytest.approx([0.7, 0.8, 1.0, 1.0])
     assert offers.through[[4, 1], 0].tolist() == pytest.approx([0.4, 0.12])
     assert offers.drafted[[4, 1], 0].tolist() == [2, 2]
@@ -108,9 +112,9 @@ def test_beyond_a_narrow_block(body):
     offers = empty()
     chances = torch.full((1, 1, 1), 0.9)
     for _ in range(200):
-        body.keep_offers(offers, [0], torch.full((1, DEPTHS, 1), 0.9), ops.best_first(chances, ROWS + 1), 0.1)
+        body.keep_offers(offers, [0], torch.full((1, DEPTHS, 1), 0.9), KERNELS.plans.best_first(chances, ROWS + 1), 0.1)
     for _ in range(STEPS):
-        body.keep_offers(offers, [0], chances, ops.best_first(chances, ROWS + 1), 0.1)
+        body.keep_offers(offers, [0], chances, KERNELS.plans.best_first(chances, ROWS + 1), 0.1)
     best = body.best_width(offers, [0], [], 1.0, COSTS, 0.2)
     assert best.width == DEPTHS + 1
     assert best.tokens == pytest.approx(1 + 0.9 + 0.9**2 + 0.9**3 + 0.9**4, rel=1e-3)
@@ -128,7 +132,7 @@ def test_the_specification(seed):
         if not places:
             continue  # the mean of no chance
         depths = chance.randrange(1, DEPTHS + 1)
-        for body, offers in ((draft_offers, expected), (ops, got)):
+        for body, offers in ((draft_offers, expected), (KERNELS.plans, got)):
             keep(body, offers, places, depths, seed + step)
     for one, other in zip(expected, got, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-7)
@@ -138,7 +142,7 @@ def test_the_specification(seed):
     others = chance.sample(known, chance.randrange(len(known) + 1))
     costs = StepCosts(*(chance.random() for _ in range(5)))
     arguments = batch, others, chance.choice([0.5, 1.0, 3.0]), costs, chance.choice([0.0, 0.1, 0.5, 1.0, 4.0])
-    one, other = draft_offers.best_width(expected, *arguments), ops.best_width(got, *arguments)
+    one, other = draft_offers.best_width(expected, *arguments), KERNELS.plans.best_width(got, *arguments)
     assert (other.width, other.requests) == (one.width, one.requests)
     assert (other.tokens, other.seconds) == pytest.approx((one.tokens, one.seconds))
 
@@ -147,21 +151,21 @@ def test_the_specification(seed):
 def test_wrong_tables_are_refused():
     """Fails where the native ops write or read beyond a table."""
     offers, chances = empty(), make_chances(2, DEPTHS, 3, "any", 0)
-    trees = ops.best_first(chances, ROWS + 1)
+    trees = KERNELS.plans.best_first(chances, ROWS + 1)
     before = copy.deepcopy(offers)
     for places, wrong, rows, message in (
         ([0, PLACES], chances, trees, "a place is 5"),
         ([-1, 0], chances, trees, "a place is -1"),
         ([0], chances, trees, "chances are"),
         ([0, 1], make_chances(2, DEPTHS + 1, 3, "any", 0), trees, "up to 4"),
-        ([0, 1], chances, ops.best_first(chances, ROWS), "trees are"),
+        ([0, 1], chances, KERNELS.plans.best_first(chances, ROWS), "trees are"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            ops.keep_offers(offers, places, wrong, rows, 0.1)
+            KERNELS.plans.keep_offers(offers, places, wrong, rows, 0.1)
     assert all(map(torch.equal, offers, before))
     with pytest.raises(RuntimeError, match="a place is 5"):
-        ops.best_width(offers, [0], [PLACES], 1.0, COSTS, 0.5)
+        KERNELS.plans.best_width(offers, [0], [PLACES], 1.0, COSTS, 0.5)
     with pytest.raises(RuntimeError, match="kept is"):
-        ops.best_width(offers._replace(kept=offers.kept[1:]), [0], [], 1.0, COSTS, 0.5)
+        KERNELS.plans.best_width(offers._replace(kept=offers.kept[1:]), [0], [], 1.0, COSTS, 0.5)
     with pytest.raises(RuntimeError, match="contiguous"):
-        ops.best_width(offers._replace(reaches=torch.zeros(PLACES, ROWS, STEPS).mT), [0], [], 1.0, COSTS, 0.5)
+        KERNELS.plans.best_width(offers._replace(reaches=torch.zeros(PLACES, ROWS, STEPS).mT), [0], [], 1.0, COSTS, 0.5)

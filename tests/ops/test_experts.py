@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from sglang_dflash.ops import experts as chosen
-from sglang_dflash.ops import native
+from sglang_dflash.ops import choose_kernels, native
 from sglang_dflash.ops.mixture import ACTIVATIONS, experts
 
 needs_native = pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
@@ -149,4 +148,5 @@ def test_what_does_not_fit_is_refused(change: dict[str, object], said: str) -> N
 def test_other_dtypes_take_the_specification() -> None:
     """Fails where float16 reaches the native op, which does not take it."""
     inputs = drawn(2, 4, 2, 16, 8, torch.float16)
+    chosen = choose_kernels("cpu", inputs[0].dtype).experts
     assert torch.equal(chosen(*inputs, "gelu"), experts(*inputs, "gelu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_dflash.ops import TORCH_ATTENTION, Attention, choose_attention, native, reference
+from sglang_dflash.ops import TORCH_ATTENTION, Attention, choose_kernels, native, reference
 
 LATENT, ROTARY, HEADS = 512, 64, 128  # of DeepSeek-V3
 SLOTS = 90
@@ -17,7 +17,7 @@ def attention(request: pytest.FixtureRequest) -> Attention:
         return TORCH_ATTENTION
     if native.isa() is None:
         pytest.skip("the native ops are not built")
-    return choose_attention("cpu", torch.float32, torch.float32)
+    return choose_kernels("cpu", torch.float32).attention
 
 
 @pytest.mark.parametrize(

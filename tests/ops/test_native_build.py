@@ -6,6 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,7 @@ def test_the_switch_leaves_torch():
     """Fails where SGLANG_DFLASH_NATIVE=0 keeps a native body in use, or the start-up line does not report it."""
     script = (
         "import torch\nfrom sglang_dflash import ops\nprint(ops.bodies())\n"
-        "assert ops.choose_rows('cpu', torch.float32) is ops.TORCH_ROWS\n"
-        "assert ops.choose_attention('cpu', torch.float32, torch.float32).attend is ops.paged_attention\n"
+        "assert ops.choose_kernels('cpu', torch.float32) is ops.TORCH_KERNELS\n"
     )
     done = run_python("-c", script, SGLANG_DFLASH_NATIVE="0")
     assert done.returncode == 0, done.stderr
@@ -80,9 +80,12 @@ def test_the_switch_leaves_torch():
 
 def test_other_tensors_get_torch():
     """Fails where a native body is chosen for tensors that it does not take."""
-    assert ops.choose_rows("cpu", torch.float16) is ops.TORCH_ROWS
-    assert ops.choose_rows("meta", torch.float32) is ops.TORCH_ROWS
-    assert ops.choose_attention("cpu", torch.float32, torch.float8_e5m2).attend is ops.paged_attention
+    for kernels in (
+        ops.choose_kernels("cpu", torch.float16),
+        ops.choose_kernels("meta", torch.float32),
+        ops.choose_kernels("cpu", torch.float32, torch.float8_e5m2),
+    ):
+        assert replace(kernels, plans=ops.TORCH_KERNELS.plans) == ops.TORCH_KERNELS
 
 
 @pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.ops import TORCH_ROWS, KVBuffers, choose_rows, native
+from sglang_dflash.ops import TORCH_KERNELS, KVBuffers, choose_kernels, native
 
 pytestmark = pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -16,8 +16,8 @@ EPS = 1e-6
 
 
 def native_rows():
-    rows = choose_rows("cpu", torch.float32, torch.bfloat16)
-    assert rows is not TORCH_ROWS
+    rows = choose_kernels("cpu", torch.float32, torch.bfloat16)
+    assert rows.native
     return rows
 
 
@@ -52,7 +52,7 @@ def test_rms_norm(shape, dtype):
     """Fails where a row's end, its mean or its weight is wrong."""
     x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     for own in (weight, weight.float()):
-        near(native_rows().rms_norm(x, own, EPS), TORCH_ROWS.rms_norm(x, own, EPS), exact_norm(x, own))
+        near(native_rows().rms_norm(x, own, EPS), TORCH_KERNELS.rms_norm(x, own, EPS), exact_norm(x, own))
 
 
 @DTYPES
@@ -61,7 +61,7 @@ def test_add_rms_norm(shape, dtype):
     """Fails where the norm is that of the rounded sum, or an argument changes."""
     x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     before = x.clone(), residual.clone()
-    got, expected = (rows.add_rms_norm(x, residual, weight, EPS) for rows in (native_rows(), TORCH_ROWS))
+    got, expected = (rows.add_rms_norm(x, residual, weight, EPS) for rows in (native_rows(), TORCH_KERNELS))
     total = x.double() + residual.double()
     near(got[0], expected[0], exact_norm(total, weight))
     assert torch.equal(got[1], expected[1])
@@ -91,7 +91,7 @@ def test_norm_rope(rows, heads, dim, half, normed, dtypes):
     weight = torch.randn(dim).to(weight_dtype) if normed else None
     expected = x.clone()
     truth = exact_rope(exact_norm(x, weight), positions, cos_sin)
-    TORCH_ROWS.norm_rope_(expected, weight, EPS, positions, cos_sin)
+    TORCH_KERNELS.norm_rope_(expected, weight, EPS, positions, cos_sin)
     native_rows().norm_rope_(x, weight, EPS, positions, cos_sin)
     near(x, expected, truth)
     assert (wide[:, heads * dim :] == SENTINEL).all()
@@ -109,7 +109,7 @@ def test_write_context_kv(rows, layers, heads, dim, dtype):
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
     positions, slots = torch.randint(50, (rows,)), torch.randperm(60)[:rows]
     caches = [[torch.full((60, heads, dim), SENTINEL).to(dtype) for _ in range(2 * layers)] for _ in range(2)]
-    for body, own in zip((native_rows(), TORCH_ROWS), caches, strict=True):
+    for body, own in zip((native_rows(), TORCH_KERNELS), caches, strict=True):
         body.write_context_kv(kv, weight, EPS, positions, cos_sin, slots, KVBuffers(own[:layers], own[layers:]))
     for layer in range(layers):
         truth = caches[1][layer].double()
@@ -129,7 +129,7 @@ def test_write_context_kv_stays_inside(position, slot):
 
 def assert_accepts_alike(logits: torch.Tensor, ids: torch.Tensor) -> None:
     for got, expected in zip(
-        native_rows().accept_greedy(logits, ids), TORCH_ROWS.accept_greedy(logits, ids), strict=True
+        native_rows().accept_greedy(logits, ids), TORCH_KERNELS.accept_greedy(logits, ids), strict=True
     ):
         assert got.dtype == expected.dtype
         assert torch.equal(got, expected)
@@ -202,7 +202,7 @@ def test_block_layout(batch, block_size, seed):
     prefix_lens = torch.randint(41 - block_size, (batch,), generator=random)
     requests = torch.randint(7, (batch,), generator=random)
     arguments = (bonus_ids, prefix_lens, requests, table, block_size, 99)
-    got, expected = native_rows().block_layout(*arguments), TORCH_ROWS.block_layout(*arguments)
+    got, expected = native_rows().block_layout(*arguments), TORCH_KERNELS.block_layout(*arguments)
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.dtype == theirs.dtype == torch.int64
         assert torch.equal(ours, theirs)

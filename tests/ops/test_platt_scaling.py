@@ -15,7 +15,11 @@ from sglang_dflash import ops
 from sglang_dflash.ops import platt_scaling
 from sglang_dflash.ops.platt_scaling import DEPTHS, OTHERS, SLOPE, PlattTuning
 
-BODIES = pytest.mark.parametrize("body", [platt_scaling, pytest.param(ops, marks=NATIVE)], ids=["spec", "native"])
+KERNELS = ops.choose_kernels("cpu", torch.float32)
+
+BODIES = pytest.mark.parametrize(
+    "body", [platt_scaling, pytest.param(KERNELS.plans, marks=NATIVE)], ids=["spec", "native"]
+)
 
 
 def parameters(depths: int, requests: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,11 +79,11 @@ def test_the_rows_of_a_plan(shape, least, seed):
     places = torch.randint(-1, 6, (shape[0],), generator=random).tolist()
     drafted = [2 * request + 1 for request in range(shape[0])]
     arguments = log_probs, shared, own, places, 9.0, 8, least, drafted, 2 * shape[0] + 1
-    chances, trees, rows, depth, promised = ops.plan_rows(*arguments)
-    assert torch.equal(chances, ops.platt(*arguments[:5]))
-    assert all(map(torch.equal, trees, ops.best_first(chances, 8)))
+    chances, trees, rows, depth, promised = KERNELS.plans.plan_rows(*arguments)
+    assert torch.equal(chances, KERNELS.plans.platt(*arguments[:5]))
+    assert all(map(torch.equal, trees, KERNELS.plans.best_first(chances, 8)))
     lens = (trees.reaches > least).sum(1).clamp(min=1).tolist()
-    expected = ops.take_rows(trees, drafted, lens, 2 * shape[0] + 1)
+    expected = KERNELS.plans.take_rows(trees, drafted, lens, 2 * shape[0] + 1)
     assert rows.lens == expected.lens and rows[7:] == expected[7:]
     assert all(map(torch.equal, rows[:5], expected[:5]))
     assert (rows.row_mask is None) == (expected.row_mask is None) and torch.equal(rows.seen(), expected.seen())
@@ -95,10 +99,10 @@ def verified(requests: int, depths: int, candidates: int, seed: int) -> tuple[li
     """Which requests of a batch were drafted, the rows that were verified, and random paths through them."""
     random = torch.Generator().manual_seed(seed)
     drafted = [2 * request + 1 for request in range(requests)]
-    trees = ops.best_first(make_chances(requests, depths, candidates, "any", seed), 8)
+    trees = KERNELS.plans.best_first(make_chances(requests, depths, candidates, "any", seed), 8)
     most = (trees.reaches > 0).sum(1).tolist()
     lens = [int(torch.randint(1, count + 1, (1,), generator=random)) for count in most]
-    rows = ops.take_rows(trees, drafted, lens, 2 * requests + 1)
+    rows = KERNELS.plans.take_rows(trees, drafted, lens, 2 * requests + 1)
     path = rows.row_starts[:-1, None].repeat(1, rows.length)
     for request in drafted:
         first, end = rows.row_starts[request : request + 2].tolist()
@@ -123,7 +127,7 @@ def test_what_is_learned_is_the_specification(requests, depths, candidates, seed
     expected, got = parameters(depths + seed % 2, 6, seed), parameters(depths + seed % 2, 6, seed)
     tuning = PlattTuning(slope_prior=0.1, damping=0.5 + seed % 4)
     platt_scaling.platt_step(*expected, places, drafted, rows, path, log_probs, tuning)
-    ops.platt_step(*got, places, drafted, rows, path, log_probs, tuning)
+    KERNELS.plans.platt_step(*got, places, drafted, rows, path, log_probs, tuning)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
         assert ours.isfinite().all()
@@ -134,7 +138,7 @@ def test_one_observation(body):
     """Fails where a Newton step has another size or sign, or a parameter without a part in the row moves."""
     shared, own = parameters(2, 2, 7)
     before, own_before = shared.clone(), own.clone()
-    rows = ops.take_rows(ops.best_first(torch.tensor([[[0.9, 0.8], [0.1, 0.0]]]), 3), [0], [3], 1)
+    rows = KERNELS.plans.take_rows(KERNELS.plans.best_first(torch.tensor([[[0.9, 0.8], [0.1, 0.0]]]), 3), [0], [3], 1)
     assert rows.ranks.tolist() == [-1, 0, 1] and rows.depths.tolist() == [0, 1, 1]
     tuning, log_probs = PlattTuning(), torch.tensor([[[-0.7, -1.5], [-0.2, -3.0]]])
     only_first = rows._replace(row_starts=torch.tensor([0, 2]), parents=rows.parents[:2], depths=rows.depths[:2])
@@ -176,9 +180,9 @@ def test_wrong_lessons_are_refused(change, words):
     shared, own = parameters(2, 6, 0)
     arguments = {"shared": shared, "own": own, "places": [0, 3], "drafted": [1, 3], "rows": rows, "path": path}
     arguments |= {"log_probs": torch.full((2, 2, 2), -1.0), "tuning": PlattTuning()}
-    ops.platt_step(**arguments)
+    KERNELS.plans.platt_step(**arguments)
     with pytest.raises(RuntimeError, match=words):
-        ops.platt_step(**arguments | change)
+        KERNELS.plans.platt_step(**arguments | change)
 
 
 @NATIVE

@@ -11,9 +11,9 @@ from transformers import KimiLinearConfig
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-from sglang_dflash.ops import choose_recurrent, native
+from sglang_dflash.ops import choose_kernels, native
 from sglang_dflash.ops import recurrent_reference as reference
-from sglang_dflash.ops.recurrent import TORCH_RECURRENT, RecurrentOps
+from sglang_dflash.ops.kernels import TORCH_KERNELS, Kernels
 from sglang_dflash.ops.recurrent_reference import StateRows
 
 K_HEADS, HEADS, K_DIM, V_DIM, TAPS = 2, 4, 16, 8, 4
@@ -22,12 +22,12 @@ POOL = 12
 
 
 @pytest.fixture(params=["torch", "native"])
-def ops(request: pytest.FixtureRequest) -> RecurrentOps:
+def ops(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "torch":
-        return TORCH_RECURRENT
+        return TORCH_KERNELS
     if native.isa() is None:
         pytest.skip("the native ops are not built")
-    return choose_recurrent("cpu", torch.float32)
+    return choose_kernels("cpu", torch.float32)
 
 
 def rows_of(lens: list[int], seed: int = 0, fresh: tuple[int, ...] = (), snapshots: dict[int, int] | None = None):
@@ -69,7 +69,7 @@ CASES = {
 
 @pytest.mark.parametrize("per_key", [False, True], ids=["a decay per head", "a decay per key dimension"])
 @pytest.mark.parametrize("case", CASES)
-def test_delta_rule_equals_its_specification(ops: RecurrentOps, case: str, per_key: bool) -> None:
+def test_delta_rule_equals_its_specification(ops: Kernels, case: str, per_key: bool) -> None:
     """Fails where chunks differ from steps, a state is read from or written to a wrong slot, or a snapshot is wrong."""
     lens, fresh, snapshots = CASES[case]
     rows = rows_of(lens, fresh=fresh, snapshots=snapshots)
@@ -84,9 +84,7 @@ def test_delta_rule_equals_its_specification(ops: RecurrentOps, case: str, per_k
 @pytest.mark.parametrize("per_key", [False, True], ids=["a decay per head", "a decay per key dimension"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 2, 7])
-def test_verified_rows_equal_decoded_ones(
-    ops: RecurrentOps, width: int, state_dtype: torch.dtype, per_key: bool
-) -> None:
+def test_verified_rows_equal_decoded_ones(ops: Kernels, width: int, state_dtype: torch.dtype, per_key: bool) -> None:
     """Fails where a verification changes the pool, or its row i differs in one bit from i + 1 decode steps."""
     batch = 3
     rows = replace(rows_of([width] * batch), scratch=torch.tensor([2, 0, 3]))
@@ -107,7 +105,7 @@ def test_verified_rows_equal_decoded_ones(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_causal_conv_equals_its_specification(ops: RecurrentOps, case: str, bias: bool, channels_last: bool) -> None:
+def test_causal_conv_equals_its_specification(ops: Kernels, case: str, bias: bool, channels_last: bool) -> None:
     """Fails where a request reads another's inputs, or the last inputs are not kept, also in a pool of another
     layout."""
     lens, fresh, snapshots = CASES[case]
@@ -127,9 +125,7 @@ def test_causal_conv_equals_its_specification(ops: RecurrentOps, case: str, bias
 @pytest.mark.parametrize("layout", ["own windows", "windows that share memory", "channels last"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 2, 7])
-def test_verified_windows_equal_decoded_states(
-    ops: RecurrentOps, width: int, state_dtype: torch.dtype, layout: str
-) -> None:
+def test_verified_windows_equal_decoded_states(ops: Kernels, width: int, state_dtype: torch.dtype, layout: str) -> None:
     """Fails where the window of a verified row is not the state that a decode step would leave, or a row reads more of
     the inputs before it than the pool would have kept."""
     batch, keep = 3, TAPS - 1
@@ -153,7 +149,7 @@ def test_verified_windows_equal_decoded_states(
         assert torch.equal(states[rows.slots], windows[rows.scratch, row])
 
 
-def test_the_specification_is_that_of_qwen(ops: RecurrentOps) -> None:
+def test_the_specification_is_that_of_qwen(ops: Kernels) -> None:
     """Fails where convolution, gates, delta rule or gated norm compute something else than transformers' Qwen3.5."""
     total = 77
     torch.manual_seed(4)
@@ -188,7 +184,7 @@ def test_the_specification_is_that_of_qwen(ops: RecurrentOps) -> None:
     torch.testing.assert_close(ops.gated_rms_norm(out, gate, norm.weight, 1e-6), norm(out, gate), rtol=1e-5, atol=1e-6)
 
 
-def test_the_specification_is_that_of_kimi(ops: RecurrentOps) -> None:
+def test_the_specification_is_that_of_kimi(ops: Kernels) -> None:
     """Fails where gates, delta rule or gated norm compute something else than transformers' Kimi-Linear."""
     config = KimiLinearConfig(hidden_size=24, linear_head_dim=V_DIM, linear_num_heads=HEADS)
     gate = kimi.KimiLinearForgetGate(config)
@@ -212,7 +208,7 @@ def test_native_bits_do_not_depend_on_the_cuts(cuts: list[int]) -> None:
     """Fails where a prefix hit, a chunk of a prompt or a decode step gives other bits than the whole prompt at once."""
     if native.isa() is None:
         pytest.skip("the native ops are not built")
-    ops, total = choose_recurrent("cpu", torch.float32), sum(cuts)
+    ops, total = choose_kernels("cpu", torch.float32), sum(cuts)
     qkv, g, beta, states = inputs(total)
     weight, conv_states = torch.randn(CHANNELS, TAPS), torch.randn(POOL, CHANNELS, TAPS - 1)
     whole_conv_states, whole_states = conv_states.clone(), states.clone()
@@ -231,7 +227,7 @@ def test_native_bfloat16_is_as_exact_as_torch() -> None:
     """Fails where bfloat16 rows lose more than the rounding of inputs and outputs."""
     if native.isa() is None:
         pytest.skip("the native ops are not built")
-    ops = choose_recurrent("cpu", torch.bfloat16)
+    ops = choose_kernels("cpu", torch.bfloat16)
     qkv, g, beta, states = inputs(9, dtype=torch.bfloat16)
     rows = rows_of([4, 5], fresh=(1,))
     expected = reference.delta_rule(qkv, g, beta, K_HEADS, states.clone(), rows)

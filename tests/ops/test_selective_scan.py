@@ -9,9 +9,9 @@ import torch
 from test_recurrent import POOL, rows_of
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 
-from sglang_dflash.ops import choose_recurrent, native
+from sglang_dflash.ops import choose_kernels, native
 from sglang_dflash.ops import recurrent_reference as reference
-from sglang_dflash.ops.recurrent import TORCH_RECURRENT, RecurrentOps
+from sglang_dflash.ops.kernels import TORCH_KERNELS, Kernels
 
 GROUPS, HEADS = 3, 6
 # Head and state dimensions: whole vectors, and a part of a state or of a vector left over.
@@ -20,12 +20,12 @@ sizes = pytest.mark.parametrize(("head_dim", "state_dim"), SIZES)
 
 
 @pytest.fixture(params=["torch", "native"])
-def ops(request: pytest.FixtureRequest) -> RecurrentOps:
+def ops(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "torch":
-        return TORCH_RECURRENT
+        return TORCH_KERNELS
     if native.isa() is None:
         pytest.skip("the native ops are not built")
-    return choose_recurrent("cpu", torch.float32)
+    return choose_kernels("cpu", torch.float32)
 
 
 def inputs(total: int, head_dim: int, state_dim: int, dtype: torch.dtype = torch.float32):
@@ -49,7 +49,7 @@ CASES = {
 
 @sizes
 @pytest.mark.parametrize("case", CASES)
-def test_each_body_equals_the_specification(ops: RecurrentOps, case: str, head_dim: int, state_dim: int) -> None:
+def test_each_body_equals_the_specification(ops: Kernels, case: str, head_dim: int, state_dim: int) -> None:
     """Fails where a body computes something else, a state is read from or written to a wrong slot, or a snapshot is
     wrong."""
     lens, fresh, snapshots = CASES[case]
@@ -66,7 +66,7 @@ def test_each_body_equals_the_specification(ops: RecurrentOps, case: str, head_d
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 2, 7])
 def test_verified_rows_equal_decoded_ones(
-    ops: RecurrentOps, width: int, state_dtype: torch.dtype, head_dim: int, state_dim: int
+    ops: Kernels, width: int, state_dtype: torch.dtype, head_dim: int, state_dim: int
 ) -> None:
     """Fails where a verification changes the pool, or its row i differs in one bit from i + 1 decode steps."""
     batch = 3
@@ -87,7 +87,7 @@ def test_verified_rows_equal_decoded_ones(
 
 @sizes
 @pytest.mark.parametrize("cuts", [[1] * 21, [4, 17], [20, 1]])
-def test_bits_do_not_depend_on_the_cuts(ops: RecurrentOps, cuts: list[int], head_dim: int, state_dim: int) -> None:
+def test_bits_do_not_depend_on_the_cuts(ops: Kernels, cuts: list[int], head_dim: int, state_dim: int) -> None:
     """Fails where a prefix hit, a chunk of a prompt or a decode step gives other bits than the whole prompt at once."""
     total = sum(cuts)
     row_inputs, layer, states = inputs(total, head_dim, state_dim)
@@ -100,7 +100,7 @@ def test_bits_do_not_depend_on_the_cuts(ops: RecurrentOps, cuts: list[int], head
 
 
 @sizes
-def test_the_specification_is_that_of_nemotron_h(ops: RecurrentOps, head_dim: int, state_dim: int) -> None:
+def test_the_specification_is_that_of_nemotron_h(ops: Kernels, head_dim: int, state_dim: int) -> None:
     """Fails where the scan of a prompt, or a step behind it, is another than in transformers' Nemotron-H."""
     total = 77
     (xbc, dt), (a, dt_bias, skip, _), states = inputs(total + 1, head_dim, state_dim)
@@ -133,7 +133,7 @@ def test_the_specification_is_that_of_nemotron_h(ops: RecurrentOps, head_dim: in
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_gated_norm_in_groups_is_that_of_nemotron_h(ops: RecurrentOps, groups: int) -> None:
+def test_gated_norm_in_groups_is_that_of_nemotron_h(ops: Kernels, groups: int) -> None:
     """Fails where the gate comes behind the norm, or groups share a mean or a weight."""
     torch.manual_seed(3)
     norm = nemotron.Zamba2RMSNormGated(groups * 20, group_size=20, eps=1e-5)
@@ -150,7 +150,7 @@ def test_native_bfloat16_is_as_exact_as_torch(head_dim: int, state_dim: int) -> 
     """Fails where bfloat16 rows lose more than the rounding of inputs and outputs."""
     if native.isa() is None:
         pytest.skip("the native ops are not built")
-    ops = choose_recurrent("cpu", torch.bfloat16)
+    ops = choose_kernels("cpu", torch.bfloat16)
     row_inputs, layer, states = inputs(9, head_dim, state_dim, torch.bfloat16)
     rows = rows_of([4, 5], fresh=(1,))
     expected = reference.selective_scan(*row_inputs, *layer, states.clone(), rows)

@@ -28,6 +28,8 @@ from tree_cases import (
 from sglang_dflash import ops
 from sglang_dflash.ops import tree
 
+KERNELS = ops.choose_kernels("cpu", torch.float32)
+
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -60,7 +62,7 @@ def test_best_candidates(data):
     if data.draw(st.booleans()):
         logits = padded(logits, data.draw(st.integers(1, 20)))
     with threads(data.draw(THREADS)):
-        assert_near(ops.top_log_probs(logits, count), logits, count)
+        assert_near(KERNELS.top_log_probs(logits, count), logits, count)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 30.0, 1e4, 1e30])
@@ -69,7 +71,7 @@ def test_large_and_small_logits(scale):
     The maxima rise from part to part, or fall."""
     rising = torch.linspace(-1, 1, 40000)[None] * scale
     for logits in (rising, rising.flip(1), rising.roll(20000, 1)):
-        assert_near(ops.top_log_probs(logits, 8), logits, 8)
+        assert_near(KERNELS.top_log_probs(logits, 8), logits, 8)
 
 
 @BODIES
@@ -91,19 +93,20 @@ def test_threads_and_other_rows_change_no_bit(dtype):
     """Fails where the split of the work changes a sum: a draft alone would be planned otherwise than in a batch."""
     logits = make_logits("normal", 9, 40000, 0).to(dtype)
     with threads(4):
-        together = ops.top_log_probs(logits, 8)
-        alone = [ops.top_log_probs(logits[row : row + 1], 8) for row in range(9)]
+        together = KERNELS.top_log_probs(logits, 8)
+        alone = [KERNELS.top_log_probs(logits[row : row + 1], 8) for row in range(9)]
     assert_equal(together, tuple(torch.cat(field) for field in zip(*alone, strict=True)))
-    assert_equal(together, ops.top_log_probs(logits, 8))
+    assert_equal(together, KERNELS.top_log_probs(logits, 8))
 
 
 def test_other_dtypes_have_the_torch_body():
     """Fails where logits that the native op refuses are not left to the specification."""
     logits = make_logits("ties", 3, 50, 0)
     for dtype in (torch.float16, torch.float64):
-        assert_equal(ops.top_log_probs(logits.to(dtype), 4), tree.top_log_probs(logits.to(dtype), 4))
+        kernels = ops.choose_kernels("cpu", dtype)
+        assert_equal(kernels.top_log_probs(logits.to(dtype), 4), tree.top_log_probs(logits.to(dtype), 4))
         rows = make_rows([2, 1], 50, 0)
-        got, expected = (body.accept_tree_greedy(logits.to(dtype), *rows, 2) for body in (ops, tree))
+        got, expected = (body.accept_tree_greedy(logits.to(dtype), *rows, 2) for body in (kernels, tree))
         assert_equal(got, expected)
 
 
@@ -112,9 +115,9 @@ def test_other_dtypes_have_the_torch_body():
 def test_candidates_are_refused(shape, count):
     """Fails where more candidates are asked for than there are, or logits of another shape are read."""
     with pytest.raises(RuntimeError, match=r"\[N, V\] with dense rows and a count of 1 .. V"):
-        ops.top_log_probs(torch.zeros(shape), count)
+        KERNELS.top_log_probs(torch.zeros(shape), count)
     with pytest.raises(RuntimeError, match="dense rows"):
-        ops.top_log_probs(torch.zeros(5, 2).T, 1)
+        KERNELS.top_log_probs(torch.zeros(5, 2).T, 1)
 
 
 CHANCES = st.tuples(
@@ -127,7 +130,7 @@ CHANCES = st.tuples(
 def test_best_first_equals_its_specification(shape, rows, seed):
     """Fails where any bit differs: the order of equal reaches, a rank, a depth, or a row beyond the tree."""
     chances = make_chances(*shape, seed)
-    assert_equal(ops.best_first(chances, rows), tree.best_first(chances, rows))
+    assert_equal(KERNELS.plans.best_first(chances, rows), tree.best_first(chances, rows))
 
 
 def path_of(trees: ops.Trees, request: int, row: int) -> tuple[int, ...]:
@@ -214,7 +217,7 @@ def test_chances_are_refused():
         (torch.zeros(1, 2, 2), 0),
     ):
         with pytest.raises(RuntimeError, match=r"dense float32 of \[B, D, k\] and at least one row are needed"):
-            ops.best_first(chances, rows)
+            KERNELS.plans.best_first(chances, rows)
 
 
 @settings(max_examples=80, deadline=None)

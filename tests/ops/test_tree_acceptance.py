@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree_cases import (
     BODIES,
+    CHOSEN,
     DTYPES,
     KINDS,
     NATIVE,
@@ -27,6 +28,8 @@ from tree_cases import (
 
 from sglang_dflash import ops
 from sglang_dflash.ops import TreeAcceptance, reference, tree
+
+KERNELS = ops.choose_kernels("cpu", torch.float32)
 
 
 @pytest.mark.parametrize("batch", [0, 1, 5])
@@ -142,7 +145,7 @@ def test_acceptance_equals_its_specification(row_lens, tokens, seed):
     """Fails where any bit differs, with few tokens, so that many rows match and many siblings are equal."""
     ids, parents, row_starts = make_rows(row_lens, tokens, seed)
     target_ids = torch.randint(tokens, ids.shape, generator=torch.Generator().manual_seed(seed + 1))
-    got, expected = (body.accept_tree(target_ids, ids, parents, row_starts, 12) for body in (ops, tree))
+    got, expected = (body.accept_tree(target_ids, ids, parents, row_starts, 12) for body in (CHOSEN, tree))
     assert_equal(got, expected)
 
 
@@ -160,7 +163,7 @@ def test_greedy_acceptance_equals_its_specification(row_lens, kind, dtype, count
     if data.draw(st.booleans()):
         logits = padded(logits, 5)
     with threads(count):
-        got = ops.accept_tree_greedy(logits, ids, parents, row_starts, 12)
+        got = KERNELS.accept_tree_greedy(logits, ids, parents, row_starts, 12)
     assert_equal(got, tree.accept_tree_greedy(logits, ids, parents, row_starts, 12))
 
 
@@ -179,8 +182,8 @@ def test_a_path_that_does_not_fit_is_refused():
     rows = chain_rows(torch.tensor([[1, 2, 3]]))
     for length in (0, 2):
         with pytest.raises(RuntimeError, match=f"a path is longer than {length}"):
-            ops.accept_tree(torch.tensor([2, 3, 4]), *rows, length)
-    assert ops.accept_tree(torch.tensor([2, 9, 4]), *rows, 2).commit_lens.tolist() == [2]
+            KERNELS.accept_tree(torch.tensor([2, 3, 4]), *rows, length)
+    assert KERNELS.accept_tree(torch.tensor([2, 9, 4]), *rows, 2).commit_lens.tolist() == [2]
 
 
 @NATIVE
@@ -206,7 +209,7 @@ def test_wrong_trees_are_refused(parents, row_starts, message):
     beyond the rows is read."""
     ids = torch.zeros(5, dtype=torch.int64)
     rows = (ids, torch.tensor(parents, dtype=torch.int32), torch.tensor(row_starts, dtype=torch.int64), 5)
-    for call, target in ((ops.accept_tree, ids), (ops.accept_tree_greedy, torch.zeros(5, 3))):
+    for call, target in ((KERNELS.accept_tree, ids), (KERNELS.accept_tree_greedy, torch.zeros(5, 3))):
         with pytest.raises(RuntimeError, match=message):
             call(target, *rows)
 
@@ -216,12 +219,12 @@ def test_wrong_targets_are_refused():
     """Fails where the target's tokens of too few rows, or of another dtype, are read."""
     rows = (*chain_rows(torch.zeros(1, 5, dtype=torch.int64)), 5)
     with pytest.raises(RuntimeError, match="target_ids is"):
-        ops.accept_tree(torch.zeros(4, dtype=torch.int64), *rows)
+        KERNELS.accept_tree(torch.zeros(4, dtype=torch.int64), *rows)
     with pytest.raises(RuntimeError, match="target_ids is"):
-        ops.accept_tree(torch.zeros(5, dtype=torch.int32), *rows)
+        KERNELS.accept_tree(torch.zeros(5, dtype=torch.int32), *rows)
     for logits in (torch.zeros(4, 3), torch.zeros(5, 0), torch.zeros(3, 5).T, torch.zeros(15)):
         with pytest.raises(RuntimeError, match="V\\] with dense rows is needed"):
-            ops.accept_tree_greedy(logits, *rows)
+            KERNELS.accept_tree_greedy(logits, *rows)
 
 
 @BODIES
@@ -267,7 +270,7 @@ def test_exchanges_are_refused(path, count, prefix, row, message):
     """Fails where a slot would be lost, or memory beyond a row of the table would be written."""
     arguments = (torch.tensor([row]), torch.tensor([prefix]), torch.tensor([path]))
     with pytest.raises(RuntimeError, match=message):
-        ops.exchange_slots(
+        KERNELS.plans.exchange_slots(
             torch.zeros(2, 6, dtype=torch.int32),
             *arguments,
             torch.tensor([count], dtype=torch.int32),
@@ -280,9 +283,9 @@ def test_paths_without_requests_are_refused():
     """Fails where the shape of the paths is used before it is checked."""
     arguments = torch.zeros(1, 6, dtype=torch.int32), torch.tensor([0]), torch.tensor([0]), torch.tensor([0])
     with pytest.raises(RuntimeError, match="path is"):
-        ops.exchange_slots(*arguments, torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1]))
+        KERNELS.plans.exchange_slots(*arguments, torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1]))
     with pytest.raises(RuntimeError, match="path is"):
-        ops.committed_rows(*arguments, torch.tensor([1], dtype=torch.int32))
+        KERNELS.plans.committed_rows(*arguments, torch.tensor([1], dtype=torch.int32))
 
 
 @BODIES
@@ -310,4 +313,6 @@ def test_rows_outside_the_table_are_refused(count, prefix, row):
     """Fails where memory beside a row of the table or the path would be read."""
     arguments = (torch.tensor([row]), torch.tensor([prefix]), torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(RuntimeError, match=r"commits|req_pool_indices"):
-        ops.committed_rows(torch.zeros(2, 6, dtype=torch.int32), *arguments, torch.tensor([count], dtype=torch.int32))
+        KERNELS.plans.committed_rows(
+            torch.zeros(2, 6, dtype=torch.int32), *arguments, torch.tensor([count], dtype=torch.int32)
+        )

@@ -12,6 +12,8 @@ from tree_cases import BODIES, NATIVE, assert_equal, make_chances, make_tables
 from sglang_dflash import ops
 from sglang_dflash.ops import PlannedRows, Trees, tree
 
+KERNELS = ops.choose_kernels("cpu", torch.float32)
+
 
 @st.composite
 def plans(draw) -> tuple[Trees, list[int], list[int], int]:
@@ -101,7 +103,7 @@ def test_wrong_plans_are_refused(drafted, lens):
     """Fails where rows beyond a tree, or the trees of other requests, are read."""
     trees = tree.best_first(make_chances(2, 2, 2, "any", 0), 3)
     with pytest.raises(RuntimeError, match=r"is needed|is of request"):
-        ops.take_rows(trees, drafted, lens, 2)
+        KERNELS.plans.take_rows(trees, drafted, lens, 2)
 
 
 @NATIVE
@@ -111,7 +113,7 @@ def test_a_parent_behind_its_row_is_refused(parents):
     fields = torch.tensor([[-1, 0, 0], parents]), torch.tensor([[0, 1, 1]] * 2), torch.tensor([[-1, 0, 1]] * 2)
     trees = Trees(*(field.int() for field in fields), torch.ones(2, 3))
     with pytest.raises(RuntimeError, match=r"row \d of request 1 has the parent"):
-        ops.take_rows(trees, [0, 1], [3, 3], 2)
+        KERNELS.plans.take_rows(trees, [0, 1], [3, 3], 2)
 
 
 @NATIVE
@@ -121,7 +123,7 @@ def test_wrong_layouts_are_refused():
     rows = tree.take_rows(trees, [0], [5], 1)
     good = [[0], torch.zeros(1, 2, 2, dtype=torch.int64), torch.tensor([7]), torch.tensor([1]), torch.tensor([0])]
     table = torch.zeros(1, 6, dtype=torch.int32)
-    ops.lay_out_trees(rows, *good, table)
+    KERNELS.plans.lay_out_trees(rows, *good, table)
     for place, wrong, message in (
         (0, [], "candidate_ids are"),
         (0, [1], r"drafted\[0\] is 1"),
@@ -133,7 +135,7 @@ def test_wrong_layouts_are_refused():
         (2, torch.tensor([7, 8]), "row_starts is"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            ops.lay_out_trees(rows, *good[:place], wrong, *good[place + 1 :], table)
+            KERNELS.plans.lay_out_trees(rows, *good[:place], wrong, *good[place + 1 :], table)
     for field in ("depths", "ranks", "row_starts"):
         with pytest.raises(RuntimeError, match=field):
-            ops.lay_out_trees(rows._replace(**{field: getattr(rows, field)[:-1].clone()}), *good, table)
+            KERNELS.plans.lay_out_trees(rows._replace(**{field: getattr(rows, field)[:-1].clone()}), *good, table)

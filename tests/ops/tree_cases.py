@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,12 @@ from sglang_dflash import ops
 from sglang_dflash.ops import native, tree
 
 NATIVE = pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
-BODIES = pytest.mark.parametrize("body", [tree, ops], ids=["specification", "chosen"])
+KERNELS = ops.choose_kernels("cpu", torch.float32)
+CHOSEN = SimpleNamespace(
+    **{field.name: getattr(kernels, field.name) for kernels in (KERNELS, KERNELS.plans) for field in fields(kernels)}
+)
+"""The chosen bodies, a plan's among them, by the names that `tree` gives them."""
+BODIES = pytest.mark.parametrize("body", [tree, CHOSEN], ids=["specification", "chosen"])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 THREADS = st.sampled_from([1, 4])
 ROW_LENS = st.lists(st.integers(1, 12), max_size=5)

@@ -22,6 +22,7 @@ from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_inf
 from host.stand_ins import Batch, configured, make_req, one_rank
 from rehearsal.fa3_models import BLOCK, CONTEXT, GRAPH_SIZES, REQUESTS, VOCAB, AttentionModel, Graphs, Layer, Setup
 from sglang_dflash import ops
+from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.draft_input import DraftInput, reserve_lens
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.draft_window import DraftWindow
@@ -80,9 +81,10 @@ class Rig:
         worker._target_worker = SimpleNamespace(model_runner=self.target.runner, forward_batch_generation=self._verify)
         worker.device, worker.block_size, worker._mask_token_id = "cuda", BLOCK, VOCAB - 1
         worker._draft = self._make_draft_runner()
-        worker._sampler = SimpleNamespace(plain=lambda batch: True, commit=_nothing, grammar_tree=_nothing)
+        worker._sampler = SimpleNamespace(is_plain_greedy=lambda batch: True, commit=_nothing, grammar_tree=_nothing)
         worker._hidden_states = SimpleNamespace(put=_nothing)
-        worker._rows, worker._fuses_acceptance, worker._planned = ops.TORCH_ROWS, True, None
+        worker._kernels, worker._planned = ops.TORCH_KERNELS, None
+        worker._acceptor = Acceptor(worker._sampler, ops.TORCH_KERNELS, None, None, one_rank=True)
         worker._plan_stream = worker._turns = worker._direct = worker._sharded_logits = worker._recurrent_state = None
         return worker
 

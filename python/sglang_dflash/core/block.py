@@ -16,11 +16,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The rows the draft fills: `[bonus, MASK x (K-1)]` per request.
+    """The rows that the draft fills in a step: `[bonus, MASK x (D-1)]` for each drafted request.
+
+    D is K, the block size, with whole blocks. A planned step may fill fewer: 2 <= D <= K, and blocks of some requests
+    only. How many rows the target then sees is another number, W (`VerifyPlan.verify_width`).
 
     Fields:
-        ids, positions, slots: [B, K] int64. Here K is the rows of this step: a planned step may fill fewer than the
-            draft was trained for, and blocks of some requests only.
+        ids, positions, slots: [B, D] int64.
         prefix_lens: [B] int64; committed tokens whose KV exists, the bonus not counted.
         req_pool_indices: [B] int64; the requests' rows in the slot table.
     """
@@ -32,7 +34,8 @@ class Block:
     req_pool_indices: torch.Tensor
 
     @property
-    def block_size(self) -> int:
+    def drafted_width(self) -> int:
+        """D."""
         return self.ids.shape[1]
 
 
@@ -42,37 +45,37 @@ class VerifyPlan:
 
     Fields:
         ids, positions, slots: [T] int64.
-        width: rows of each request; with trees, those of the request with the most.
-        trees: how the rows hang together; None: each request has a chain of `width` rows.
-        attention_mask: [C] bool; of trees that all have `width` rows, as the host's attention takes it. None: the
+        verify_width: W, rows of each request that the target sees; with trees, those of the request with the most.
+        trees: how the rows hang together; None: each request has a chain of W rows.
+        attention_mask: [C] bool; of trees that all have W rows, as the host's attention takes it. None: the
             attention reads `trees`.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    width: int
+    verify_width: int
     trees: ops.PlannedRows | None = None
     attention_mask: torch.Tensor | None = None
 
     @property
     def batch(self) -> int:
-        return len(self.ids) // self.width if self.trees is None else len(self.trees.row_starts) - 1
+        return len(self.ids) // self.verify_width if self.trees is None else len(self.trees.row_starts) - 1
 
     @property
     def lens(self) -> list[int]:
         """Rows of each request."""
-        return [self.width] * self.batch if self.trees is None else self.trees.lens
+        return [self.verify_width] * self.batch if self.trees is None else self.trees.lens
 
     def chains(self) -> torch.Tensor:
-        """[B, W] int64: the ids, where each request has a chain of `width` rows."""
+        """[B, W] int64: the ids, where each request has a chain."""
         assert self.trees is None
-        return self.ids.view(-1, self.width)
+        return self.ids.view(-1, self.verify_width)
 
     def repeat(self, values: torch.Tensor) -> torch.Tensor:
         """[T, ...]: the rows' values, from one for each request ([B, ...])."""
         if self.trees is None:
-            return values.repeat_interleave(self.width, 0)
+            return values.repeat_interleave(self.verify_width, 0)
         return values[self.trees.requests]
 
     def repeat_list(self, values: Sequence[T]) -> list[T]:
@@ -82,7 +85,7 @@ class VerifyPlan:
     def drafts(self) -> list[list[list[int]]]:
         """The drafts on the path to each row of each request, the row's own last. On the CPU; waits for the ids."""
         if self.trees is None:
-            return [[chain[1 : row + 1] for row in range(self.width)] for chain in self.chains().tolist()]
+            return [[chain[1 : row + 1] for row in range(self.verify_width)] for chain in self.chains().tolist()]
         ids, parents = self.ids.tolist(), self.trees.parents.tolist()
         paths = []
         for first, end in pairwise(self.trees.row_starts.tolist()):
@@ -93,14 +96,11 @@ class VerifyPlan:
         return paths
 
 
-def plan_chain(block: Block, draft_ids: torch.Tensor, width: int) -> VerifyPlan:
-    """Plans the first `width` rows of every block: its anchor and `width - 1` drafts.
+def plan_chain(block: Block, draft_ids: torch.Tensor) -> VerifyPlan:
+    """Plans all rows of every block: its anchor and its drafts, so W is D.
 
-    Args:
-        draft_ids: [B, K-1] int64; the draft's proposal for positions 1..K-1 of the block.
-        width: W, 1..K.
+    draft_ids: [B, D-1] int64; the draft's proposal for positions 1..D-1 of the block.
     """
-    assert 1 <= width <= block.block_size, (width, block.block_size)
-    ids = torch.cat((block.ids[:, :1], draft_ids[:, : width - 1]), dim=1)
-    positions, slots = (rows[:, :width].flatten() for rows in (block.positions, block.slots))
-    return VerifyPlan(ids.flatten(), positions, slots, width)
+    assert draft_ids.shape[1] == block.drafted_width - 1, (draft_ids.shape, block.ids.shape)
+    ids = torch.cat((block.ids[:, :1], draft_ids), dim=1)
+    return VerifyPlan(ids.flatten(), block.positions.flatten(), block.slots.flatten(), block.drafted_width)

@@ -27,6 +27,7 @@ class Calibration:
             requests: requests whose offsets are kept.
         """
         self._tuning = tuning or ops.PlattTuning()
+        self._kernels = ops.choose_kernels("cpu").plans
         self._shared = torch.zeros((DEPTHS + depths, 2), dtype=torch.float64)
         self._shared[SLOPE, 0] = 1.0
         self._own = torch.zeros((requests, 2), dtype=torch.float64)
@@ -42,20 +43,20 @@ class Calibration:
         Returns:
             [b, D, k] float32; falling in the last dimension.
         """
-        return ops.platt(log_probs, *self._parameters(requests))
+        return self._kernels.platt(log_probs, *self._parameters(requests))
 
     def plan(
         self, log_probs: torch.Tensor, names: Sequence[str], max_rows: int, least: float, drafted: list[int], batch: int
     ) -> ops.ChosenRows:
-        """The rows that are reached with a calibrated chance above `least`. See `ops.plan_rows`.
+        """The rows that are reached with a calibrated chance above `least`. See `platt_scaling.plan_rows`.
 
         Args:
             names: of the b drafted requests.
         """
-        return ops.plan_rows(log_probs, *self._parameters(names), max_rows, least, drafted, batch)
+        return self._kernels.plan_rows(log_probs, *self._parameters(names), max_rows, least, drafted, batch)
 
     def _parameters(self, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, list[int], float]:
-        """What `ops.platt` needs besides the log-probabilities."""
+        """What `platt_scaling.platt` needs besides the log-probabilities."""
         rows = [self._places.get(name) for name in names]
         return self._shared, self._own, [-1 if row is None else row for row in rows], self._tuning.max_logit
 
@@ -77,7 +78,7 @@ class Calibration:
             log_probs: [b, D, k]; as given to `chances`.
         """
         places = [self._place(name) for name in names]
-        ops.platt_step(self._shared, self._own, places, drafted, rows, path, log_probs, self._tuning)
+        self._kernels.platt_step(self._shared, self._own, places, drafted, rows, path, log_probs, self._tuning)
 
     def _place(self, name: str) -> int:
         place, new = self._places.use(name)

@@ -5,7 +5,7 @@ step, its full share once all cores are busy. The planner takes the rows that br
 requests of the step together:
 
 * The tokens of a row are the chance that it is reached: the product of the calibrated chances (`Calibration`) along its
-  path. `ops.best_first` finds each request's most likely rows, as a tree, or as a chain if the draft gives one
+  path. `tree.best_first` finds each request's most likely rows, as a tree, or as a chain if the draft gives one
   candidate for each row.
 * The seconds follow from the times of recent steps (`StepTimes`), apart for the draft and for all the rest.
 
@@ -129,6 +129,7 @@ class Planner:
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
+        self._kernels = ops.choose_kernels("cpu").plans
         self._probe_rows = 0.0  # mean rows of a drafted request in probes, beside its anchor
         self._everything = False  # this step verifies every row that the draft offers
         self._steps = self._decided_at = self._steps_since_probe = self._probes = 0
@@ -203,7 +204,7 @@ class Planner:
         self._drafted_s = self._clock()
         batch, drafted, copies = len(self._requests), self._drafting.requests, self._drafting.copies
         if log_probs is None:
-            self._rows = add_copies(None, [], [], copies, batch) if copies else anchors(batch)
+            self._rows = add_copies(self._kernels, None, [], [], copies, batch) if copies else anchors(batch)
             self.counts.planning_s += self._clock() - self._drafted_s
             return self._rows
         # A row pays if it brings more than the same time brings on average. A single step's own tokens per second would
@@ -214,7 +215,7 @@ class Planner:
         chosen = self._calibration.plan(log_probs, names, self._max_rows, least, drafted, batch)
         if copies:
             lens = [chosen.rows.lens[i] for i in drafted]
-            chosen = chosen._replace(rows=add_copies(chosen.trees, drafted, lens, copies, batch))
+            chosen = chosen._replace(rows=add_copies(self._kernels, chosen.trees, drafted, lens, copies, batch))
         self._rows, self._offered = chosen.rows, (log_probs, chosen)
         if self._probing:
             self._probe_rows += self._tuning.probe_weight * (len(self._rows.parents) / batch - 1 - self._probe_rows)
@@ -320,7 +321,7 @@ class Memory:
     """What recent drafts offered, by request (`ops.Offers`). It says what drafting the request once more may bring."""
 
     def __init__(self, block_size: int, max_rows: int, tuning: PlanTuning) -> None:
-        self._tuning = tuning
+        self._tuning, self._kernels = tuning, ops.choose_kernels("cpu").plans
         self._offers = ops.Offers.none(tuning.requests, tuning.memory_steps, max_rows - 1, block_size - 1)
         self._places = Places(tuning.requests)
 
@@ -336,14 +337,14 @@ class Memory:
             if new:
                 self._offers.kept[place] = 0
             places.append(place)
-        ops.keep_offers(self._offers, places, chances, trees, self._tuning.deep_weight)
+        self._kernels.keep_offers(self._offers, places, chances, trees, self._tuning.deep_weight)
 
     def best_width(self, names: Sequence[str], costs: ops.StepCosts, price: float) -> ops.BestWidth:
-        """See `ops.best_width`."""
+        """See `draft_offers.best_width`."""
         places = [self._places.get(name) for name in names]
         known = [-1 if place is None else place for place in places]
         others = list(islice(self._places.newest_first(), self._tuning.others))
-        return ops.best_width(self._offers, known, others, self._tuning.prior_steps, costs, price)
+        return self._kernels.best_width(self._offers, known, others, self._tuning.prior_steps, costs, price)
 
     def worth(self, names: Sequence[str], least: float) -> list[float]:
         """Tokens that a block of each request brings beyond the price of its rows. A request that was never drafted is

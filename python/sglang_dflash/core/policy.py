@@ -32,7 +32,7 @@ class Drafting:
     """What is proposed in one step. Whoever knows this and the draft's candidates knows all ids of the planned rows.
 
     Fields:
-        width: rows of a block, anchor included; 1: the draft does not run.
+        width: D, rows of a block, anchor included; 1: the draft does not run.
         requests: indices of the requests that get a block, rising.
         copies: for other requests, rising.
     """
@@ -104,6 +104,7 @@ class Fixed:
     def __init__(self, rows: int) -> None:
         """rows: of one request, anchor included; 1: the draft never runs."""
         self._rows, self._batch, self._begun_s = rows, 0, 0.0
+        self._kernels = ops.choose_kernels("cpu").plans
         self.counts = PlanCounts()
         self.copying: Copying | None = None
 
@@ -119,10 +120,10 @@ class Fixed:
             return anchors(self._batch)
         first = log_probs[:, :, :1]
         lens = [self._rows] * self._batch
-        chains = ops.best_first(torch.ones_like(first), self._rows)  # all rows, however unlikely
+        chains = self._kernels.best_first(torch.ones_like(first), self._rows)  # all rows, however unlikely
         promised = float(first[:, : self._rows - 1, 0].cumsum(1).exp().sum())
         self.counts.chose(lens, self._batch * (self._rows - 1), promised)
-        return ops.take_rows(chains, list(range(self._batch)), lens, self._batch)
+        return self._kernels.take_rows(chains, list(range(self._batch)), lens, self._batch)
 
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
         self.counts.steps += 1
@@ -138,17 +139,22 @@ class Fixed:
 def anchors(batch: int) -> ops.PlannedRows:
     """A plan of one row for each request. Its tensors are shared; nobody writes to them."""
     none = torch.empty((0, 1), dtype=torch.int32)
-    return ops.take_rows(ops.Trees(none, none, none, none), [], [], batch)
+    return ops.choose_kernels("cpu").plans.take_rows(ops.Trees(none, none, none, none), [], [], batch)
 
 
 def add_copies(
-    trees: ops.Trees | None, drafted: Sequence[int], lens: Sequence[int], copies: Sequence[Copied], batch: int
+    kernels: ops.PlanKernels,
+    trees: ops.Trees | None,
+    drafted: Sequence[int],
+    lens: Sequence[int],
+    copies: Sequence[Copied],
+    batch: int,
 ) -> ops.PlannedRows:
     """The first `lens` rows of the drafted requests' trees, the chains of the copies, and the anchors of the others.
 
     Args:
         trees: of the drafted requests; None: nobody was drafted.
-        drafted, lens: as in `ops.take_rows`.
+        drafted, lens: as in `tree.take_rows`.
         copies: of other requests.
         batch: B, all requests.
     """
@@ -165,6 +171,6 @@ def add_copies(
         places, columns = [place_of[request] for request in drafted], trees.parents.shape[1]
         for field, own in zip((parents, depths, ranks), trees, strict=False):
             field[places, :columns] = own
-    return ops.take_rows(
+    return kernels.take_rows(
         ops.Trees(parents, depths, ranks, torch.empty(0)), everyone, [row_lens[request] for request in everyone], batch
     )

@@ -12,7 +12,7 @@ from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.environ import envs
 from transformers import AutoTokenizer, PretrainedConfig
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from sglang_dflash import __version__, ops
 from sglang_dflash.core.draft_config import DraftConfig
@@ -155,7 +155,7 @@ def _mask_token_id(cfg: Any, mask_token: str | None) -> int:
     except OSError as error:
         raise ValueError(f"the tokenizer at {path!r} cannot be read: {str(error).splitlines()[0]}") from None
     vocabulary = tokenizer.get_vocab()
-    if mask_token not in vocabulary:
+    if mask_token is None or mask_token not in vocabulary:
         raise ValueError(f"dflash_config.mask_token {mask_token!r} is not in the target's tokenizer.")
     return vocabulary[mask_token]
 

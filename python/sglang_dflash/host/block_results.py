@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_spec
 
-PENALIZERS = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__"
-FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
-REASONING = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor."
-    "SchedulerBatchResultProcessor._maybe_update_reasoning_tokens"
-)
-GRAMMAR = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor."
-    "SchedulerBatchResultProcessor._accept_grammar_tokens"
-)
+from sglang_dflash.host.hooking import AFTER, AROUND, hook
+from sglang_dflash.host.protocols import Req
 
 
+@hook(
+    "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
+    AFTER,
+    why="penalizers stand in a set, so their order changes from process to process",
+    until="SGLang orders them",
+    always=True,
+)
 def order_penalizers(result: Any, orchestrator: Any, *_: Any, **__: Any) -> None:
     """Makes every server with this plugin add penalties first and scale last.
 
@@ -33,7 +31,13 @@ def order_penalizers(result: Any, orchestrator: Any, *_: Any, **__: Any) -> None
     orchestrator.penalizers = dict(ordered)
 
 
-def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) -> None:
+@hook(
+    "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+    AROUND,
+    why="SGLang looks for stops in a block as a whole; plain decoding ends at the first one reached",
+    until="SGLang goes token by token",
+)
+def finish_token_by_token(original: Any, req: Req, new_accepted_len: int = 1) -> None:
     """Ends a request at the first stop in the block, as plain decoding does.
 
     The host searches the block as a whole: stop strings before regexes before stop tokens. Among strings, or among
@@ -58,7 +62,7 @@ def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) ->
         count(req, tokens[: len(tokens) - past_stop])
 
 
-def _finish_at_first(original: Any, req: Any, new_accepted_len: int) -> None:
+def _finish_at_first(original: Any, req: Req, new_accepted_len: int) -> None:
     ids, grammar = req.output_ids, req.grammar
     block = ids[-new_accepted_len:]
     del ids[-new_accepted_len:]
@@ -73,7 +77,14 @@ def _finish_at_first(original: Any, req: Any, new_accepted_len: int) -> None:
             break
 
 
-def accept_past_the_end(original: Any, processor: Any, req: Any, tokens: int | list[int]) -> list[int]:
+@hook(
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    "._accept_grammar_tokens",
+    AROUND,
+    why="with `ignore_eos`, plain decoding emits one token past a grammar's end; SGLang drops it from a block",
+    until="both agree",
+)
+def accept_past_the_end(original: Any, processor: Any, req: Req, tokens: int | list[int]) -> list[int]:
     """Keeps the one token that plain decoding emits past what a grammar accepts, and that the host drops from a block.
 
     With `ignore_eos`, plain decoding notices a grammar's end one token late. And it looks for stops before it gives a
@@ -94,7 +105,7 @@ def accept_past_the_end(original: Any, processor: Any, req: Any, tokens: int | l
     return retained
 
 
-def _accept(original: Any, processor: Any, req: Any, run: list[int]) -> list[int]:
+def _accept(original: Any, processor: Any, req: Req, run: list[int]) -> list[int]:
     before = req.to_finish
     retained: list[int] = original(processor, req, run)
     if req.to_finish is before:
@@ -103,7 +114,7 @@ def _accept(original: Any, processor: Any, req: Any, run: list[int]) -> list[int
     return run[: len(retained) + 1]
 
 
-def _owes_a_token(req: Any) -> bool:
+def _owes_a_token(req: Req) -> bool:
     """Whether the grammar has ended and the one token past its end is not emitted yet."""
     return (
         req.sampling_params.ignore_eos
@@ -113,19 +124,19 @@ def _owes_a_token(req: Any) -> bool:
     )
 
 
-def defer_reasoning_tokens(original: Any, processor: Any, req: Any, tokens: Any) -> None:
+@hook(
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    "._maybe_update_reasoning_tokens",
+    AROUND,
+    why="a block's reasoning tokens are counted before the stop is looked for",
+    until="SGLang counts up to the stop",
+)
+def defer_reasoning_tokens(original: Any, processor: Any, req: Req, tokens: Any) -> None:
     """Counts a block's reasoning tokens once its stop is found. The host counts earlier, also tokens past the stop."""
     if isinstance(tokens, list) and len(tokens) > 1:
         req.dflash_reasoning = (lambda *arguments: original(processor, *arguments)), tokens
     else:
         original(processor, req, tokens)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    FINISH: (finish_token_by_token, HookType.AROUND),
-    REASONING: (defer_reasoning_tokens, HookType.AROUND),
-    GRAMMAR: (accept_past_the_end, HookType.AROUND),
-}
 
 
 def restore_prefill_only() -> None:
@@ -139,5 +150,5 @@ def restore_prefill_only() -> None:
     Req.is_prefill_only = property(_is_prefill_only)
 
 
-def _is_prefill_only(req: Any) -> bool:
+def _is_prefill_only(req: Req) -> bool:
     return req.sampling_params.max_new_tokens == 0 and get_spec().speculative_algorithm in (None, "DFLASH")

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
-from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dflash.host.hooking import AROUND, hook
 
 # Classes whose last layer a draft may read: SGLang captures it, or `_LastTap` does.
 LAST_TAP_BY_SGLANG = {
@@ -55,6 +56,14 @@ def check_taps(architectures: list[str], num_layers: int, layer_ids: tuple[int, 
         )
 
 
+@hook(
+    "sglang.srt.model_executor.model_runner_components.attention_backend_setup.configure_aux_hidden_state_capture",
+    AROUND,
+    why="many classes have EAGLE3's setter of taps alone, Kimi-Linear DSPARK's, GLM-4 none; Qwen3-VL's "
+    "language model lacks the one that its wrapper calls; Gemma 4 and Gemma 3's wrapper change positions "
+    "in place; Gemma 3 captures taps without their residual",
+    until="SGLang has them",
+)
 def configure_capture(
     original: Any, *, model: Any, dflash_use_aux_hidden_state: bool, dflash_target_layer_ids: Any, **settings: Any
 ) -> None:
@@ -166,6 +175,12 @@ class _LastTap:
         self._output = hidden.clone()
 
 
+@hook(
+    "sglang.srt.layers.layer_boundary.residual.batch.final_norm",
+    AROUND,
+    why="in most classes the loop over the layers does not capture the last one's output",
+    until="SGLang does",
+)
 def final_norm(original: Any, hidden: Any, forward_batch: Any, norm: Any, capture: Any = None, **settings: Any) -> Any:
     """Gives the residual that the final norm reads to the norm's `_LastTap`."""
     tap = _LastTap.by_norm.get(norm)
@@ -174,18 +189,13 @@ def final_norm(original: Any, hidden: Any, forward_batch: Any, norm: Any, captur
     return original(hidden, forward_batch, norm, capture, **settings)
 
 
+@hook(
+    "sglang.srt.models.minimax_m2.MiniMaxM2ForCausalLM.get_input_embeddings",
+    AROUND,
+    why="looks ids up, where other classes return the embedding",
+    until="SGLang's class does",
+)
 def get_input_embeddings(original: Any, model: Any, input_ids: torch.Tensor | None = None) -> Any:
     """MiniMax-M2's method only looks ids up. Without ids, as the classes of other models take it, this one returns the
     embedding itself."""
     return model.model.embed_tokens if input_ids is None else original(model, input_ids)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.model_executor.model_runner_components.attention_backend_setup.configure_aux_hidden_state_capture": (
-        configure_capture,
-        HookType.AROUND,
-    ),
-    "sglang.srt.layers.layer_boundary.residual.batch.final_norm": (final_norm, HookType.AROUND),
-    "sglang.srt.models.minimax_m2.MiniMaxM2ForCausalLM.get_input_embeddings": (get_input_embeddings, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

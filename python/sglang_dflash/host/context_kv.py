@@ -38,8 +38,8 @@ class ContextKVWriter:
         self._value_scale = first.v_scale
         if self._stacked:
             self._kv_weight, self._kv_bias, self._k_norm_weight = self._projections()
+            self._kernels = ops.choose_kernels(self._kv_weight.device, self._kv_weight.dtype)
         self._buffers: ops.KVBuffers | None = None
-        self._rows = ops.TORCH_ROWS
 
     def bind(self, pool: Any) -> None:
         """Chooses how rows are written to the draft's KV pool.
@@ -51,13 +51,13 @@ class ContextKVWriter:
             method = type(self._attentions[0].qkv_proj.quant_method).__name__
             logger.info("sglang-dflash computes and writes context KV layer by layer (%s).", method)
             return
-        k, v = getattr(pool, "k_buffer", ()), getattr(pool, "v_buffer", ())
+        k: list[torch.Tensor] = getattr(pool, "k_buffer", [])
+        v: list[torch.Tensor] = getattr(pool, "v_buffer", [])
         scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)]
         plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and not any(scales)
         same = plain and ops.fits(k, v) and k[0].dtype == self._kv_weight.dtype and len(k) == len(self._layers)
-        if same and (k[0].is_cuda or ops.serves(k[0].device, k[0].dtype)):
+        if same and (k[0].is_cuda or self._kernels.native):
             self._buffers = ops.KVBuffers(k, v)
-            self._rows = ops.choose_rows(k[0].device, k[0].dtype)
         way = "one call for all layers" if self._buffers else "one write per layer"
         logger.info("sglang-dflash writes context KV with %s.", way)
 
@@ -67,7 +67,7 @@ class ContextKVWriter:
             return
         stacked = (self._kv_weight, self._kv_bias, self._k_norm_weight)
         for held, weight in zip(stacked, self._projections(), strict=True):
-            if held is not None:
+            if held is not None and weight is not None:
                 held.copy_(weight)
 
     def _projections(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -103,7 +103,8 @@ class ContextKVWriter:
             if self._value_scale is not None:
                 kv[:, :, 1].mul_(self._value_scale)
             cos_sin = self._rotary.cos_sin_cache
-            self._rows.write_context_kv(kv, self._k_norm_weight, self._eps, positions, cos_sin, slots, self._buffers)
+            rows = (kv, self._k_norm_weight, self._eps, positions, cos_sin, slots)
+            self._kernels.write_context_kv(*rows, self._buffers)
             return
         location = KVWriteLoc(slots, physical=True)
         by_layer = self._stacked_kv(features, positions) if self._stacked else self._kv_of_the_host(features, positions)
@@ -140,10 +141,10 @@ class DeferredRows:
         self._steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._rows = 0
 
-    def keep(self, *step: torch.Tensor) -> bool:
+    def keep(self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> bool:
         """Adds a step's hidden states, positions and slots ([N, ...]). Returns whether it is time to write."""
-        self._steps.append(step)
-        self._rows += len(step[0])
+        self._steps.append((hidden, positions, slots))
+        self._rows += len(hidden)
         return self._rows >= DEFERRED_ROWS or len(self._steps) >= DEFERRED_STEPS
 
     def joined(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ class DraftHead:
 
     def __init__(self, lm_head: Any, block_size: int) -> None:
         self._lm_head = lm_head
-        weight = getattr(lm_head, "weight", None)
+        weight: Any = getattr(lm_head, "weight", None)
         shard = getattr(lm_head, "shard_indices", None)
         tp_group = get_parallel().tp_group
         self._dense = is_dense_head_weight(weight)
@@ -50,6 +50,7 @@ class DraftHead:
         self._short: ShortHead | None = None
         self._fewest_ids = FEWEST_IDS
         self._device = weight.device if self._dense else next(lm_head.parameters()).device
+        self._kernels = ops.choose_kernels(self._device, self.compared_logits[1])
         self.captured_ids = torch.empty(0, dtype=torch.int64, device=self._device)
         self._tree_rows, self._tree_candidates = 0, 1
         self.captured_trees: ops.DraftedTrees | None = None  # None: drafts are chains
@@ -80,12 +81,12 @@ class DraftHead:
         return self._short
 
     def draft_ids(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        """hidden: [B * K, H]; block_ids: [B, K] int64, the anchors first. Returns [B, K-1] int64."""
+        """hidden: [B * D, H]; block_ids: [B, D] int64, the anchors first. Returns [B, D-1] int64."""
         rows = self._rows(hidden, block_ids)
         return self._choose(rows, self._logits(rows), block_ids[:, 0]).view(len(block_ids), -1)
 
     def proposal(self, hidden: torch.Tensor, block_ids: torch.Tensor, count: int) -> ops.Proposal:
-        """`draft_ids` with the `count` best ids of each row and their log-probabilities: [B, K-1, count] each."""
+        """`draft_ids` with the `count` best ids of each row and their log-probabilities: [B, D-1, count] each."""
         rows = self._rows(hidden, block_ids)
         shape = (len(block_ids), -1, count)
         ids, log_probs = self._best(self._logits(rows), count)
@@ -95,7 +96,7 @@ class DraftHead:
         """logits: [N, V] of this rank. Returns the best ids of the whole vocabulary, [N, count]."""
         if logits.shape[1] < count:  # the last rank's span may be that short
             logits = F.pad(logits, (0, count - logits.shape[1]), value=float("-inf"))
-        columns, log_probs = ops.top_log_probs(logits, count)
+        columns, log_probs = self._kernels.top_log_probs(logits, count)
         if self._group is None:
             return ops.Proposal(self._ids(columns), log_probs)
         totals = logits.gather(1, columns[:, :1])[:, 0].float() - log_probs[:, 0]
@@ -139,7 +140,7 @@ class DraftHead:
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """logits: [N, V] of this rank. Returns [N] int64, of the whole vocabulary."""
         if self._group is None:
-            return self._ids(ops.row_argmax(logits))
+            return self._ids(self._kernels.row_argmax(logits))
         best, columns = logits.max(-1)
         return best_of_ranks(self._group, best, self._ids(columns) + self._first_id)
 
@@ -258,7 +259,7 @@ class DominoHead(DraftHead):
         return self._roll_out(hidden, block_ids, self._argmax)
 
     def _roll_out(self, hidden: torch.Tensor, block_ids: torch.Tensor, best: Choose) -> torch.Tensor:
-        """best: logits [B, V] to ids [B] int64. Returns [B, K-1] int64."""
+        """best: logits [B, V] to ids [B] int64. Returns [B, D-1] int64."""
         requests, block_size = block_ids.shape
         rows = hidden.view(requests, block_size, -1)[:, self._first_row :][:, : block_size - 1]
         gru, up = self._gru, self._projector[2].weight[self._first_id : self._first_id + self._vocab_size]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +12,8 @@ from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2, _get_overlap_plan_stream
 from sglang.srt.utils.common import is_pin_memory_available
+
+from sglang_dflash.host.protocols import ScheduleBatch
 
 AHEAD = 16
 """Tokens, beyond what the next step may need, for which slots are allocated while there is room."""
@@ -29,7 +33,7 @@ class DraftInput(DFlashDraftInputV2):
         fields = _no_fields(len(bonus_ids), bonus_ids.device)
         return cls(bonus_tokens=bonus_ids.long(), new_seq_lens=prefix_lens.long(), **fields)
 
-    def prepare_for_decode(self, batch: Any) -> None:
+    def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Reserves two blocks of slots beyond the committed tokens of every request of a `ScheduleBatch`.
 
         Two, because under overlap the committed lengths that the host knows lag by one step. While there is room, all
@@ -58,7 +62,7 @@ class DraftInput(DFlashDraftInputV2):
         self.nxt_kv_lens_cpu = torch.tensor(reserved)
         self.nxt_kv_lens_sum = sum(reserved)
 
-    def _allocate(self, batch: Any, allocated: list[int], reserved: list[int]) -> None:
+    def _allocate(self, batch: ScheduleBatch, allocated: list[int], reserved: list[int]) -> None:
         allocated_cpu = torch.tensor(allocated, dtype=torch.int32)
         reserved_cpu = torch.tensor(reserved, dtype=torch.int32)
         plan_stream, plan_context = _get_overlap_plan_stream(batch.device)
@@ -84,7 +88,7 @@ class DraftInput(DFlashDraftInputV2):
             caller_stream.wait_stream(plan_stream)  # the forward must not see half-written rows
 
 
-def known_kv_lens(batch: Any, extra: int) -> tuple[torch.Tensor, int]:
+def known_kv_lens(batch: ScheduleBatch, extra: int) -> tuple[torch.Tensor, int]:
     """Upper bounds of the KV that a step reads if it adds `extra` rows to the prefixes: [B] int64 on the CPU, and their
     sum.
 
@@ -94,7 +98,19 @@ def known_kv_lens(batch: Any, extra: int) -> tuple[torch.Tensor, int]:
     lens_cpu = batch.seq_lens_cpu
     if lens_cpu is None:
         return batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum
+    assert batch.seq_lens_sum is not None
     return (lens_cpu + extra if extra else lens_cpu), batch.seq_lens_sum + extra * len(lens_cpu)
+
+
+@contextmanager
+def bounded_kv_lens(batch: ScheduleBatch, extra: int) -> Iterator[None]:
+    """Within it the batch's lengths on the CPU are those of `known_kv_lens`, which the host's preparation reads."""
+    before = batch.seq_lens_cpu, batch.seq_lens_sum
+    batch.seq_lens_cpu, batch.seq_lens_sum = known_kv_lens(batch, extra)
+    try:
+        yield
+    finally:
+        batch.seq_lens_cpu, batch.seq_lens_sum = before
 
 
 @lru_cache(maxsize=64)

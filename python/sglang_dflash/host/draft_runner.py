@@ -39,6 +39,7 @@ from sglang_dflash.host.draft_heads import head_of
 from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_window import DraftWindow
 from sglang_dflash.host.plan_stream import PlanStream, own_input_buffers
+from sglang_dflash.host.protocols import ModelRunner, ScheduleBatch
 from sglang_dflash.host.short_head import VARIABLE, ShortHead, asked
 from sglang_dflash.host.weights import WatchedRunner
 
@@ -62,7 +63,7 @@ class DraftRunner:
         server_args: Any,
         gpu_id: int,
         nccl_port: int,
-        target_runner: Any,
+        target_runner: ModelRunner,
         block_size: int,
         tp_sync: SpecTpSync,
     ) -> None:
@@ -191,31 +192,31 @@ class DraftRunner:
         """The runner through which the host updates the draft's weights."""
         return WatchedRunner(self.runner, taken_up=self._context_kv.refresh)
 
-    def propose(self, block: Block, batch: Any, kv_plan: Any) -> torch.Tensor:
+    def propose(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> torch.Tensor:
         """One draft forward over the block.
 
         Args:
-            block: [B, K].
+            block: [B, D].
             batch: the host's `ScheduleBatch` of this step.
             kv_plan: the step's `KVLocPlan` over the block's slots.
 
         Returns:
-            [B, K-1] int64: the drafts for positions 1..K-1.
+            [B, D-1] int64: the drafts for positions 1..D-1.
         """
-        kv_lens = known_kv_lens(batch, block.block_size)
+        kv_lens = known_kv_lens(batch, block.drafted_width)
         out = self._forward(block, kv_plan, *kv_lens, batch.can_run_decode_cuda_graph)
         if out.can_run_graph:
             return self._head.captured_ids[: len(block.ids)]
         return self._head.draft_ids(out.logits_output.hidden_states, block.ids)
 
     def propose_candidates(self, block: Block, kv_plan: Any, count: int) -> ops.Proposal:
-        """One draft forward over the block, on a CPU: [B, K-1, count] ids and log-probabilities.
+        """One draft forward over the block, on a CPU: [B, D-1, count] ids and log-probabilities.
 
         Args:
-            block: [B, K]; of all requests of the batch, or of some.
+            block: [B, D]; of all requests of the batch, or of some.
             kv_plan: the `KVLocPlan` over the block's slots.
         """
-        kv_lens = block.prefix_lens + block.block_size
+        kv_lens = block.prefix_lens + block.drafted_width
         out = self._forward(block, kv_plan, kv_lens, int(kv_lens.sum()), False)
         with torch.inference_mode():
             return self._head.proposal(out.logits_output.hidden_states, block.ids, count)
@@ -224,9 +225,9 @@ class DraftRunner:
         """See `DraftHead.draft_trees`."""
         self._head.draft_trees(rows, candidates)
 
-    def propose_trees(self, block: Block, batch: Any, kv_plan: Any) -> ops.DraftedTrees:
+    def propose_trees(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> ops.DraftedTrees:
         """`propose`, but trees of as many rows as `draft_trees` was told. The next call may overwrite them."""
-        kv_lens = known_kv_lens(batch, block.block_size)
+        kv_lens = known_kv_lens(batch, block.drafted_width)
         out = self._forward(block, kv_plan, *kv_lens, batch.can_run_decode_cuda_graph)
         if out.can_run_graph:
             assert self._head.captured_trees is not None
@@ -238,8 +239,8 @@ class DraftRunner:
         self.write_deferred_context()
         if self.short_head is not None:
             self.short_head.exchange()
-        if self.model.block_size != block.block_size:  # DFlash2's convolutions end at a block's first row
-            self.model.set_block_size(block.block_size)
+        if self.model.block_size != block.drafted_width:  # DFlash2's convolutions end at a block's first row
+            self.model.set_block_size(block.drafted_width)
         forward_batch = self._forward_batch(block, *options)
         kv_plan.bind(forward_batch, self.runner.kv_index_translator)
         with torch.inference_mode():
@@ -252,13 +253,13 @@ class DraftRunner:
     ) -> ForwardBatch:
         embeds = self._embed(block.ids)
         if self._mask_rows is not None:
-            embeds[:, 1:] = self._mask_rows[: block.block_size - 1]
+            embeds[:, 1:] = self._mask_rows[: block.drafted_width - 1]
         if self._embed_scale != 1.0:
             embeds = embeds * self._embed_scale
         kv_lens = block.prefix_lens
         if self._window is not None:
             kv_lens = self._window.lay_out(block, block.req_pool_indices)
-            kv_lens_cpu = kv_lens_cpu.clamp(max=self._window.max_len + block.block_size)
+            kv_lens_cpu = kv_lens_cpu.clamp(max=self._window.max_len + block.drafted_width)
             kv_lens_sum = int(kv_lens_cpu.sum())
         num_rows = block.ids.numel()
         return ForwardBatch(
@@ -273,7 +274,7 @@ class DraftRunner:
             positions=block.positions.flatten(),
             input_embeds=embeds.flatten(0, 1),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._spec_infos[block.block_size],
+            spec_info=self._spec_infos[block.drafted_width],
             capture_hidden_mode=CaptureHiddenMode.NULL,
             num_token_non_padded=(
                 torch.full((), num_rows, dtype=torch.int32, device=block.ids.device)

@@ -36,7 +36,7 @@ class DraftWindow:
         Returns:
             [B] int64: number of tokens before the block that the draft sees.
         """
-        width = min(self.max_len + block.block_size, self._draft_table.shape[1])
+        width = min(self.max_len + block.drafted_width, self._draft_table.shape[1])
         starts, slots = ops.recent_slots(
             self._target_table, rows, block.prefix_lens, self._size, self._page_size, width
         )

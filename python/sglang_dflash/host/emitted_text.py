@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.host.protocols import Req, ScheduleBatch
 
 
 class EmittedText:
@@ -21,7 +22,7 @@ class EmittedText:
         self._ids: dict[int, array] = {}  # by request slot
         self._pending: list[tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]] = []
 
-    def prefill(self, batch: Any) -> None:
+    def prefill(self, batch: ScheduleBatch) -> None:
         """Starts a prefill's requests with the host's `output_ids`, which are complete at a prefill.
 
         For the running requests of a mixed batch the host may lack one step, so processors get the tokens kept here.
@@ -36,11 +37,11 @@ class EmittedText:
             elif isinstance(info.custom_params[i], dict):
                 info.custom_params[i] = self._params(req, info.custom_params[i], [])
 
-    def commit(self, batch: Any, ids: torch.Tensor, lens: torch.Tensor) -> None:
+    def commit(self, batch: ScheduleBatch, ids: torch.Tensor, lens: torch.Tensor) -> None:
         """Of every request, the first `lens` ([B]) of its `ids` ([B, W]) are emitted; read when next needed."""
         self._pending.append(([(i, slot) for i, slot, _ in _tracked(batch)], ids, lens))
 
-    def row_params(self, batch: Any, plan: VerifyPlan) -> list[Any]:
+    def row_params(self, batch: ScheduleBatch, plan: VerifyPlan) -> list[Any]:
         """Custom parameters of all T rows."""
         self._read_pending()
         rows: list[Any] = []
@@ -51,7 +52,7 @@ class EmittedText:
                 rows += [params] * len(drafts)
         return rows
 
-    def _params(self, req: Any, params: dict[str, Any], drafts: list[int]) -> dict[str, Any]:
+    def _params(self, req: Req, params: dict[str, Any], drafts: list[int]) -> dict[str, Any]:
         row_req = copy.copy(req)  # so that what depends on `output_ids`, such as `seqlen`, follows
         row_req.output_ids = self._ids[req.kv.req_pool_idx] + array("q", drafts)
         return params | {"__req__": row_req}
@@ -64,6 +65,6 @@ class EmittedText:
         self._pending.clear()
 
 
-def _tracked(batch: Any) -> list[tuple[int, int, Any]]:
+def _tracked(batch: ScheduleBatch) -> list[tuple[int, int, Any]]:
     """Index in the batch, slot and `Req` of every request with a processor."""
     return [(i, req.kv.req_pool_idx, req) for i, req in enumerate(batch.reqs) if req.custom_logit_processor]

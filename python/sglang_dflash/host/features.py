@@ -8,10 +8,10 @@ from typing import Any
 
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.core.draft_config import USE_BUILTIN
+from sglang_dflash.host.hooking import AROUND, hook
 
 UNTESTED = "the two have never been run together"
 
@@ -197,15 +197,15 @@ def _sentence(feature: Feature, flag: str, value: Any) -> str:
     return f"{asked}, which is not served with DFLASH: {feature.refusal}; {way_out}."
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+    "._validate_accept_threshold",
+    AROUND,
+    why="lossy thresholds could be set while serving",
+    until="stays",
+)
 def _keep_thresholds(original: Any, controller: Any, key: str, value: Any) -> None:
     """They can be changed while the server runs, too (`/set_internal_state`)."""
     if controller.scheduler.spec_algorithm.is_dflash() and float(value) != 1.0:
         raise UpdateRejected(f"{key}={value} would change the answers: with this worker it stays at 1.0.")
     original(controller, key, value)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
-    "._validate_accept_threshold": (_keep_thresholds, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

@@ -15,7 +15,6 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_utils import spec_stage_span
 
@@ -25,7 +24,9 @@ from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.host import simulated
 from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_runner import DraftRunner
+from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.planned_step import CANDIDATES
+from sglang_dflash.host.protocols import ModelRunner, ScheduleBatch
 from sglang_dflash.host.widths import TREE, tree_rows
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class FixedTreeStep:
     def __init__(
         self,
         rows: int,
-        target_runner: Any,
+        target_runner: ModelRunner,
         draft: DraftRunner,
         lay_out: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Block],
     ) -> None:
@@ -152,7 +153,7 @@ class FixedTreeStep:
     def interrupt(self) -> None:
         """No time is measured."""
 
-    def propose(self, batch: Any) -> tuple[VerifyPlan, Any]:
+    def propose(self, batch: ScheduleBatch) -> tuple[VerifyPlan, Any]:
         """Runs the draft over whole blocks. Returns the rows to verify and the host's KV plan over their slots."""
         requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
         block = self._lay_out(*requests, self._block_size)
@@ -169,14 +170,22 @@ class FixedTreeStep:
 
     def _planned_rows(self, drafted: ops.DraftedTrees) -> ops.PlannedRows:
         count, device = len(drafted.ids), drafted.ids.device
-        fields = (values.flatten() for values in (drafted.parents, drafted.depths, drafted.ranks))
+        parents, depths, ranks = (rows.flatten() for rows in (drafted.parents, drafted.depths, drafted.ranks))
         requests = torch.arange(count, device=device).repeat_interleave(self._rows)
         row_starts = torch.arange(count + 1, device=device) * self._rows
         return ops.PlannedRows(
-            *fields, requests, row_starts, [self._rows] * count, drafted.seen, self._length, self._rows
+            parents,
+            depths,
+            ranks,
+            requests,
+            row_starts,
+            lens=[self._rows] * count,
+            row_mask=drafted.seen,
+            length=self._length,
+            width=self._rows,
         )
 
-    def _plan_kv(self, slots: torch.Tensor, batch: Any, extent: int) -> Any:
+    def _plan_kv(self, slots: torch.Tensor, batch: ScheduleBatch, extent: int) -> Any:
         return self._target.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
@@ -186,7 +195,7 @@ class FixedTreeStep:
         )
 
     def commit(
-        self, batch: Any, plan: VerifyPlan, accepted: ops.TreeAcceptance, hidden: torch.Tensor
+        self, batch: ScheduleBatch, plan: VerifyPlan, accepted: ops.TreeAcceptance, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Moves the accepted rows' KV to the slots of their positions.
 
@@ -203,12 +212,18 @@ class FixedTreeStep:
     @staticmethod
     def row_counts(plan: VerifyPlan, accepted: ops.TreeAcceptance) -> torch.Tensor:
         """[B] int32: the rows of each request that the target has verified."""
-        return torch.full_like(accepted.commit_lens, plan.width)
+        return torch.full_like(accepted.commit_lens, plan.verify_width)
 
     def end(self, accepted: ops.TreeAcceptance) -> None:
         """Nothing is learned."""
 
 
+@hook(
+    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.get_num_tokens_per_req_for_target_verify",
+    AROUND,
+    why="draft and target are captured and sized for equally many rows; with `SGLANG_DFLASH_TREE=N` they have K and N",
+    until="SGLang takes the rows of each runner",
+)
 def rows_of_runner(original: Any, algorithm: Any, num_draft_tokens: int, is_draft_worker: bool) -> int:
     """The host captures and sizes draft and target for equally many rows. Here the draft has K, the target N."""
     rows = tree_rows()
@@ -217,6 +232,12 @@ def rows_of_runner(original: Any, algorithm: Any, num_draft_tokens: int, is_draf
     return block_size() if is_draft_worker else rows
 
 
+@hook(
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
+    AROUND,
+    why="with `SGLANG_DFLASH_TREE=N`: DFLASH's verify is captured without a mask on triton",
+    until="SGLang captures one if asked",
+)
 def captured_input(original: Any, runner: Any, num_tokens: int) -> Any:
     """The host captures DFLASH's verification without a mask on backends that need none for a chain."""
     verify_input = original(runner, num_tokens)
@@ -224,16 +245,3 @@ def captured_input(original: Any, runner: Any, num_tokens: int) -> Any:
     if tree_rows() is not None and model_runner.spec_algorithm.is_dflash() and not model_runner.is_draft_worker:
         verify_input.custom_mask = runner.buffers.custom_mask
     return verify_input
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.get_num_tokens_per_req_for_target_verify": (
-        rows_of_runner,
-        HookType.AROUND,
-    ),
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info": (
-        captured_input,
-        HookType.AROUND,
-    ),
-}
-"""Hook target -> (our function, how it is applied). They change nothing unless the variable asks for N rows."""

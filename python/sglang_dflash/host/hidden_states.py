@@ -9,6 +9,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 
 from sglang_dflash.host.draft_input import upload
+from sglang_dflash.host.protocols import LogitsOutput, ScheduleBatch
 
 
 class ReturnedHiddenStates:
@@ -27,8 +28,8 @@ class ReturnedHiddenStates:
 
     def put(
         self,
-        batch: Any,
-        output: Any,
+        batch: ScheduleBatch,
+        output: LogitsOutput,
         rows_of_last_tokens: list[int] | None = None,
         path: torch.Tensor | None = None,
     ) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+import sys
 from typing import Any
 
 from sglang_dflash.host.cpu.detect import cpu_platform_in_use
+from sglang_dflash.host.hooking import AROUND, REPLACE, Hook, hook, hooks_of
 from sglang_dflash.host.version import builtin_worker_requested, require_supported_sglang
 
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
-ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
-DRAFT_INPUTS = "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs"
 
 
 def install() -> None:
@@ -22,10 +21,10 @@ def install() -> None:
     """
     require_supported_sglang()
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for target, (function, kind) in registered_hooks().items():
-        HookRegistry.register(target, function, kind)
+    for ours in registered_hooks().values():
+        HookRegistry.register(ours.target, ours.function, HookType[ours.kind])
     if cpu_platform_in_use():
         from sglang_dflash.host.cpu import deterministic, layers, mla, quantization, shims
 
@@ -38,10 +37,12 @@ def install() -> None:
     register_resolution_hook("handle_speculative_decoding")(_check_arguments)
 
 
-def registered_hooks() -> dict[str, tuple[Any, Any]]:
-    """Every hook target of this process -> (our function, `HookType`)."""
-    from sglang.srt.plugins.hook_registry import HookType
+def registered_hooks() -> dict[str, Hook]:
+    """Target -> hook, of every hook of this process.
 
+    Those of `host/cpu` are in place on our CPU platform. The others are in place unless SGLang's own worker is asked
+    for, or always where they say so.
+    """
     from sglang_dflash.host import (
         block_results,
         capture,
@@ -56,17 +57,11 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
         weights,
     )
 
-    hooks: dict[str, tuple[Any, Any]] = {
-        ROW_HEADROOM: (_row_headroom, HookType.AROUND),
-        DRAFT_INPUTS: (_keep_draft_dtype, HookType.AROUND),
-        block_results.PENALIZERS: (block_results.order_penalizers, HookType.AFTER),
-    }
-    modules: list[ModuleType] = []
-    if not builtin_worker_requested():
-        hooks[CREATE_WORKER] = (_create_worker, HookType.AROUND)
-        hooks[VALIDATE_REQUEST] = (_validate_request, HookType.REPLACE)
-        modules += [block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report]
-        modules += [fixed_trees, turns]
+    modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
+    modules += [tree_verify, plan_report, fixed_trees, turns]
+    found = [ours for module in modules for ours in hooks_of(module).values()]
+    if builtin_worker_requested():
+        found = [ours for ours in found if ours.always]
     if cpu_platform_in_use():
         from sglang_dflash.host.cpu import (
             compiled,
@@ -83,10 +78,11 @@ def registered_hooks() -> dict[str, tuple[Any, Any]]:
             threads,
         )
 
-        modules += [shims, scheduling, deterministic, compiled, threads, quantization]
+        modules = [shims, scheduling, deterministic, compiled, threads, quantization]
         modules += [gated_layers, model_kernels, experts, draft_layers, recurrent, mla]
-    for module in modules:
-        hooks |= module.HOOKS
+        found += [ours for module in modules for ours in hooks_of(module).values()]
+    hooks = {ours.target: ours for ours in found}
+    assert len(hooks) == len(found), sorted(ours.target for ours in found)
     return hooks
 
 
@@ -98,9 +94,9 @@ def missing_hooks() -> list[str]:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     missing = []
-    for target, (function, kind) in registered_hooks().items():
-        replacements = [hook for other, hook, _ in HookRegistry._hooks[target] if other == HookType.REPLACE]
-        overridden = kind == HookType.REPLACE and replacements[-1:] != [function]
+    for target, ours in registered_hooks().items():
+        replacements = [function for kind, function, _ in HookRegistry._hooks[target] if kind == HookType.REPLACE]
+        overridden = ours.kind == REPLACE and replacements[-1:] != [ours.function]
         if target not in HookRegistry._patched or overridden:
             missing.append(target)
     return sorted(missing)
@@ -135,6 +131,12 @@ def _check_arguments(server_args: Any, previous: Any) -> None:
     arguments.check(server_args, previous)
 
 
+@hook(
+    CREATE_WORKER,
+    AROUND,
+    why="gives DFLASH our worker",
+    until="SGLang lets a plugin name the worker of a built-in algorithm",
+)
 def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if algorithm.is_dflash():
         require_hooks()  # again: the scheduler is a separate process
@@ -146,12 +148,26 @@ def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     return original(algorithm, server_args)
 
 
+@hook(
+    VALIDATE_REQUEST,
+    REPLACE,
+    why="our worker honours and refuses other requests than SGLang's",
+    until="stays",
+)
 def _validate_request(req: Any, enable_overlap: bool) -> str | None:
     from sglang_dflash.host.requests import refuse_unsupported
 
     return refuse_unsupported(req)
 
 
+@hook(
+    "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+    AROUND,
+    why="a request's row has room for one block past the context at page size 1, and two are reserved: the "
+    "next row would be overwritten (SGLang issue 33579)",
+    until="the issue is fixed",
+    always=True,
+)
 def _row_headroom(original: Any) -> int:
     """At page size 1, the host gives a request's row room for one block beyond the context, but reserves two. The last
     blocks before the context limit would overwrite the next request's row (SGLang issue 33579)."""
@@ -163,6 +179,13 @@ def _row_headroom(original: Any) -> int:
     return max(original(), get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 
 
+@hook(
+    "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
+    AROUND,
+    why="SGLang casts input embeddings to bfloat16 whatever the draft's dtype is",
+    until="SGLang keeps the dtype",
+    always=True,
+)
 def _keep_draft_dtype(original: Any, runner: Any, forward_batch: Any, pp_proxy_tensors: Any) -> dict[str, Any]:
     """The host casts input embeddings to bfloat16 whatever the model's dtype is (model_runner.py:1772)."""
     kwargs = original(runner, forward_batch, pp_proxy_tensors)

@@ -10,6 +10,7 @@ import torch
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host.draft_input import upload
+from sglang_dflash.host.protocols import Req, ScheduleBatch
 
 Asking = tuple[int, int, Any]
 """A request with penalties: its index in the batch, its slot, and the host's `Req`."""
@@ -37,14 +38,14 @@ class RequestPenalties:
     on the device, in the order of the steps.
     """
 
-    def __init__(self, vocab_size: int, max_width: int, device: Any) -> None:
-        self._emitted = ops.emitted_tokens(vocab_size, device)
+    def __init__(self, vocab_size: int, max_width: int, device: Any, kernels: ops.Kernels) -> None:
+        self._emitted = kernels.emitted_tokens(vocab_size, device)
         self._max_width = max_width
         self._device = device
         self._row_of_slot: dict[int, int] = {}
         self._held: tuple[list[Asking], Group] | None = None
 
-    def prefill(self, batch: Any) -> Group | None:
+    def prefill(self, batch: ScheduleBatch) -> Group | None:
         """Starts the counts of a prefill's requests, and sets the penalties that the host's sampler applies.
 
         A request that comes back after a retraction has already emitted tokens, and so have the running requests of a
@@ -65,7 +66,7 @@ class RequestPenalties:
                 info.acc_scaling_penalties[group.requests] = scaling
         return group
 
-    def group(self, batch: Any) -> Group | None:
+    def group(self, batch: ScheduleBatch) -> Group | None:
         """The batch's requests with penalties; None if there are none."""
         if batch.sampling_info.acc_additive_penalties is None:  # the host knows that none asks
             self._held = None
@@ -110,11 +111,11 @@ class RequestPenalties:
     def apply(self, group: Group, logits: torch.Tensor, plan: VerifyPlan) -> None:
         """logits: [T, V], changed in place."""
         if plan.trees is None:
-            rows = logits.view(plan.batch, plan.width, -1)
+            rows = logits.view(plan.batch, plan.verify_width, -1)
             self._emitted.penalize(rows, group.requests, group.rows, plan.chains(), group.most, group.params)
             return
         counts = torch.tensor(plan.lens)[group.requests]
-        columns = torch.arange(plan.width)
+        columns = torch.arange(plan.verify_width)
         columns = torch.where(columns < counts[:, None], columns, 0)  # [P, W]
         tree_rows = plan.trees.row_starts[group.requests][:, None] + columns
         seen = plan.trees.seen()[group.requests[:, None], columns]  # [P, W, W]
@@ -138,7 +139,7 @@ def asks_for_penalties(params: Any) -> bool:
     )
 
 
-def stop_ids(req: Any) -> set[int]:
+def stop_ids(req: Req) -> set[int]:
     """The ids that end a request (`Req._check_token_based_finish`), and that the host masks until `min_new_tokens`
     tokens are emitted (penaltylib/min_new_tokens.py)."""
     tokenizer = req.tokenizer

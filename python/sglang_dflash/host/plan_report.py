@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_observability, get_serving
 
 from sglang_dflash.core.plan_counts import STATE, PlanCounts
+from sglang_dflash.host.hooking import AROUND, hook
 
 logger = logging.getLogger(__name__)
 METRICS = {
@@ -82,17 +82,14 @@ def _prometheus() -> Callable[[PlanCounts], None]:
     return add
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+    AROUND,
+    why="`/server_info` knows nothing of a plan",
+    until="stays",
+)
 def _add_plan(original: Any, controller: Any, state: dict[str, Any]) -> None:
     original(controller, state)
     report = getattr(controller.scheduler.draft_worker, "plan_report", None)
     if report is not None:
         state[STATE] = report.state()
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative": (
-        _add_plan,
-        HookType.AROUND,
-    ),
-}
-"""Hook target -> (our function, how it is applied)."""

@@ -20,6 +20,7 @@ from sglang_dflash.core.policy import Policy
 from sglang_dflash.host import widths
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.plan_report import PlanReport
+from sglang_dflash.host.protocols import ModelRunner, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 CANDIDATES = 8
@@ -33,7 +34,7 @@ class TreeVerifyInput(DFlashVerifyInput):
     trees: ops.PlannedRows | None = None
 
 
-def why_chains(target_runner: Any, draft: DraftRunner) -> str | None:
+def why_chains(target_runner: ModelRunner, draft: DraftRunner) -> str | None:
     """Why the rows of a request form no trees; None if they may."""
     if not widths.trees_wanted():
         return f"{widths.TREE}=0"
@@ -52,13 +53,14 @@ class PlannedStep:
     def __init__(
         self,
         policy: Policy,
-        target_runner: Any,
+        target_runner: ModelRunner,
         draft: DraftRunner,
         lay_out: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Block],
         report: PlanReport | None = None,
     ) -> None:
         """lay_out: bonus ids, prefix lengths, rows of the slot table ([B] each) and block size to a block."""
         self._policy, self._target, self._draft, self._lay_out = policy, target_runner, draft, lay_out
+        self._kernels = ops.choose_kernels("cpu").plans
         self.report = report
         reason = why_chains(target_runner, draft)
         self._candidates = CANDIDATES if reason is None else 1
@@ -76,7 +78,7 @@ class PlannedStep:
     def interrupt(self) -> None:
         self._policy.interrupt()
 
-    def propose(self, batch: Any) -> tuple[VerifyPlan, Any]:
+    def propose(self, batch: ScheduleBatch) -> tuple[VerifyPlan, Any]:
         """Runs the draft where it pays. Returns the rows to verify and the host's KV plan over their slots."""
         if self._policy.copying is not None:
             self._policy.copying.see({req.rid: Text(req.origin_input_ids, req.output_ids) for req in batch.reqs})
@@ -88,18 +90,19 @@ class PlannedStep:
                 drafted = requests
                 if len(drafting.requests) < len(batch.reqs):
                     some = torch.tensor(drafting.requests)
-                    drafted = tuple(values[some] for values in requests)
+                    bonus_ids, prefix_lens, rows = requests
+                    drafted = bonus_ids[some], prefix_lens[some], rows[some]
                 self._draft.write_deferred_context()  # what earlier steps have left
                 self._policy.draft_begins()
                 block = self._lay_out(*drafted, drafting.width)
-                kv_plan = self._plan_kv(block.slots.flatten(), drafted[1], drafted[2], block.block_size)
+                kv_plan = self._plan_kv(block.slots.flatten(), drafted[1], drafted[2], block.drafted_width)
                 proposal = self._draft.propose_candidates(block, kv_plan, self._candidates)
         trees = self._policy.choose(None if proposal is None else proposal.log_probs)
         candidates = drafting.candidates(None if proposal is None else proposal.ids)
         table = self._target.req_to_token_pool.req_to_token
-        rows = ops.lay_out_trees(trees, *candidates, *requests, table)
-        plan = VerifyPlan(*rows, trees.width, trees)
-        return plan, self._plan_kv(plan.slots, requests[1], requests[2], plan.width)
+        laid = self._kernels.lay_out_trees(trees, *candidates, *requests, table)
+        plan = VerifyPlan(*laid, trees.width, trees)
+        return plan, self._plan_kv(plan.slots, requests[1], requests[2], plan.verify_width)
 
     def _plan_kv(self, slots: torch.Tensor, prefix_lens: torch.Tensor, rows: torch.Tensor, extent: int) -> Any:
         return self._target.kv_index_translator.plan(
@@ -111,7 +114,7 @@ class PlannedStep:
         )
 
     def commit(
-        self, batch: Any, plan: VerifyPlan, accepted: ops.TreeAcceptance, hidden: torch.Tensor
+        self, batch: ScheduleBatch, plan: VerifyPlan, accepted: ops.TreeAcceptance, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Makes the accepted paths the sequences: afterwards each committed token's KV is at its position's slot.
 
@@ -123,13 +126,13 @@ class PlannedStep:
         """
         trees = plan.trees
         assert trees is not None
-        if plan.width == 1:  # every row is committed
+        if plan.verify_width == 1:  # every row is committed
             return hidden, plan.positions, plan.slots
         tables = (self._target.req_to_token_pool.req_to_token, batch.req_pool_indices.long(), batch.seq_lens)
         paged = self._target.token_to_kv_pool_allocator.page_size > 1
         if trees.row_mask is not None and not paged:
-            ops.exchange_slots(*tables, accepted.path, accepted.commit_lens, trees.row_starts)
-        rows, positions, slots = ops.committed_rows(*tables, accepted.path, accepted.commit_lens)
+            self._kernels.exchange_slots(*tables, accepted.path, accepted.commit_lens, trees.row_starts)
+        rows, positions, slots = self._kernels.committed_rows(*tables, accepted.path, accepted.commit_lens)
         if trees.row_mask is not None and paged:
             written = plan.slots[rows]
             moved = slots != written
@@ -141,7 +144,7 @@ class PlannedStep:
     def row_counts(plan: VerifyPlan, accepted: ops.TreeAcceptance) -> torch.Tensor:
         """[B] int32: the rows of each request that the target has verified."""
         ones = accepted.commit_lens
-        return ones if plan.width == 1 else torch.tensor(plan.lens, dtype=torch.int32)
+        return ones if plan.verify_width == 1 else torch.tensor(plan.lens, dtype=torch.int32)
 
     def end(self, accepted: ops.TreeAcceptance) -> None:
         self._policy.end(accepted.path, accepted.commit_lens)

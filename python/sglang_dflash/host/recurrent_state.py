@@ -12,6 +12,8 @@ from sglang.srt.runtime_context import get_schedule
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 from sglang.srt.utils.common import get_device_memory_capacity
 
+from sglang_dflash.host.protocols import ScheduleBatch
+
 logger = logging.getLogger(__name__)
 GB = 1e9
 KIMI_LINEAR = "KimiLinearForCausalLM"  # Kimi delta attention with unbounded decays; other models bound them
@@ -142,7 +144,7 @@ class RecurrentState:
             slots,
         )
 
-    def commit(self, batch: Any, commit_lens: torch.Tensor, width: int) -> None:
+    def commit(self, batch: ScheduleBatch, commit_lens: torch.Tensor, width: int) -> None:
         """Makes the state after the last accepted row the request's own; and where the request has crossed a point at
         which the prefix cache keeps states, the state there the cache's.
 

@@ -8,11 +8,11 @@ from numbers import Integral, Real
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sglang_dflash.host.cpu.detect import cpu_platform_in_use
+from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.penalties import asks_for_penalties
 from sglang_dflash.host.widths import TREE, tree_rows
 
@@ -24,10 +24,6 @@ UNSEEN_ON_CPU = {
     "video_data": "Videos (video_data, video_url) are",
     "audio_data": "Audio (audio_data, audio_url, input_audio) is",
 }
-NORMALIZE = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
-VERIFY_SAMPLING = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
-VALIDATE_IN_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
-HANDLE_IN_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.handle_generate_request"
 
 
 def refuse_unsupported(req: Any) -> str | None:
@@ -77,6 +73,12 @@ def _complaint(req: Any) -> str | None:
     return None
 
 
+@hook(
+    "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+    AROUND,
+    why="`n` of a million makes a million tasks before any check",
+    until="SGLang bounds `n`",
+)
 def _normalize(original: Any, request: Any) -> None:
     """Refuses more answers than a server can make tasks for, and on a CPU videos and audio.
 
@@ -95,8 +97,8 @@ def _normalize(original: Any, request: Any) -> None:
         prompts = request.text if request.text is not None else request.input_ids
         batch = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
         for one in parameters if isinstance(parameters, list) else [parameters]:
-            answers = one.get("n") if isinstance(one, dict) else None
-            if isinstance(answers, Real) and answers > 1 and answers * batch > MAX_ANSWERS:
+            answers: Any = one.get("n") if isinstance(one, dict) else None
+            if _is(Real, answers) and answers > 1 and answers * batch > MAX_ANSWERS:
                 raise ValueError(f"n is {answers} for {batch} prompts; allowed: {MAX_ANSWERS} answers in all.")
     original(request)
 
@@ -105,6 +107,12 @@ def _holds_any(data: Any) -> bool:
     return any(map(_holds_any, data)) if isinstance(data, list) else data is not None
 
 
+@hook(
+    "sglang.srt.sampling.sampling_params.SamplingParams.verify",
+    AROUND,
+    why="numbers that are infinite in float32 make NaN, and the scheduler ends",
+    until="SGLang checks them",
+)
 def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> None:
     """Refuses numbers that end the scheduler: integers beyond 32 bits, which the host cannot store, and numbers that
     are infinite or 0 in float32, as then probabilities are NaN.
@@ -123,10 +131,16 @@ def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> 
     if params.repetition_penalty < 1 / LARGEST:
         raise ValueError(f"repetition_penalty is {params.repetition_penalty}; allowed: {1 / LARGEST:g} to 2.")
     for token, bias in (params.logit_bias or {}).items():
-        if not isinstance(bias, Real) or not abs(bias) <= LARGEST:
+        if not _is(Real, bias) or not abs(bias) <= LARGEST:
             raise ValueError(f"logit_bias of token {token} is {bias!r}; allowed: {-LARGEST:g} to {LARGEST:g}.")
 
 
+@hook(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+    AROUND,
+    why="values that end the scheduler pass the host's checks",
+    until="SGLang checks them",
+)
 def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids: Any) -> None:
     """Checks what the host does not: these values end the scheduler.
 
@@ -139,18 +153,29 @@ def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids:
     vocab_size = manager.model_config.vocab_size
     alternatives, start = request.top_logprobs_num, request.logprob_start_len
     # Checked without return_logprob, too: a batch takes the maximum of its requests.
-    if alternatives is not None and not (isinstance(alternatives, Integral) and 0 <= alternatives <= vocab_size):
+    if alternatives is not None and not (_is(Integral, alternatives) and 0 <= alternatives <= vocab_size):
         raise ValueError(f"top_logprobs_num is {alternatives!r}; allowed: 0 to {vocab_size}.")
     if request.positional_embed_overrides is not None:
         raise ValueError("positional_embed_overrides is not served; send text or input_ids.")
-    if request.return_logprob and start is not None and not (isinstance(start, Integral) and start >= -1):
+    if request.return_logprob and start is not None and not (_is(Integral, start) and start >= -1):
         raise ValueError(f"logprob_start_len is {start!r}; allowed: -1, or 0 and more.")
+
+
+def _is(kind: type, value: Any) -> bool:
+    """`isinstance` for the abstract kinds of numbers, which type checkers take for types without arithmetic."""
+    return isinstance(value, kind)
 
 
 def _serves_dflash() -> bool:
     return get_spec().speculative_algorithm == "DFLASH"
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
+    AROUND,
+    why="an exception over one request ends the scheduler, and so every request",
+    until="SGLang catches it",
+)
 def _handle_in_scheduler(original: Any, scheduler: Any, request: Any, **more: Any) -> None:
     """Ends a request alone if the host fails to take it in. Otherwise the scheduler ends, and every request with it.
 
@@ -171,12 +196,3 @@ def _handle_in_scheduler(original: Any, scheduler: Any, request: Any, **more: An
         message = f"The request could not be taken in: {type(error).__name__}: {error}"
         reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
         scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=request.rid, finished_reason=reason), request)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    NORMALIZE: (_normalize, HookType.AROUND),
-    VERIFY_SAMPLING: (_verify_sampling, HookType.AROUND),
-    VALIDATE_IN_TOKENIZER: (_validate_in_tokenizer, HookType.AROUND),
-    HANDLE_IN_SCHEDULER: (_handle_in_scheduler, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import sampling_from_probs_torch
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
+from sglang_dflash.host.hooking import AROUND, hook
 
+
+@hook(
+    "sglang.srt.layers.sampler.Sampler._sample_from_probs",
+    AROUND,
+    why="one path is chosen for a whole batch, so a row's token depends on other requests",
+    until="SGLang chooses per row",
+)
 def sample_as_if_alone(
     original: Any, sampler: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, simple: bool
 ) -> tuple[torch.Tensor, Any]:
@@ -39,6 +46,12 @@ def sample_as_if_alone(
     return tokens, capture
 
 
+@hook(
+    "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+    AROUND,
+    why="SGLang asserts that `min_p` and a seed do not meet",
+    until="SGLang serves both",
+)
 def seeded_min_p(
     original: Any,
     probs: torch.Tensor,
@@ -59,10 +72,3 @@ def seeded_min_p(
         kept = (probs >= probs.amax(-1, keepdim=True) * min_ps[:, None]).sum(-1)  # [N] int64, at least 1
         top_ks, need_min_p_sampling = torch.minimum(top_ks, kept.to(top_ks.dtype)), False
     return original(probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **options)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.layers.sampler.Sampler._sample_from_probs": (sample_as_if_alone, HookType.AROUND),
-    "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": (seeded_min_p, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied); see `hooks.install` and `hooks.require_hooks`."""

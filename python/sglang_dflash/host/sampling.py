@@ -16,7 +16,8 @@ from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host.draft_input import upload
 from sglang_dflash.host.emitted_text import EmittedText
-from sglang_dflash.host.penalties import RequestPenalties
+from sglang_dflash.host.penalties import Group, RequestPenalties
+from sglang_dflash.host.protocols import LogitsOutput, ModelRunner, ScheduleBatch
 
 SAMPLED_ROWS = 512
 """Most rows that the host samples at once, because its sampler holds several [rows, V] tensors, with seeds in float64.
@@ -39,25 +40,27 @@ class RowSampler:
     leaves the sampled distribution unchanged.
     """
 
-    def __init__(self, target_runner: Any, max_width: int) -> None:
+    def __init__(self, target_runner: ModelRunner, max_width: int, kernels: ops.Kernels) -> None:
         self._runner = target_runner
-        self._penalties = RequestPenalties(target_runner.model_config.vocab_size, max_width, target_runner.device)
+        vocab_size = target_runner.model_config.vocab_size
+        self._penalties = RequestPenalties(vocab_size, max_width, target_runner.device, kernels)
         self._text = EmittedText()
         self.sampled_rows = SAMPLED_ROWS
-        self._group: Any = None  # set by `prefill` and `choose` for the `commit` after them
 
-    def prefill(self, batch: Any) -> None:
-        """To be called before the target's prefill, which samples the first tokens."""
-        self._group = self._penalties.prefill(batch)
+    def prefill(self, batch: ScheduleBatch) -> Group | None:
+        """To be called before the target's prefill, which samples the first tokens. Returns the group for
+        `commit_first`."""
+        group = self._penalties.prefill(batch)
         if batch.sampling_info.has_custom_logit_processor:
             self._text.prefill(batch)
+        return group
 
-    def prefilled(self, batch: Any, ids: torch.Tensor) -> None:
+    def commit_first(self, batch: ScheduleBatch, group: Group | None, ids: torch.Tensor) -> None:
         """To be called after the target's prefill. ids: [B] int; the first tokens."""
         # The sampler gives int32, its argmax int64.
-        self.commit(batch, ids[:, None].long(), torch.ones_like(ids, dtype=torch.int32))
+        self.commit(batch, group, ids[:, None].long(), torch.ones_like(ids, dtype=torch.int32))
 
-    def plain(self, batch: Any) -> bool:
+    def is_plain_greedy(self, batch: ScheduleBatch) -> bool:
         """Whether every row's token is the argmax of the target's unchanged logits."""
         info = batch.sampling_info
         return (
@@ -69,7 +72,7 @@ class RowSampler:
             and not batch.return_logprob
         )
 
-    def grammar_tree(self, batch: Any, plan: VerifyPlan) -> GrammarTree | None:
+    def grammar_tree(self, batch: ScheduleBatch, plan: VerifyPlan) -> GrammarTree | None:
         """To be called before the verify forward is launched: otherwise the copy of the ids would wait for it."""
         if not batch.has_grammar:
             return None
@@ -77,10 +80,12 @@ class RowSampler:
             return GrammarTree.from_linear_chain(plan.chains())
         if plan.attention_mask is None:
             return _grammar_tree(plan)
-        ids, parents = (rows.view(plan.batch, plan.width) for rows in (plan.ids, plan.trees.parents))
+        ids, parents = (rows.view(plan.batch, plan.verify_width) for rows in (plan.ids, plan.trees.parents))
         return GrammarTree.from_device(*ops.links(parents), ids)
 
-    def choose(self, batch: Any, plan: VerifyPlan, target_out: Any, tree: GrammarTree | None, barrier: Any):
+    def choose(
+        self, batch: ScheduleBatch, plan: VerifyPlan, target_out: LogitsOutput, tree: GrammarTree | None, barrier: Any
+    ) -> tuple[torch.Tensor, Group | None]:
         """Chooses the target's token of every row; fills in `target_out`'s logprobs if a request asks for them.
 
         Args:
@@ -88,15 +93,13 @@ class RowSampler:
             barrier: advances the grammars over the previous step's tokens; None without overlap.
 
         Returns:
-            [T] int64.
+            [T] int64; and the group for `commit`.
         """
         info, logits = batch.sampling_info, target_out.next_token_logits
-        if self.plain(batch):
-            return ops.row_argmax(logits)  # ties: the lowest id wins
         # In the host's order (SamplingBatchInfo.apply_logits_bias): penalties, grammar, bias.
-        self._group = self._penalties.group(batch)
-        if self._group is not None:
-            self._penalties.apply(self._group, logits, plan)
+        group = self._penalties.group(batch)
+        if group is not None:
+            self._penalties.apply(group, logits, plan)
         if tree is not None:
             mask = build_grammar_vocab_mask(
                 reqs=batch.reqs, tree=tree, sampling_info=info, device=logits.device, barrier=barrier
@@ -105,7 +108,7 @@ class RowSampler:
                 _rows_of(mask, plan).apply(logits)
         if info.logit_bias is not None:
             if plan.trees is None:
-                logits.view(plan.batch, plan.width, -1).add_(info.logit_bias[:, None])
+                logits.view(plan.batch, plan.verify_width, -1).add_(info.logit_bias[:, None])
             else:
                 logits.add_(plan.repeat(info.logit_bias))
         params = self._text.row_params(batch, plan) if info.has_custom_logit_processor else None
@@ -114,10 +117,15 @@ class RowSampler:
         ids = torch.cat([self._sample(batch, plan, params, *both) for both in zip(spans, outs, strict=True)])
         if batch.return_logprob:
             _join_logprobs(target_out, outs)
-        return ids.long()
+        return ids.long(), group
 
     def _sample(
-        self, batch: Any, plan: VerifyPlan, row_params: list[Any] | None, span: Span, out: LogitsProcessorOutput
+        self,
+        batch: ScheduleBatch,
+        plan: VerifyPlan,
+        row_params: list[Any] | None,
+        span: Span,
+        out: LogitsProcessorOutput,
     ) -> torch.Tensor:
         """The token of every row of a span, [N] int; `out` has their logits and gets their logprobs."""
         ids: torch.Tensor = self._runner.sampler(
@@ -130,11 +138,13 @@ class RowSampler:
         )
         return ids
 
-    def commit(self, batch: Any, ids: torch.Tensor, lens: torch.Tensor) -> None:
-        """Records what a step emitted: of every request, the first `lens` ([B]) of its `ids` ([B, W])."""
-        if self._group is not None:
-            self._penalties.commit(self._group, ids, lens)
-            self._group = None
+    def commit(self, batch: ScheduleBatch, group: Group | None, ids: torch.Tensor, lens: torch.Tensor) -> None:
+        """Records what a step emitted: of every request, the first `lens` ([B]) of its `ids` ([B, W]).
+
+        group: the requests with penalties, as `choose` returned them; None if none asks.
+        """
+        if group is not None:
+            self._penalties.commit(group, ids, lens)
         if batch.sampling_info.has_custom_logit_processor:
             self._text.commit(batch, ids, lens)
 
@@ -178,7 +188,7 @@ def _grammar_tree(plan: VerifyPlan) -> GrammarTree:
     """The host's form of trees: each row's first child and next sibling, [B, W], -1 for none. Rows that a request lacks
     hang nowhere."""
     assert plan.trees is not None
-    shape = (plan.batch, plan.width)
+    shape = (plan.batch, plan.verify_width)
     children, siblings = torch.full(shape, -1), torch.full(shape, -1)
     parents, first = plan.trees.parents.tolist(), 0
     for request, count in enumerate(plan.trees.lens):
@@ -198,12 +208,12 @@ def _grammar_tree(plan: VerifyPlan) -> GrammarTree:
 
 
 def _places(plan: VerifyPlan) -> torch.Tensor:
-    """[B, W] bool: which places of a table with `width` columns the rows fill, in order."""
-    return torch.arange(plan.width) < torch.tensor(plan.lens)[:, None]
+    """[B, W] bool: which places of a table with W columns the rows fill, in order."""
+    return torch.arange(plan.verify_width) < torch.tensor(plan.lens)[:, None]
 
 
 def _rows_of(mask: GrammarMask, plan: VerifyPlan) -> GrammarMask:
-    """The T rows of a mask, which has `width` for each request."""
+    """The T rows of a mask, which has W for each request."""
     if plan.trees is None or plan.attention_mask is not None:
         return mask
     return GrammarMask(mask.grammar, mask.vocab_mask[_places(plan).flatten()])
@@ -246,7 +256,7 @@ def _processor_of_rows(entry: ProcessorEntry, requests: range, lens: list[int], 
     return ProcessorEntry(entry.processor, rows, upload(torch.tensor(rows, dtype=torch.int64), device))
 
 
-def _join_logprobs(target_out: Any, outs: list[LogitsProcessorOutput]) -> None:
+def _join_logprobs(target_out: LogitsOutput, outs: list[LogitsProcessorOutput]) -> None:
     """Writes the logprobs of all parts, in order, into `target_out`."""
     target_out.next_token_logprobs = torch.cat([out.next_token_logprobs for out in outs])
     for name, kind in LOGPROBS.items():
@@ -260,7 +270,7 @@ def _join_logprobs(target_out: Any, outs: list[LogitsProcessorOutput]) -> None:
         setattr(target_out, name, joined)
 
 
-def follow(target_out: Any, path: torch.Tensor) -> None:
+def follow(target_out: LogitsOutput, path: torch.Tensor) -> None:
     """Orders the rows' logprobs in `target_out`, a `LogitsProcessorOutput`, by the accepted rows ([B, L] int64)."""
     if target_out.next_token_logprobs is None:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +43,7 @@ def measure_sampling(
         peak_bytes, failure = 0, None
         try:
             batch = rows // width
-            peak_bytes = _peak_bytes(lambda batch=batch: rehearse(sampler, batch, width, vocab_size, seeded, device))
+            peak_bytes = _peak_bytes(partial(rehearse, sampler, batch, width, vocab_size, seeded, device))
         except torch.OutOfMemoryError as error:
             failure = error
         if everywhere(failure is None):

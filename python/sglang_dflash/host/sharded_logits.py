@@ -56,10 +56,10 @@ class ShardedLogits:
     SGLang's own worker spares that, too, but only for targets with a logit cap.
     """
 
-    def __init__(self, processor: LogitsProcessor, lm_head: Any) -> None:
+    def __init__(self, processor: LogitsProcessor, lm_head: Any, kernels: ops.Kernels) -> None:
         """Changes `processor`: its verify forwards no longer gather. To be called before graphs are captured."""
         shard = lm_head.shard_indices
-        self._group = get_parallel().tp_group
+        self._group, self._kernels = get_parallel().tp_group, kernels
         self._vocab_size = processor.vocab_size
         self.span = shard.num_org_elements  # the rest of a shard's columns is padding
         self._width = lm_head.weight.shape[0]
@@ -81,7 +81,7 @@ class ShardedLogits:
         processor._get_logits = get_logits
 
     @classmethod
-    def of(cls, target_model: Any, lm_head: Any) -> ShardedLogits | None:
+    def of(cls, target_model: Any, lm_head: Any, kernels: ops.Kernels) -> ShardedLogits | None:
         """None if the target's logits are whole on every rank, or gathered in another way than over the ranks of
         `--tp-size`."""
         processors = [module for module in target_model.modules() if isinstance(module, LogitsProcessor)]
@@ -94,12 +94,12 @@ class ShardedLogits:
             and not processor.use_attn_tp_group
             and not processor.do_tensor_parallel_all_gather_dp_attn
         )
-        return cls(processor, lm_head) if plain else None
+        return cls(processor, lm_head, kernels) if plain else None
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """logits: [N, span]. Returns [N] int64, the lowest id of a tie; the same on every rank."""
         own = logits[:, : self.span]
-        ids = ops.row_argmax(own)
+        ids = self._kernels.row_argmax(own)
         return best_of_ranks(self._group, own.gather(1, ids[:, None])[:, 0], ids + self._first_id)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ class SharedPlan:
         """
         self._policy = policy if group.rank_in_group == 0 else None
         self._most_rows, self._group = most_rows, group
+        self._kernels = ops.choose_kernels("cpu").plans
         self.counts = PlanCounts() if self._policy is None else policy.counts
         self.copying = None if self._policy is None else policy.copying
         self._batch, self._drafting = 0, NOTHING
@@ -70,7 +71,7 @@ class SharedPlan:
             return rows
         parents, depths, ranks, counts = sent
         trees = ops.Trees(parents, depths, ranks, torch.ones(ranks.shape))
-        return ops.take_rows(trees, proposed, counts[:, 0].tolist(), self._batch)
+        return self._kernels.take_rows(trees, proposed, counts[:, 0].tolist(), self._batch)
 
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
         if self._policy is not None:

@@ -69,7 +69,7 @@ def special_ids(target_worker: Any) -> list[int]:
     ends = sorted(target_worker.model_runner.model_config.hf_eos_token_id or ())
     if tokenizer is None:  # --skip-tokenizer-init
         return ends
-    added = getattr(tokenizer, "get_added_vocab", dict)()  # the host's tiktoken class has none
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()  # the host's tiktoken class has none
     special = [one for one in getattr(tokenizer, "all_special_ids", ()) if one is not None]
     return [*ends, *special, *sorted(added.values())]
 

@@ -42,10 +42,10 @@ def warning() -> str:
 
 
 def accept(target_ids: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
-    """Replaces `ops.accept_chain`: the host draws one commit_len for all requests. Both forwards still run.
+    """Replaces `reference.accept_chain`: the host draws one commit_len for all requests. Both forwards still run.
 
     Args:
-        target_ids, ids: [B, W] int64, as in `ops.accept_chain`.
+        target_ids, ids: [B, W] int64, as in `reference.accept_chain`.
     """
     accept_lens = ids.new_empty(len(ids), dtype=torch.int32)
     simulated = GreedyAcceptance(torch.empty_like(ids), accept_lens.clone(), ids.new_empty(len(ids)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_dflash.host.hooking import AROUND, hook
+from sglang_dflash.host.protocols import ForwardBatch
 from sglang_dflash.ops import PlannedRows
 
 
@@ -15,8 +16,14 @@ def trees_of(batch: Any) -> PlannedRows | None:
     return getattr(batch.spec_info, "trees", None)
 
 
+@hook(
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions",
+    AROUND,
+    why="MRoPE positions are read as [requests, rows], equally many for each",
+    until="SGLang reads the rows of each request",
+)
 def positions_of_sections(
-    original: Any, forward_batch: Any, runner: Any, batch: Any, seq_positions: torch.Tensor | None = None
+    original: Any, forward_batch: ForwardBatch, runner: Any, batch: Any, seq_positions: torch.Tensor | None = None
 ) -> None:
     """The positions of time, height and width (MRoPE). The host reads [B, W] positions."""
     trees = trees_of(batch)
@@ -29,22 +36,23 @@ def positions_of_sections(
     forward_batch.mrope_positions = positions[None].repeat(3, 1)
 
 
-def lora_token_counts(original: Any, forward_batch: Any) -> tuple[int, int]:
+@hook(
+    "sglang.srt.lora.utils.get_batch_token_counts",
+    AROUND,
+    why="adapters are laid out for equally many rows of each request",
+    until="SGLang reads the rows of each request",
+)
+def lora_token_counts(original: Any, forward_batch: ForwardBatch) -> tuple[int, int]:
     trees = trees_of(forward_batch) if forward_batch.forward_mode.is_target_verify() else None
     return original(forward_batch) if trees is None else (sum(trees.lens), max(trees.lens))
 
 
-def lora_lens(original: Any, forward_batch: Any, device: Any = None) -> torch.Tensor:
+@hook(
+    "sglang.srt.lora.utils.generate_sequence_lengths",
+    AROUND,
+    why="adapters are laid out for equally many rows of each request",
+    until="SGLang reads the rows of each request",
+)
+def lora_lens(original: Any, forward_batch: ForwardBatch, device: Any = None) -> torch.Tensor:
     trees = trees_of(forward_batch) if forward_batch.forward_mode.is_target_verify() else None
     return original(forward_batch, device) if trees is None else torch.tensor(trees.lens, dtype=torch.int32)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions": (
-        positions_of_sections,
-        HookType.AROUND,
-    ),
-    "sglang.srt.lora.utils.get_batch_token_counts": (lora_token_counts, HookType.AROUND),
-    "sglang.srt.lora.utils.generate_sequence_lengths": (lora_lens, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied). They go when the host reads the rows of each request."""

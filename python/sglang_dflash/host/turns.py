@@ -15,8 +15,8 @@ from typing import Any
 
 import zmq
 from sglang.srt.managers.scheduler import GenerationBatchResult
-from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.penalties import stop_ids
 
 VARIABLE = "SGLANG_DFLASH_TURN_MS"
@@ -147,6 +147,13 @@ def _stop_ids(req: Any) -> set[int]:
     return known
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    "._resolve_spec_v2_tokens",
+    AROUND,
+    why="a result counts as one step",
+    until="stays",
+)
 def resolve_step_by_step(original: Any, processor: Any, result: Any, batch: Any) -> list[list[int]]:
     """Counts a turn's steps one by one: verify steps, accepted drafts and histograms of each request and of the server.
 
@@ -171,6 +178,12 @@ def resolve_step_by_step(original: Any, processor: Any, result: Any, batch: Any)
     return runs
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler.event_loop_normal",
+    AROUND,
+    why="the worker must see that a message waits, to end its turn",
+    until="stays",
+)
 def watch_messages(original: Any, scheduler: Any) -> Any:
     """Shows our worker when a message has arrived for the scheduler. Only this event loop, without overlap, has a use
     for several steps a turn: under overlap, the scheduler works beside the forward."""
@@ -180,11 +193,3 @@ def watch_messages(original: Any, scheduler: Any) -> Any:
     if take_turns is not None and all(isinstance(each, zmq.Socket) for each in sockets):
         take_turns(lambda: any(each.get(zmq.EVENTS) & zmq.POLLIN for each in sockets))
     return original(scheduler)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.managers.scheduler.Scheduler.event_loop_normal": (watch_messages, HookType.AROUND),
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-    "._resolve_spec_v2_tokens": (resolve_step_by_step, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

@@ -7,16 +7,11 @@ from typing import Any
 
 from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_spec
 from transformers import PretrainedConfig
 
 from sglang_dflash.core.draft_config import ARCHITECTURES
-
-SELECT_RUNNERS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._select_runners"
-UPDATE_FROM_DISK = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk"
-)
+from sglang_dflash.host.hooking import AROUND, hook
 
 
 class WatchedRunner:
@@ -60,6 +55,13 @@ class _Bystander:
         return lambda *args, **kwargs: (True, "The target's weights are updated; the draft keeps its own.")
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._select_runners",
+    AROUND,
+    why='the default "all" would load the target\'s tensors into the draft too, under the same names; the '
+    "draft's short head copies rows of the target's",
+    until="updates name their model",
+)
 def _select_runners(original: Any, manager: Any, selector: str = "all") -> list[tuple[str, Any]]:
     """Selects the models that an update changes.
 
@@ -80,6 +82,12 @@ def _select_runners(original: Any, manager: Any, selector: str = "all") -> list[
     return [(role, runner if role == "target" else _Bystander(runner)) for role, runner in runners]
 
 
+@hook(
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
+    AROUND,
+    why="a draft's folder would fill the target's first layers; an unknown `load_format` would end the scheduler",
+    until="updates name their model",
+)
 def _update_from_disk(original: Any, manager: Any, request: Any) -> Any:
     """Refuses a draft's folder: updates from disk are for the target, and a draft would fill its first layers.
 
@@ -105,10 +113,3 @@ def _holds_draft(path: str) -> bool:
     except (OSError, ValueError):
         return False  # the host reports what is wrong with it
     return config.get("architectures") in [[architecture] for architecture in ARCHITECTURES]
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    SELECT_RUNNERS: (_select_runners, HookType.AROUND),
-    UPDATE_FROM_DISK: (_update_from_disk, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

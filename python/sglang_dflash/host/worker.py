@@ -12,7 +12,7 @@ import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, mamba_track_grid
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -21,19 +21,21 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
-from sglang_dflash.host import fixed_trees, page_tables, simulated, widths
+from sglang_dflash.host import fixed_trees, page_tables, widths
+from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.arguments import read_draft_config, trained_mask_embedding
 from sglang_dflash.host.capture import lm_head_of
 from sglang_dflash.host.cpu.direct import DirectForward
-from sglang_dflash.host.draft_input import DraftInput, known_kv_lens, upload
+from sglang_dflash.host.draft_input import DraftInput, bounded_kv_lens, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.fixed_trees import FixedTreeStep
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 from sglang_dflash.host.plan_report import PlanReport
 from sglang_dflash.host.plan_stream import PlanStream
 from sglang_dflash.host.planned_step import PlannedStep, TreeVerifyInput
+from sglang_dflash.host.protocols import ForwardBatch, ModelRunner, ScheduleBatch
 from sglang_dflash.host.recurrent_state import RecurrentState
-from sglang_dflash.host.sampling import RowSampler, follow
+from sglang_dflash.host.sampling import RowSampler
 from sglang_dflash.host.sampling_memory import measure_sampling
 from sglang_dflash.host.sharded_logits import ShardedLogits
 from sglang_dflash.host.short_head import special_ids
@@ -53,28 +55,28 @@ class DFlashWorker(BaseSpecWorker):
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         super().__init__()
         self._target_worker = target_worker
-        self._target = target_worker.model_runner
+        self._target: ModelRunner = target_worker.model_runner
         self.device = target_worker.device
         self.block_size, tree_rows = fixed_trees.block_size(), widths.tree_rows()
         self._verified_rows = tree_rows or self.block_size  # of a request, at most
         self.speculative_num_draft_tokens = self._verified_rows  # the scheduler reads it
         cfg = resolving_view(server_args)
         draft_config = read_draft_config(cfg)
-        self._mask_token_id = draft_config.mask_token_id
+        assert draft_config.mask_token_id is not None  # resolved by `read_draft_config`
+        self._mask_token_id: int = draft_config.mask_token_id
         self._tp_sync = SpecTpSync(get_parallel().tp_group)
+        self._kernels = ops.choose_kernels(self.device, self._target.dtype)
         self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
         self._draft.use_mask_embedding(trained_mask_embedding(cfg, draft_config))
         vocab_size = self._target.model_config.vocab_size
         lm_head = lm_head_of(self._target.model)
         self._draft.shorten_head(lm_head, vocab_size, special_ids(target_worker))
-        self._sampler = RowSampler(self._target, self._verified_rows)
+        self._sampler = RowSampler(self._target, self._verified_rows, self._kernels)
         self._hidden_states = ReturnedHiddenStates(self._target.model)
         self._recurrent_state = RecurrentState.of(target_worker)
-        self._sharded_logits = ShardedLogits.of(self._target.model, unwrap_lora_layer(lm_head))
-        self._rows = ops.choose_rows(self.device, self._target.dtype)
-        self._accept_chain = simulated.accept if simulated.simulates() else ops.accept_chain
-        # One op for argmax and acceptance, unless ranks synchronise or acceptance is simulated between them.
-        self._fuses_acceptance = get_parallel().tp_size == 1 and not simulated.simulates()
+        self._sharded_logits = ShardedLogits.of(self._target.model, unwrap_lora_layer(lm_head), self._kernels)
+        one_rank = get_parallel().tp_size == 1
+        self._acceptor = Acceptor(self._sampler, self._kernels, self._tp_sync, self._sharded_logits, one_rank)
         self._plan_stream: PlanStream | None = None
         self._turns: Turns | None = None
         self._direct: DirectForward | None = None
@@ -182,7 +184,11 @@ class DFlashWorker(BaseSpecWorker):
     # A step.
 
     def forward_batch_generation(
-        self, batch: Any, on_publish: Publish = None, grammar_barrier: Any = None, pp_proxy_tensors: Any = None
+        self,
+        batch: ScheduleBatch,
+        on_publish: Publish = None,
+        grammar_barrier: Any = None,
+        pp_proxy_tensors: Any = None,
     ) -> GenerationBatchResult:
         """One prefill or decode step of a `ScheduleBatch`.
 
@@ -198,8 +204,8 @@ class DFlashWorker(BaseSpecWorker):
             self._planned.interrupt()
         return self._idle(on_publish) if batch.forward_mode.is_idle() else self._prefill(batch, on_publish)
 
-    def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
-        self._sampler.prefill(batch)
+    def _prefill(self, batch: ScheduleBatch, on_publish: Publish) -> GenerationBatchResult:
+        group = self._sampler.prefill(batch)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
@@ -210,7 +216,7 @@ class DFlashWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        self._sampler.prefilled(batch, result.next_token_ids)
+        self._sampler.commit_first(batch, group, result.next_token_ids)
         # Within this call: once prefill returns, another request may hit these tokens in the radix tree.
         positions = upload(ops.extend_positions(batch.prefix_lens, batch.extend_lens), self.device)
         self._draft.write_context(result.logits_output.hidden_states, positions, self._draft.slots_of(kv_plan))
@@ -219,14 +225,14 @@ class DFlashWorker(BaseSpecWorker):
         result.next_draft_input = DraftInput.create(result.next_token_ids, batch.seq_lens)
         return result
 
-    def _take_turn(self, turn: Turn, batch: Any) -> GenerationBatchResult:
+    def _take_turn(self, turn: Turn, batch: ScheduleBatch) -> GenerationBatchResult:
         while turn.goes_on(self._decode(batch, None, None)):
             pass
         if self._planned is not None and turn.steps > 1:
             self._planned.interrupt()  # what comes until the next turn is no part of a step
         return turn.result()
 
-    def _decode(self, batch: Any, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
+    def _decode(self, batch: ScheduleBatch, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())  # allocated on the schedule stream
         if self._planned is not None:
@@ -239,30 +245,32 @@ class DFlashWorker(BaseSpecWorker):
         if self._draft.short_head is not None:
             self._draft.short_head.see_answers(batch.reqs)
         out = target.logits_output
-        accepted = self._accept(plan, batch, out, grammar_tree, grammar_barrier)
-        self._sampler.commit(batch, accepted.out_ids, accepted.commit_lens)
+        accepted, group = self._acceptor.accept(plan, batch, out, grammar_tree, grammar_barrier)
+        tree = accepted if isinstance(accepted, ops.TreeAcceptance) else None
+        assert (tree is None) == (self._planned is None), accepted
+        self._sampler.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         if self._recurrent_state is not None:
             self._recurrent_state.commit(batch, accepted.commit_lens, accepted.out_ids.shape[1])
         prefix_lens = batch.seq_lens + accepted.commit_lens
-        if self._planned is None:
+        if self._planned is None or tree is None:
             committed = out.hidden_states, plan.positions, self._draft.slots_of(kv_plan)
         else:
-            committed = self._planned.commit(batch, plan, accepted, out.hidden_states)
+            committed = self._planned.commit(batch, plan, tree, out.hidden_states)
         if on_publish is not None:
             on_publish(prefix_lens)
-        if plan.width == 1:  # nothing was drafted, and perhaps nothing will be for a while
+        if plan.verify_width == 1:  # nothing was drafted, and perhaps nothing will be for a while
             self._draft.defer_context([req.rid for req in batch.reqs], *committed)
         else:
             self._draft.write_context(*committed)
-        self._hidden_states.put(batch, out, path=None if self._planned is None else accepted.path)
-        if self._planned is not None:
-            self._planned.end(accepted)
+        self._hidden_states.put(batch, out, path=None if tree is None else tree.path)
+        if self._planned is not None and tree is not None:
+            self._planned.end(tree)
         return GenerationBatchResult(
             logits_output=out,
             next_token_ids=accepted.out_ids.flatten(),
             accept_lens=accepted.commit_lens,
             speculative_num_draft_tokens=accepted.out_ids.shape[1],
-            cap_lens=None if self._planned is None else self._planned.row_counts(plan, accepted),
+            cap_lens=None if self._planned is None or tree is None else self._planned.row_counts(plan, tree),
             next_draft_input=DraftInput.create(accepted.bonus_ids, prefix_lens),
             new_seq_lens=prefix_lens,
             can_run_cuda_graph=target.can_run_cuda_graph,
@@ -270,7 +278,7 @@ class DFlashWorker(BaseSpecWorker):
             indexer_topk_output=target.indexer_topk_output,
         )
 
-    def _propose(self, batch: Any) -> tuple[VerifyPlan, Any, ForwardBatch | None]:
+    def _propose(self, batch: ScheduleBatch) -> tuple[VerifyPlan, Any, ForwardBatch | None]:
         """A whole block for every request: the rows to verify, the host's KV plan and, with a plan stream, the forward
         batch."""
         requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
@@ -283,53 +291,28 @@ class DFlashWorker(BaseSpecWorker):
         plan, forward_batch = self._plan(block, draft_ids, batch, kv_plan)
         return plan, kv_plan, forward_batch
 
-    def _accept(
-        self, plan: VerifyPlan, batch: Any, target_out: Any, grammar_tree: Any, grammar_barrier: Any
-    ) -> ops.GreedyAcceptance | ops.TreeAcceptance:
-        plain, trees = self._sampler.plain(batch), plan.trees
-        logits = target_out.next_token_logits
-        if self._fuses_acceptance and plain:
-            if trees is None:
-                return self._rows.accept_greedy(logits.view(plan.batch, plan.width, -1), plan.chains())
-            if plan.width > 1:
-                return ops.accept_tree_greedy(logits, plan.ids, trees.parents, trees.row_starts, trees.length)
-        if self._sharded_logits is not None and plain:
-            target_ids = self._sharded_logits.argmax(logits)
-            target_out.next_token_logits = None  # a shard must not pass for logits
-        else:
-            if self._sharded_logits is not None:
-                target_out.next_token_logits = self._sharded_logits.gather(logits)
-            target_ids = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
-        target_ids = self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
-        if trees is not None:
-            rows = plan.ids, trees.parents, trees.row_starts, trees.length
-            accepted = ops.accept_tree(target_ids, *rows) if plan.width > 1 else ops.accept_anchors(target_ids)
-            follow(target_out, accepted.path)
-            return accepted
-        if target_out.next_token_logprobs is not None:
-            target_out.next_token_logprobs = target_out.next_token_logprobs.view(plan.batch, plan.width)
-        return self._accept_chain(target_ids.view(plan.batch, plan.width), plan.chains())
-
     def _lay_out(
-        self, bonus_ids: torch.Tensor, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor, block_size: int
+        self, bonus_ids: torch.Tensor, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor, drafted_width: int
     ) -> Block:
-        """bonus_ids, prefix_lens, req_pool_indices: [B]."""
+        """A block of `drafted_width` rows for each request. bonus_ids, prefix_lens, req_pool_indices: [B]."""
         table = self._target.req_to_token_pool.req_to_token
-        rows = self._rows.block_layout(bonus_ids, prefix_lens, req_pool_indices, table, block_size, self._mask_token_id)
+        rows = self._kernels.block_layout(
+            bonus_ids, prefix_lens, req_pool_indices, table, drafted_width, self._mask_token_id
+        )
         return Block(*rows, prefix_lens, req_pool_indices)
 
-    def _plan_kv(self, block: Block, batch: Any) -> Any:
+    def _plan_kv(self, block: Block, batch: ScheduleBatch) -> Any:
         """The host's plan of this step's KV ids, shared by draft, verify and commit."""
         return self._target.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=block.prefix_lens,
             seq_lens_cpu=known_kv_lens(batch, 0)[0],
             write_virtual=block.slots.flatten(),
-            read_extent=block.block_size,
+            read_extent=block.drafted_width,
         )
 
     def _plan(
-        self, block: Block, draft_ids: torch.Tensor, batch: Any, kv_plan: Any
+        self, block: Block, draft_ids: torch.Tensor, batch: ScheduleBatch, kv_plan: Any
     ) -> tuple[VerifyPlan, ForwardBatch | None]:
         """The rows to verify; and, with a plan stream, their forward batch, prepared beside the draft's forward.
 
@@ -337,37 +320,35 @@ class DFlashWorker(BaseSpecWorker):
         their places in the same tensor; the graph runner copies ids and positions once more at replay.
         """
         if self._plan_stream is None:
-            return plan_chain(block, draft_ids, block.block_size), None
+            return plan_chain(block, draft_ids), None
         ids, positions, slots = (rows.flatten() for rows in (block.ids, block.positions, block.slots))
-        plan = VerifyPlan(ids, positions, slots, block.block_size)
+        plan = VerifyPlan(ids, positions, slots, block.drafted_width)
         with self._plan_stream.work():
             forward_batch = self._prepare_verify(plan, batch, kv_plan)
         self._plan_stream.join()
         plan.chains()[:, 1:].copy_(draft_ids)
         return plan, forward_batch
 
-    def _prepare_verify(self, plan: VerifyPlan, batch: Any, kv_plan: Any) -> ForwardBatch:
+    def _prepare_verify(self, plan: VerifyPlan, batch: ScheduleBatch, kv_plan: Any) -> ForwardBatch:
         """The target's `ForwardBatch` over the planned rows, and its attention metadata."""
         verify_input = TreeVerifyInput(
             draft_token=plan.ids,
             positions=plan.positions,
-            draft_token_num=plan.width,
+            draft_token_num=plan.verify_width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=kv_plan,
             custom_mask=plan.attention_mask,
             trees=plan.trees if plan.attention_mask is None else None,
         )
         batch.out_cache_loc = plan.slots
-        lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
-        batch.seq_lens_cpu, batch.seq_lens_sum = known_kv_lens(batch, plan.width)
         # Without graphs, the forward prepares the attention metadata itself.
         eager = self.device == "cpu" and self._target.decode_cuda_graph_runner is None
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker, defer_metadata_init=eager)
-        batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum
+        with bounded_kv_lens(batch, plan.verify_width):
+            forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker, defer_metadata_init=eager)
         return forward_batch
 
     def _verify(
-        self, plan: VerifyPlan, forward_batch: ForwardBatch | None, batch: Any, kv_plan: Any
+        self, plan: VerifyPlan, forward_batch: ForwardBatch | None, batch: ScheduleBatch, kv_plan: Any
     ) -> GenerationBatchResult:
         """The target's forward over the planned rows; its result includes the tapped layers' hidden states."""
         if forward_batch is None:

@@ -1,13 +1,11 @@
-"""Torch bodies of the ops of layers with recurrent state, and the choice between them and the native ones."""
+"""Torch and native bodies of the ops of layers with recurrent state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from sglang_dflash.ops import native
 from sglang_dflash.ops import recurrent_reference as reference
 from sglang_dflash.ops.recurrent_reference import StateRows
 
@@ -240,27 +238,3 @@ def native_selective_scan(
         xbc, dt, a, dt_bias, skip, num_groups, states, *rows.fields, scratch_states
     )
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentOps:
-    """The ops of recurrent layers; each has the signature of the function of the same name in `recurrent_reference`."""
-
-    causal_conv: Callable[..., torch.Tensor]
-    delta_gates: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    delta_rule: Callable[..., torch.Tensor]
-    selective_scan: Callable[..., torch.Tensor]
-    gated_rms_norm: Callable[..., torch.Tensor]
-
-
-TORCH_RECURRENT = RecurrentOps(causal_conv, reference.delta_gates, delta_rule, selective_scan, reference.gated_rms_norm)
-
-
-def choose_recurrent(device: torch.device | str, *dtypes: torch.dtype) -> RecurrentOps:
-    """The ops of recurrent layers for tensors of these dtypes, those of the states included, on this device."""
-    if not native.serves(device, *dtypes):
-        return TORCH_RECURRENT
-    compiled = torch.ops.sglang_dflash
-    return RecurrentOps(
-        native_causal_conv, compiled.delta_gates, native_delta_rule, native_selective_scan, compiled.gated_rms_norm
-    )

@@ -56,6 +56,7 @@ class Now:
 def _plant(*arguments: Any) -> None:
     """Wraps what the worker calls; an attribute that is gone ends the server, and with it the test."""
     from sglang_dflash import ops
+    from sglang_dflash.host.acceptance import Acceptor
     from sglang_dflash.host.cpu.recurrent import CpuHybridBackend
     from sglang_dflash.host.draft_runner import DraftRunner
     from sglang_dflash.host.penalties import RequestPenalties
@@ -64,7 +65,7 @@ def _plant(*arguments: Any) -> None:
     from sglang_dflash.host.worker import DFlashWorker
 
     now = Now()
-    DFlashWorker._accept = _one_too_many(DFlashWorker._accept, now)
+    Acceptor.accept = _one_too_many(Acceptor.accept, now)
     RowSampler.commit = _bonus_only(RowSampler.commit)
     DraftRunner.write_context = _write_context(DraftRunner.write_context, now)
     DFlashWorker._decode = _decode(DFlashWorker._decode, now)
@@ -74,15 +75,15 @@ def _plant(*arguments: Any) -> None:
     )
     PlannedStep.propose = _wrong_parents(PlannedStep.propose, now)
     RequestPenalties.apply = _siblings_counted(RequestPenalties.apply, now)
-    ops.exchange_slots = _exchange(ops.exchange_slots, now)
+    ops.choose_kernels = _choose_kernels(ops.choose_kernels, now)
 
 
 def _one_too_many(original: Any, now: Now) -> Any:
-    def accept(worker: Any, plan: Any, batch: Any, target_out: Any, *rest: Any) -> Any:
-        right = original(worker, plan, batch, target_out, *rest)
+    def accept(acceptor: Any, plan: Any, batch: Any, target_out: Any, *rest: Any) -> Any:
+        right, group = original(acceptor, plan, batch, target_out, *rest)
         target_ids, rejected = target_out.next_token_logits.argmax(-1), _rejected(plan, right)
         if rejected is None or not now.strikes(ACCEPT):
-            return right
+            return right, group
         wrong = type(right)(*(field.clone() for field in right))
         request, row = rejected
         commit_len = int(right.commit_lens[request])
@@ -91,7 +92,7 @@ def _one_too_many(original: Any, now: Now) -> Any:
         wrong.commit_lens[request] += 1
         if plan.trees is not None:
             wrong.path[request, commit_len] = row
-        return wrong
+        return wrong, group
 
     return accept
 
@@ -113,10 +114,10 @@ def _rejected(plan: Any, right: Any) -> tuple[int, int] | None:
 def _bonus_only(original: Any) -> Any:
     """Penalties never hear of accepted drafts, only of the target's own token behind them."""
 
-    def commit(self: Any, batch: Any, ids: torch.Tensor, lens: torch.Tensor) -> None:
+    def commit(self: Any, batch: Any, group: Any, ids: torch.Tensor, lens: torch.Tensor) -> None:
         if active() == PENALTY and ids.shape[1] > 1:
             ids, lens = ids.gather(1, lens.long()[:, None] - 1), torch.ones_like(lens)
-        original(self, batch, ids, lens)
+        original(self, batch, group, ids, lens)
 
     return commit
 
@@ -214,6 +215,15 @@ def _siblings_counted(original: Any, now: Now) -> Any:
         original(self, group, logits, plan)
 
     return apply
+
+
+def _choose_kernels(original: Any, now: Now) -> Any:
+    def choose(*arguments: Any) -> Any:
+        kernels = original(*arguments)
+        plans = replace(kernels.plans, exchange_slots=_exchange(kernels.plans.exchange_slots, now))
+        return replace(kernels, plans=plans)
+
+    return choose
 
 
 def _exchange(original: Any, now: Now) -> Any:

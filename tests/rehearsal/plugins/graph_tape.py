@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,22 @@ def _take_the_bodies_of_cuda() -> None:
     from sglang_dflash import ops
     from sglang_dflash.ops import fixed_trees
 
-    def accept_tree_greedy(logits: Any, ids: Any, *rows: Any) -> Any:
-        return fixed_trees.accept_tree(ops.row_argmax(logits[: len(ids)]), ids, *rows)
+    choose = ops.choose_kernels
 
-    ops.top_log_probs, ops.accept_tree = fixed_trees.top_log_probs, fixed_trees.accept_tree
-    ops.accept_tree_greedy = accept_tree_greedy
+    def choose_kernels(*arguments: Any) -> ops.Kernels:
+        kernels = choose(*arguments)
+
+        def accept_tree_greedy(logits: Any, ids: Any, *rows: Any) -> Any:
+            return fixed_trees.accept_tree(kernels.row_argmax(logits[: len(ids)]), ids, *rows)
+
+        return replace(
+            kernels,
+            top_log_probs=fixed_trees.top_log_probs,
+            accept_tree=fixed_trees.accept_tree,
+            accept_tree_greedy=accept_tree_greedy,
+        )
+
+    ops.choose_kernels = choose_kernels
 
 
 def _rehearse_plan_stream() -> None:

@@ -31,7 +31,7 @@ class CpuAttentionBackend(AttentionBackend):
             mla.absorb_always()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self._attention = ops.choose_attention("cpu", model_runner.dtype, self.token_to_kv_pool.dtype)
+        self._attention = ops.choose_kernels("cpu", model_runner.dtype, self.token_to_kv_pool.dtype).attention
         if get_exec().deterministic.enable_deterministic_inference:
             self._attention = ops.INVARIANT_ATTENTION
             head_dims = (model_runner.model_config.head_dim, model_runner.model_config.v_head_dim)

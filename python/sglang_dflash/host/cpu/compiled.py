@@ -16,12 +16,12 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.dflash import DFlashGroupedConv
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
 
 from sglang_dflash.host.cpu.attention import CpuAttentionBackend
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 from sglang_dflash.host.cpu.mla import is_latent
+from sglang_dflash.host.hooking import AROUND, hook
 
 logger = logging.getLogger(__name__)
 VARIABLE = "SGLANG_DFLASH_COMPILE"
@@ -49,6 +49,12 @@ def check() -> None:
         raise SystemExit(f"{VARIABLE} is {asked!r}; allowed: 0 (never), 1 (wherever a model can be traced), or unset.")
 
 
+@hook(
+    "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs",
+    AROUND,
+    why="captures nothing on a plain CPU, so each step runs the Python of all modules",
+    until="SGLang captures forwards on a CPU",
+)
 def capture_forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """Captures and compiles a CPU's forwards at the point where the host captures graphs on an accelerator.
 
@@ -168,9 +174,3 @@ def _install_draft(runner: Any) -> Any:
 
     module.forward = forward
     return captured
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs": (capture_forward, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

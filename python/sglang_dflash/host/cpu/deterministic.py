@@ -13,12 +13,12 @@ from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec
 
 from sglang_dflash import ops
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 from sglang_dflash.host.cpu.mla import is_latent
+from sglang_dflash.host.hooking import AROUND, REPLACE, hook
 
 # A flag with its own kernels, which are not shown to be batch-invariant here -> its value that asks for nothing.
 UNSERVED: dict[str, Any] = {
@@ -40,6 +40,12 @@ def install() -> None:
     register_resolution_hook("handle_deterministic_inference")(_check_arguments)
 
 
+@hook(
+    "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
+    REPLACE,
+    why="registers Triton kernels for an accelerator",
+    until="SGLang has CPU kernels for it",
+)
 def use_batch_invariant_kernels(runner: Any) -> None:
     """Installs our batch-invariant kernels. The host's are Triton kernels, registered for an accelerator.
 
@@ -59,22 +65,27 @@ def use_batch_invariant_kernels(runner: Any) -> None:
             )
 
 
+@hook(
+    "sglang.srt.layers.sampler.murmur_hash32",
+    REPLACE,
+    why="SGLang's CPU body is in the CPU build of `sgl_kernel`",
+    until="SGLang has a torch body",
+)
+def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """See `ops.murmur_hash32`."""
+    return ops.murmur_hash32(seeds, positions, columns)
+
+
+@hook(
+    "sglang.srt.layers.sampler.multinomial_with_seed",
+    AROUND,
+    why="SGLang compiles it: needs a C++ compiler, treats a batch of one apart",
+    until="SGLang leaves it eager",
+)
 def sample_uncompiled(original: Any, *args: Any, **options: Any) -> torch.Tensor:
     """The host compiles its seeded sampling, which needs a C++ compiler and treats a batch of one differently."""
     with torch.compiler.set_stance("force_eager"):
         return original(*args, **options)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode": (
-        use_batch_invariant_kernels,
-        HookType.REPLACE,
-    ),
-    # The host's CPU implementation is only in the CPU build of `sgl_kernel`.
-    "sglang.srt.layers.sampler.murmur_hash32": (ops.murmur_hash32, HookType.REPLACE),
-    "sglang.srt.layers.sampler.multinomial_with_seed": (sample_uncompiled, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied); see `hooks.install` and `hooks.require_hooks`."""
 
 
 def _check_arguments(server_args: Any, previous: Any) -> None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dflash import ops
+from sglang_dflash.host.hooking import REPLACE, hook
 
 
+@hook(
+    "sglang.srt.models.dflash.DFlashGroupedConv._convolve",
+    REPLACE,
+    why="compiled by inductor: needs a C++ compiler, and compiles anew at another width",
+    until="SGLang leaves it eager",
+)
 def convolve(conv: Any, hidden: torch.Tensor, delta: torch.Tensor, side: int) -> torch.Tensor:
     """The host's needs a C++ compiler, and compiles anew while it serves when the width of the steps changes.
 
@@ -19,9 +25,3 @@ def convolve(conv: Any, hidden: torch.Tensor, delta: torch.Tensor, side: int) ->
         side: 0 before the sublayer, 1 behind it.
     """
     return ops.grouped_conv(hidden, delta, conv.base_kernel[side], conv.block_size)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.models.dflash.DFlashGroupedConv._convolve": (convolve, HookType.REPLACE),
-}
-"""Hook target -> (our function, how it is applied)."""

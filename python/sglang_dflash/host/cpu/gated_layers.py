@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookType
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from sglang_dflash import ops
+from sglang_dflash.host.hooking import AROUND, REPLACE, hook
 
 
+@hook(
+    "sglang.kernels.ops.attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous",
+    REPLACE,
+    why="Triton only",
+    until="SGLang has a torch body",
+)
 def split_projections(
     qkvz: torch.Tensor, ba: torch.Tensor, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -29,6 +35,12 @@ def split_projections(
     return qkv, z.unflatten(-1, (num_v_heads, v_dim)), b, a
 
 
+@hook(
+    "sglang.kernels.ops.attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat",
+    REPLACE,
+    why="Triton only",
+    until="SGLang has a torch body",
+)
 def split_grouped_projections(
     qkvz: torch.Tensor, ba: torch.Tensor, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,6 +52,12 @@ def split_grouped_projections(
     return qkv, z.reshape(-1, num_v_heads, v_dim), b.flatten(1), a.flatten(1)
 
 
+@hook(
+    "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+    REPLACE,
+    why="Triton only",
+    until="SGLang has a torch body",
+)
 def add_shared_expert(
     hidden: torch.Tensor, gate_weight: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor
 ) -> None:
@@ -52,6 +70,12 @@ def add_shared_expert(
     routed += (hidden @ gate_weight[:, None]).sigmoid() * shared
 
 
+@hook(
+    "sglang.kernels.ops.elementwise.elementwise.fused_sigmoid_mul",
+    REPLACE,
+    why="Triton only",
+    until="SGLang has a torch body",
+)
 def gate_attention(
     attn_output: torch.Tensor, gate: torch.Tensor, inplace: bool = False, quant: bool = False
 ) -> torch.Tensor:
@@ -61,6 +85,18 @@ def gate_attention(
     return attn_output * gate.flatten(1).sigmoid()
 
 
+@hook(
+    "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward",
+    AROUND,
+    why="Triton only",
+    until="SGLang has a torch body",
+)
+@hook(
+    "sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward",
+    AROUND,
+    why="Triton only",
+    until="SGLang has a torch body",
+)
 def gated_norm(original: Any, norm: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
     """Serves the forms that Qwen's models and Kimi-Linear use: no groups, SiLU or a sigmoid behind the norm."""
     group, behind = getattr(norm, "group_size", None), getattr(norm, "norm_before_gate", True)
@@ -72,8 +108,9 @@ def gated_norm(original: Any, norm: Any, x: torch.Tensor, z: torch.Tensor | None
     silu = norm.activation != "sigmoid"
     z = z.reshape(x.shape)  # Kimi's rows have a dimension of 1 before them
     if get_proxy_mode() is not None:  # in a captured forward, inductor fuses it
-        return ops.TORCH_RECURRENT.gated_rms_norm(x, z, norm.weight, norm.eps, silu)
-    return ops.choose_recurrent("cpu", x.dtype, norm.weight.dtype).gated_rms_norm(x, z, norm.weight, norm.eps, silu)
+        return ops.TORCH_KERNELS.gated_rms_norm(x, z, norm.weight, norm.eps, silu)
+    kernels = ops.choose_kernels("cpu", x.dtype, norm.weight.dtype)
+    return kernels.gated_rms_norm(x, z, norm.weight, norm.eps, silu)
 
 
 class _DeviceModule:
@@ -89,6 +126,12 @@ class _DeviceModule:
         return getattr(self._module, name)
 
 
+@hook(
+    "sglang.srt.model_loader.loader._initialize_model",
+    AROUND,
+    why="Qwen3-Next asks torch for a CUDA device while it is made",
+    until="SGLang asks its platform",
+)
 def initialize_on_cpu(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Models of Qwen3-Next put a norm's weight on torch's default accelerator, whatever the server's device is."""
     device_module = torch.get_device_module
@@ -97,26 +140,8 @@ def initialize_on_cpu(original: Any, *args: Any, **kwargs: Any) -> Any:
         module = device_module(device)
         return _DeviceModule(module) if device is None else module
 
-    torch.get_device_module = get_device_module
+    torch.get_device_module = get_device_module  # type: ignore[assignment]
     try:
         return original(*args, **kwargs)
     finally:
         torch.get_device_module = device_module
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.kernels.ops.attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat": (
-        split_grouped_projections,
-        HookType.REPLACE,
-    ),
-    "sglang.kernels.ops.attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous": (
-        split_projections,
-        HookType.REPLACE,
-    ),
-    "sglang.kernels.ops.elementwise.elementwise.fused_sigmoid_mul": (gate_attention, HookType.REPLACE),
-    "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add": (add_shared_expert, HookType.REPLACE),
-    "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward": (gated_norm, HookType.AROUND),
-    "sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward": (gated_norm, HookType.AROUND),
-    "sglang.srt.model_loader.loader._initialize_model": (initialize_on_cpu, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

@@ -5,6 +5,7 @@ On a plain CPU the host has only torch implementations of them.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from sglang_dflash import ops
 
 ROTARY = (RotaryEmbedding, Llama3RotaryEmbedding, YaRNScalingRotaryEmbedding)  # they differ only in their tables
+
+
+@cache
+def _kernels() -> ops.Kernels:
+    """The native ops. Each forward asks first whether they take its tensors, as the host's layers have any dtype."""
+    return ops.choose_kernels("cpu", *ops.NATIVE_DTYPES)
 
 
 def install() -> None:
@@ -72,8 +79,8 @@ def _usual(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, addition: 
 
 def _normed(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> Any:
     if residual is None:
-        return torch.ops.sglang_dflash.rms_norm(x, weight, eps)
-    return torch.ops.sglang_dflash.add_rms_norm(x, residual, weight, eps)
+        return _kernels().rms_norm(x, weight, eps)
+    return _kernels().add_rms_norm(x, residual, weight, eps)
 
 
 def gemma4_rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +88,7 @@ def gemma4_rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     if get_proxy_mode() is not None or not ops.serves(x.device, x.dtype, norm.weight.dtype):
         return norm.forward_native(x)
     weight = norm.weight.float() + norm.scale_shift if norm.scale_shift else norm.weight
-    out: torch.Tensor = torch.ops.sglang_dflash.rms_norm(x, weight, norm.eps)
+    out: torch.Tensor = _kernels().rms_norm(x, weight, norm.eps)
     return out
 
 
@@ -91,7 +98,7 @@ def gated_group_norm(norm: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Te
     if shared or not norm.use_rms_norm or not ops.serves(x.device, x.dtype, gate.dtype, norm.weight.dtype):
         return norm.forward_native(x, gate)
     in_groups = (part.unflatten(-1, (groups, -1)) for part in (x, gate, norm.weight))
-    out: torch.Tensor = torch.ops.sglang_dflash.gated_rms_norm(*in_groups, norm.variance_epsilon, True, True)
+    out: torch.Tensor = _kernels().gated_rms_norm(*in_groups, norm.variance_epsilon, True, True)
     return out.flatten(1)
 
 
@@ -127,5 +134,5 @@ def rotate(
     assert fused_set_kv_buffer_arg is None, "no host path on the CPU fuses the KV write"
     for x in (query, key):
         heads = x.unflatten(-1, (-1, rotary.head_size))
-        torch.ops.sglang_dflash.norm_rope_(heads, None, 0.0, positions.flatten(), rotary.cos_sin_cache)
+        _kernels().norm_rope_(heads, None, 0.0, positions.flatten(), rotary.cos_sin_cache)
     return query, key

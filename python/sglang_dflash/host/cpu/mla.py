@@ -11,9 +11,9 @@ from typing import Any
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
+from sglang_dflash.host.hooking import AROUND, hook
 
 
 def install() -> None:
@@ -55,6 +55,12 @@ def _check_target(server_args: Any, previous: Any) -> None:
     previous(server_args)
 
 
+@hook(
+    "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
+    AROUND,
+    why="knows DeepSeek's YaRN only, and asserts scaled positions",
+    until="SGLang builds plain ones, too",
+)
 def rotary_of(
     original: Any,
     head_size: int,
@@ -71,9 +77,3 @@ def rotary_of(
     make = original if rope_scaling is not None else get_rope
     options = rest if rope_scaling is not None else rest[:2]  # without the device
     return make(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *options)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu": (rotary_of, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

@@ -18,10 +18,10 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.fp8_utils import input_to_float8
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dflash.core.packed_weights import Packing, dense_weights, read_packing
 from sglang_dflash.host.cpu.mla import is_latent
+from sglang_dflash.host.hooking import AROUND, hook
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,12 @@ def _described(hf_config: Any) -> Mapping[str, Any] | None:
     return None
 
 
+@hook(
+    "sglang.srt.configs.model_config.ModelConfig._verify_quantization",
+    AROUND,
+    why="a checkpoint that we make dense passes for a plain one",
+    until="SGLang has CPU kernels without AMX",
+)
 def _verify_quantization(original: Any, model_config: Any) -> None:
     """Has the host take a checkpoint that we make dense for a plain one.
 
@@ -71,6 +77,12 @@ def _verify_quantization(original: Any, model_config: Any) -> None:
     model_config.quantization = None
 
 
+@hook(
+    "sglang.srt.model_loader.loader.DefaultModelLoader._get_all_weights",
+    AROUND,
+    why="would read packed weights as they are",
+    until="SGLang has CPU kernels without AMX",
+)
 def _load_dense(original: Any, loader: Any, model_config: Any, model: Any) -> Any:
     """The weights of a model, dense."""
     weights = original(loader, model_config, model)
@@ -114,7 +126,7 @@ class RoundedToFp8(Fp8Config):
 class RoundedLinearMethod(UnquantizedLinearMethod):
     """A plain linear layer whose weight is rounded to FP8 after loading."""
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         layer.weight.data = _rounded(layer.weight.data)
         layer._derived_weight_cache_error = NO_UPDATES.format(method="fp8")
         super().process_weights_after_loading(layer)
@@ -127,14 +139,14 @@ WEIGHT_LOADER_V2_SUPPORTED.append(RoundedLinearMethod.__name__)
 class RoundedMoEMethod(UnquantizedFusedMoEMethod):
     """Plain experts whose weights are rounded to FP8 after loading."""
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         for weight in _experts(layer):
             weight.copy_(_rounded(weight))
         layer._derived_weight_cache_error = NO_UPDATES.format(method="fp8")
         super().process_weights_after_loading(layer)
 
 
-def _experts(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
+def _experts(layer: Any) -> Iterator[torch.Tensor]:
     """The weight [out, in] of each expert; `w13_weight` stacks two projections, which get one scale."""
     for stacked in (layer.w13_weight.data, layer.w2_weight.data):
         yield from stacked
@@ -203,10 +215,3 @@ def _check_target(server_args: Any, previous: Any) -> None:
     except ValueError as error:
         raise SystemExit(f"The server cannot start: {error}") from None
     previous(server_args)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.configs.model_config.ModelConfig._verify_quantization": (_verify_quantization, HookType.AROUND),
-    "sglang.srt.model_loader.loader.DefaultModelLoader._get_all_weights": (_load_dense, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

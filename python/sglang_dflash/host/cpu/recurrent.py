@@ -15,17 +15,22 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
     MambaAttnBackendBase,
 )
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_server_args
 
 from sglang_dflash import ops
 from sglang_dflash.host.cpu.shims import Unpinned
+from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.tree_verify import trees_of
 from sglang_dflash.ops import StateRows
 
-WRAP_BACKEND = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
 
-
+@hook(
+    "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+    AROUND,
+    why="its recurrent backends launch Triton; ours serve the gated delta rule, in Kimi-Linear with a decay "
+    "for each key dimension, and Mamba-2 in Nemotron-H",
+    until="SGLang asks its platform here",
+)
 def wrap_backend(original: Any, runner: Any, full_attention: Any) -> Any:
     """The host's recurrent backends launch Triton kernels; ours calls our ops."""
     from sglang_dflash.host.recurrent_state import refusal_on_cpu  # imports what hooks replace, so after them
@@ -48,7 +53,7 @@ class CpuStateBackend(MambaAttnBackendBase):
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
-        self._ops = ops.choose_recurrent("cpu", model_runner.dtype, cache.conv[0].dtype, cache.temporal.dtype)
+        self._kernels = ops.choose_kernels("cpu", model_runner.dtype, cache.conv[0].dtype, cache.temporal.dtype)
         self._rows: StateRows
         self._tracked: tuple[torch.Tensor, torch.Tensor] | None = None  # slots to copy after a decode: from, to
 
@@ -91,7 +96,7 @@ class CpuStateBackend(MambaAttnBackendBase):
             snapshot_slots=forward_batch.mamba_track_indices.long(),
         )
 
-    def _states_of(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+    def _states_of(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """The layer's pools, of inputs of the convolution and of states; then the scratch of both, or None."""
         cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)
         if self._rows.scratch is None:
@@ -132,9 +137,9 @@ class CpuGatedDeltaBackend(CpuStateBackend):
             a = a.reshape(len(mixed_qkv), layer.num_v_heads, layer.head_k_dim)
             b = b.reshape(len(mixed_qkv), layer.num_v_heads)
             inputs, windows = inputs.mT, None if windows is None else windows.mT
-        qkv = self._ops.causal_conv(mixed_qkv, layer.conv_weights, layer.bias, inputs, self._rows, windows)
-        gates = self._ops.delta_gates(a, b, layer.A_log, layer.dt_bias)
-        out = self._ops.delta_rule(qkv, *gates, layer.num_k_heads, states, self._rows, scratch)
+        qkv = self._kernels.causal_conv(mixed_qkv, layer.conv_weights, layer.bias, inputs, self._rows, windows)
+        gates = self._kernels.delta_gates(a, b, layer.A_log, layer.dt_bias)
+        out = self._kernels.delta_rule(qkv, *gates, layer.num_k_heads, states, self._rows, scratch)
         self._keep_snapshots(inputs, states)
         if linear_attn_output is None:
             return out[None]
@@ -170,9 +175,9 @@ class CpuMamba2Backend(CpuStateBackend, Mamba2AttnBackend):
         projected, _ = mixer.in_proj(hidden_states)
         widths = [size // ranks for size in (mixer.intermediate_size, mixer.conv_dim, mixer.num_heads)]
         gate, xbc, dt = projected.split(widths, dim=-1)
-        xbc = self._ops.causal_conv(xbc, mixer.conv1d.weight[:, 0], mixer.conv1d.bias, inputs, self._rows, windows)
+        xbc = self._kernels.causal_conv(xbc, mixer.conv1d.weight[:, 0], mixer.conv1d.bias, inputs, self._rows, windows)
         layer = mixer.A, mixer.dt_bias, mixer.D, mixer.n_groups // ranks
-        out = self._ops.selective_scan(xbc, dt, *layer, states, self._rows, scratch)
+        out = self._kernels.selective_scan(xbc, dt, *layer, states, self._rows, scratch)
         self._keep_snapshots(inputs, states)
         out, _ = mixer.out_proj(mixer.norm(out.flatten(1), gate))
         return out
@@ -200,7 +205,7 @@ class CpuHybridBackend(HybridLinearAttnBackend):
         caches = pool.get_speculative_mamba2_params_all_layers()
         slots = self.linear_attn_backend.state_slots[: len(last_correct_step_indices)]
         moves = [(slots, last_correct_step_indices)]
-        if mamba_track_indices is not None:
+        if mamba_track_indices is not None and mamba_steps_to_track is not None:
             moves.append((mamba_track_indices, mamba_steps_to_track))
         pairs = [(caches.temporal, caches.intermediate_ssm)]
         pairs += zip(caches.conv, caches.intermediate_conv_window, strict=True)
@@ -210,6 +215,12 @@ class CpuHybridBackend(HybridLinearAttnBackend):
                 states[:, target[requests].long()] = scratch[:, requests, steps[requests].long()]
 
 
+@hook(
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode",
+    AROUND,
+    why="pins a mask whatever the platform says",
+    until="SGLang asks its platform here",
+)
 def prepare_decode_unpinned(original: Any, batch: Any) -> None:
     """With snapshots of states for the prefix cache, the host pins a mask without asking the platform."""
     if not get_exec().mamba.enable_mamba_extra_buffer:
@@ -219,6 +230,12 @@ def prepare_decode_unpinned(original: Any, batch: Any) -> None:
         original(batch)
 
 
+@hook(
+    "sglang.srt.configs.mamba_utils.mamba2_state_dtype",
+    AROUND,
+    why="keeps inputs of convolutions in bfloat16 under a float32 model",
+    until="SGLang follows the model",
+)
 def keep_inputs_in_model_dtype(original: Any, config: Any = None) -> Any:
     """The host keeps the last inputs of convolutions in bfloat16, whatever the model computes in: in float32, a cached
     prefix would change an answer."""
@@ -226,11 +243,3 @@ def keep_inputs_in_model_dtype(original: Any, config: Any = None) -> Any:
     if envs.SGLANG_MAMBA_CONV_DTYPE.is_set():
         return dtypes
     return replace(dtypes, conv=model_config_of(get_server_args()).dtype)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.configs.mamba_utils.mamba2_state_dtype": (keep_inputs_in_model_dtype, HookType.AROUND),
-    WRAP_BACKEND: (wrap_backend, HookType.AROUND),
-    "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode": (prepare_decode_unpinned, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

@@ -10,10 +10,11 @@ import dataclasses
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.plugins.hook_registry import HookType
+from torch._C._autograd import _profiler_enabled
+
+from sglang_dflash.host.hooking import AROUND, hook
 
 FIELDS = tuple(field.name for field in dataclasses.fields(ScheduleBatch))
 UNRECORDED = getattr(GenerationBatchResult.copy_to_cpu, "__wrapped__", None)
@@ -45,6 +46,12 @@ def _for_one_forward(info: Any) -> Any:
     return copied
 
 
+@hook(
+    "sglang.srt.managers.scheduler.Scheduler._forward_isolation",
+    AROUND,
+    why="copies and restores the batch's hundred fields by name in every speculating step",
+    until="SGLang does it in less time",
+)
 def isolate(original: Any, scheduler: Any, batch: Any, *, overlap: bool) -> AbstractContextManager[None]:
     """The host reads and writes the batch's hundred fields by name, one by one, in every step."""
     if overlap or batch.spec_algorithm.is_none():
@@ -52,15 +59,14 @@ def isolate(original: Any, scheduler: Any, batch: Any, *, overlap: bool) -> Abst
     return Isolation(batch)
 
 
+@hook(
+    "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
+    AROUND,
+    why="opens a profiler's span where no profiler runs",
+    until="SGLang asks for a profiler first",
+)
 def copy_unrecorded(original: Any, result: Any, *args: Any, **kwargs: Any) -> None:
     """The host opens a profiler's span around this copy even where no profiler runs."""
-    spanned = UNRECORDED is not None and getattr(original, "__wrapped__", None) is UNRECORDED  # no other plugin's hook
-    copy_to_cpu = UNRECORDED if spanned and not torch.autograd._profiler_enabled() else original
+    spanned = getattr(original, "__wrapped__", None) is UNRECORDED  # no other plugin's hook
+    copy_to_cpu = UNRECORDED if UNRECORDED is not None and spanned and not _profiler_enabled() else original
     copy_to_cpu(result, *args, **kwargs)
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.managers.scheduler.Scheduler._forward_isolation": (isolate, HookType.AROUND),
-    "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu": (copy_unrecorded, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

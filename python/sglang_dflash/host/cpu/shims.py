@@ -1,7 +1,4 @@
-"""Replaces code of SGLang 0.5.23 that would fail or be slow on a CPU; each shim says what the host does and why.
-
-All shims can go when the host asks its platform at these places.
-"""
+"""Replaces code of SGLang 0.5.23 that would fail or be slow on a CPU."""
 
 from __future__ import annotations
 
@@ -19,26 +16,21 @@ from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
-from sglang.srt.plugins.hook_registry import HookType
 from torch.overrides import TorchFunctionMode
 
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
+from sglang_dflash.host.hooking import AROUND, REPLACE, hook
 from sglang_dflash.host.version import builtin_worker_requested
 
 OVERLAP_VARIABLE = "SGLANG_DFLASH_OVERLAP"
-HOOKS: dict[str, tuple[Any, HookType]] = {}
-"""Hook target -> (our function, how it is applied); see `hooks.install` and `hooks.require_hooks`."""
 
 
-def _hook(target: str, kind: HookType):
-    def register(function):
-        HOOKS[target] = (function, kind)
-        return function
-
-    return register
-
-
-@_hook("sglang.srt.mem_cache.allocation.get_last_loc", HookType.REPLACE)
+@hook(
+    "sglang.srt.mem_cache.allocation.get_last_loc",
+    REPLACE,
+    why="launches Triton at page sizes above 1",
+    until="SGLang asks its platform here",
+)
 def get_last_loc(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
     """With page sizes above 1, the host launches Triton unless the attention backend is named "torch_native"."""
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
@@ -46,7 +38,12 @@ def get_last_loc(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, pre
     return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
 
 
-@_hook("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", HookType.REPLACE)
+@hook(
+    "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+    REPLACE,
+    why="Triton and AMX bodies only",
+    until="SGLang asks its platform here",
+)
 def assign_req_to_token_pool(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
@@ -66,7 +63,12 @@ def assign_req_to_token_pool(
     req_to_token[rows, columns] = out_cache_loc.to(req_to_token.dtype)
 
 
-@_hook("sglang.srt.utils.numa_utils.init_threads_binding", HookType.REPLACE)
+@hook(
+    "sglang.srt.utils.numa_utils.init_threads_binding",
+    REPLACE,
+    why="ends with more ranks than NUMA nodes; binds through `sgl_kernel` only",
+    until="SGLang asks its platform here",
+)
 def leave_threads_unbound(*, numa_index: int, world_size: int) -> None:
     """Does nothing. The host exits with more ranks than NUMA nodes, and binds threads only through `sgl_kernel`."""
 
@@ -80,22 +82,47 @@ class Unpinned(TorchFunctionMode):
         return function(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
-@_hook("sglang.srt.lora.lora_manager.LoRAManager.init_state", HookType.AROUND)
-@_hook("sglang.srt.lora.lora_manager.LoRAManager.update_lora_info", HookType.AROUND)
-@_hook("sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch", HookType.AROUND)
+@hook(
+    "sglang.srt.lora.lora_manager.LoRAManager.init_state",
+    AROUND,
+    why="pins memory whatever the platform says",
+    until="SGLang asks its platform here",
+)
+@hook(
+    "sglang.srt.lora.lora_manager.LoRAManager.update_lora_info",
+    AROUND,
+    why="pins memory whatever the platform says",
+    until="SGLang asks its platform here",
+)
+@hook(
+    "sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+    AROUND,
+    why="pins memory whatever the platform says",
+    until="SGLang asks its platform here",
+)
 def leave_unpinned(original: Any, *args: Any, **kwargs: Any) -> Any:
     """The host's LoRA layers and batches pin their offsets without asking the platform."""
     with Unpinned():
         return original(*args, **kwargs)
 
 
-@_hook("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", HookType.REPLACE)
+@hook(
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
+    REPLACE,
+    why="warms up a Triton copy that only tree verification uses",
+    until="SGLang asks its platform here",
+)
 def skip_kv_copy_warmup(pool: Any) -> None:
     """With speculation on, the host warms up a Triton KV copy that only tree verification uses."""
     pool._kv_copy_config = None
 
 
-@_hook("sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch", HookType.AROUND)
+@hook(
+    "sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch",
+    AROUND,
+    why="makes a batch anew from its hundred fields at each forward",
+    until="SGLang copies shallowly",
+)
 def copy_batch(original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Without the copy of tensors, the host still rebuilds the batch from its hundred fields at each forward."""
     if envs.SGLANG_EAGER_INPUT_NO_COPY.get():
@@ -109,7 +136,7 @@ def install() -> None:
     add_draft_attention_backend_choices([ATTENTION_BACKEND])
 
     @register_attention_backend(ATTENTION_BACKEND)
-    def make_backend(runner: Any):
+    def make_backend(runner: Any) -> Any:
         from sglang_dflash.host.cpu.attention import CpuAttentionBackend
 
         return CpuAttentionBackend(runner)
@@ -123,7 +150,7 @@ def install() -> None:
     register_resolution_hook("handle_model_specific_adjustments")(_accept_our_attention)
     if builtin_worker_requested():
         # SGLang's own worker calls record_stream on CPU tensors (dflash_worker_v2.py:2481), which torch refuses.
-        torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
+        torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign, assignment]
 
 
 def _first_defaults(server_args: Any, previous: Any) -> None:

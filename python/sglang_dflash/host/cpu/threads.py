@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
+
+from sglang_dflash.host.hooking import AROUND, hook
 
 logger = logging.getLogger(__name__)
 VARIABLE = "OMP_NUM_THREADS"
@@ -39,6 +40,12 @@ def default_threads(cores: int, ranks: int, largest_matrix: int) -> int:
     return max(1, min((cores - spare) // ranks, largest_matrix // SHARE))
 
 
+@hook(
+    "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+    AROUND,
+    why="torch takes every core for each rank, container or not",
+    until="SGLang asks its platform",
+)
 def choose_threads(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Sets torch's threads once the target's weights are loaded.
 
@@ -61,9 +68,3 @@ def choose_threads(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any
     torch.set_num_threads(threads)
     logger.info("%d compute threads on %d usable cores; %s=N sets another number.", threads, usable_cores(), VARIABLE)
     return loaded
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (choose_threads, HookType.AROUND),
-}
-"""Hook target -> (our function, how it is applied)."""

@@ -1,8 +1,8 @@
 // Products of many rows. A panel lays 16 or 32 rows side by side, so that a vector holds one number of each row.
 //
-// A tile (linear.h) sums each lane of the inner dimension apart. Then it folds the lanes, which takes shuffles. A panel
-// takes the lanes one after the other and folds them without shuffles. It adds the same numbers in the same order, so
-// its bits are those of a tile. Only the AVX-512 unit has panels.
+// A tile (linear_kernels.h) sums each lane of the inner dimension apart. Then it folds the lanes, which takes shuffles.
+// A panel takes the lanes one after the other and folds them without shuffles. It adds the same numbers in the same
+// order, so its bits are those of a tile. Only the AVX-512 unit has panels.
 #pragma once
 
 #include "vec.h"
@@ -13,7 +13,7 @@ namespace {
 #if defined(__AVX512F__)
 
 constexpr int kPanelVectors = 2;        // vectors of rows that share a broadcast weight
-constexpr int kPanelColumns = 8;        // with kPanelVectors, 16 accumulators; divides the columns of a work item
+constexpr int kPanelColumns = 8;        // with kPanelVectors, 16 accumulators
 constexpr int64_t kPanelSteps = 32;     // vectors of a weight's row that stay in the L1 cache for all rows
 constexpr int64_t kPanelPass = 128;     // rows that share such weights
 constexpr int64_t kPanelLeast = 9;      // rows that are worth a panel of 16, beside others
@@ -21,6 +21,8 @@ constexpr int64_t kPanelShort = 64;     // inner dimension below which tiles ser
 constexpr int64_t kPanelLong = 1024;    // inner dimension from which a tile's weights do not fit the L1 cache
 constexpr int64_t kPanelHeight = kPanelVectors * kLanes;
 constexpr int64_t kPanelArea = kPanelColumns * kPanelHeight;  // sums of a block of columns and a panel
+static_assert(kColumnUnit % kPanelColumns == 0, "a work item has whole blocks of columns");
+static_assert(kLanes == kMostLanes, "linear_op.cpp pads rows and inner dimension to a panel's lanes");
 
 INLINE int64_t steps_of(int64_t inner) { return (inner + kLanes - 1) / kLanes; }
 
@@ -118,7 +120,10 @@ INLINE void add_panel(const float* x, int64_t all, const Weights& w, int64_t ste
       for (int pairs = i; pairs & 1; pairs >>= 1, to += kPanelArea)
         for (int c = 0; c < kPanelColumns; c++)
           for (int v = 0; v < VECTORS; v++) acc[c][v] += load(to + c * kHeight + v * kLanes);
-      if (i == kLanes - 1) to = sums.out, stride = kPanelPass;
+      if (i == kLanes - 1) {
+        to = sums.out;
+        stride = kPanelPass;
+      }
     }
     for (int c = 0; c < kPanelColumns; c++)
       for (int v = 0; v < VECTORS; v++) store(to + c * stride + v * kLanes, acc[c][v]);

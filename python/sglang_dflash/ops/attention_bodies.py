@@ -1,22 +1,15 @@
-"""Chooses between the torch, native and Triton bodies of the ops: once, when a caller is constructed.
-
-A native body takes the arguments of its torch body and gives the same result, up to the rounding that the tests allow.
-A request's result depends neither on the number of threads nor on the other requests of the batch. The native
-`accept_greedy` reads no logits after a request's first rejected draft.
-"""
+"""The bodies of paged attention, and how each wants the rows of a forward laid out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from sglang_dflash.ops import native, reference
 from sglang_dflash.ops.attention import PagedRows, paged_attention
-from sglang_dflash.ops.penalties import EmittedTokens
 from sglang_dflash.ops.tiled_attention import invariant_attention
 
 
@@ -149,72 +142,6 @@ class Attention:
     write_and_attend: Callable[..., torch.Tensor] | None = None
 
 
-def choose_attention(device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype) -> Attention:
-    """The attention for queries of `dtype` over a cache of `kv_dtype`."""
-    if native.serves(device, dtype, kv_dtype):
-        return Attention(PagedTable.gather, PagedTable.uniform, native_attention, native_write_and_attend)
-    return TORCH_ATTENTION
-
-
 TORCH_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, paged_attention)
+NATIVE_ATTENTION = Attention(PagedTable.gather, PagedTable.uniform, native_attention, native_write_and_attend)
 INVARIANT_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, invariant_attention)
-
-
-@dataclass(frozen=True, slots=True)
-class RowOps:
-    """The row-wise ops; each has the signature of the function of the same name in `reference`."""
-
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-    norm_rope_: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor, torch.Tensor], None]
-    block_layout: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    write_context_kv: Callable[..., None]
-    accept_greedy: Callable[[torch.Tensor, torch.Tensor], reference.GreedyAcceptance]
-
-
-TORCH_ROWS = RowOps(
-    rms_norm=reference.rms_norm,
-    add_rms_norm=reference.add_rms_norm,
-    norm_rope_=reference.norm_rope_,
-    block_layout=reference.block_layout,
-    write_context_kv=reference.write_context_kv,
-    accept_greedy=reference.accept_greedy,
-)
-
-
-def choose_rows(device: torch.device | str, *dtypes: torch.dtype) -> RowOps:
-    """The row ops for tensors of these dtypes on this device."""
-    if torch.device(device).type == "cuda":
-        from sglang_dflash.ops import triton_acceptance, triton_block, triton_context_kv
-
-        return replace(
-            TORCH_ROWS,
-            block_layout=triton_block.block_layout,
-            write_context_kv=triton_context_kv.write_context_kv,
-            accept_greedy=triton_acceptance.accept_greedy,
-        )
-    if not native.serves(device, *dtypes):
-        return TORCH_ROWS
-    compiled = torch.ops.sglang_dflash
-    return RowOps(
-        rms_norm=compiled.rms_norm,
-        add_rms_norm=compiled.add_rms_norm,
-        norm_rope_=compiled.norm_rope_,
-        block_layout=compiled.block_layout.default,
-        write_context_kv=lambda *rest: compiled.write_context_kv(*rest[:-1], rest[-1].k, rest[-1].v),
-        accept_greedy=lambda logits, ids: reference.GreedyAcceptance(*compiled.accept_greedy(logits, ids)),
-    )
-
-
-def emitted_tokens(vocab_size: int, device: torch.device | str) -> EmittedTokens:
-    """An `EmittedTokens` with the device's bodies."""
-    if torch.device(device).type == "cuda":
-        from sglang_dflash.ops.triton_penalties import TritonEmittedTokens
-
-        return TritonEmittedTokens(vocab_size, device)
-    return EmittedTokens(vocab_size, device)
-
-
-def bodies(device: torch.device | str = "cpu") -> str:
-    """The ops in use on this device, for the start-up log line."""
-    return f"native ops: {native.described()}" if torch.device(device).type == "cpu" else "ops: triton and torch"

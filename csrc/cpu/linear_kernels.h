@@ -1,8 +1,8 @@
 // Products of few rows with a weight in its stored layout. Each call reads the weight from memory once for all rows.
-// Tiles serve few rows and what panels (linear_panels.h) leave over.
+// Tiles serve few rows and what panels (linear_panel_kernels.h) leave over.
 #pragma once
 
-#include "linear_panels.h"
+#include "linear_panel_kernels.h"
 
 namespace sglang_dflash {
 namespace {
@@ -13,8 +13,14 @@ constexpr int64_t kLinearRowsBFloat16 = kLanes == 4 ? 0 : INT64_MAX;  // where t
 constexpr int kTileHeight = 4;                         // rows that share a loaded weight
 constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 vector registers
 constexpr int64_t kSpanBytes = 16384;                  // weights that stay in the L1 cache for all rows
-constexpr int64_t kSpanColumns = kAccumulators;        // must be a multiple of every tile's width
+constexpr int64_t kSpanColumns = kAccumulators;        // columns of a span come in multiples
 constexpr int tile_width(int height) { return height == 1 ? 6 : kAccumulators / height; }
+constexpr bool fills(int64_t columns) {
+  for (int height = 1; height <= kTileHeight; height++)
+    if (columns % tile_width(height) != 0) return false;
+  return true;
+}
+static_assert(fills(kSpanColumns) && fills(kColumnUnit), "tiles of every height fill a span and a work item");
 INLINE int64_t passes_of(const Linear& l) { return (l.rows + kTileHeight - 1) / kTileHeight; }
 
 // A tile prefetches its share of the next span's weights, so that memory is never idle. Into the L2 cache: it has room
@@ -43,7 +49,10 @@ INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahea
   for (; k + kLanes <= l.inner; k += kLanes) {
     Vec weight[WIDTH];
     for (int j = 0; j < WIDTH; j++) weight[j] = load(w[j] + k);
-    for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next[j], 0, kIntoL2), next[j] += ahead.step;
+    for (int j = 0; j < WIDTH; j++) {
+      __builtin_prefetch(next[j], 0, kIntoL2);
+      next[j] += ahead.step;
+    }
     for (int i = 0; i < HEIGHT; i++) {
       const Vec value = load(x[i] + k);
       for (int j = 0; j < WIDTH; j++) acc[i][j] += value * weight[j];

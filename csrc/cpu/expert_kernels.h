@@ -1,7 +1,7 @@
 // What a mixture of experts computes beside its products: activations, and the weighted sums of the experts' outputs.
 #pragma once
 
-#include "rows.h"
+#include "row_kernels.h"
 
 namespace sglang_dflash {
 namespace {

@@ -3,7 +3,7 @@
 // threads or blocks.
 #pragma once
 
-#include "rows.h"
+#include "row_kernels.h"
 
 namespace sglang_dflash {
 namespace {

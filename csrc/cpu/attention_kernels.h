@@ -18,7 +18,9 @@ constexpr int kScoreRows = 2;
 constexpr int64_t kScoreKeys = 4;
 constexpr int64_t kInPlaceRows = 4;  // more rows read values from a dense copy: slots pages apart share few cache sets
 
-// A thread's memory, in floats. Every part starts at a multiple of 16 floats, so at a whole vector.
+static_assert(kChunkKeys % kMostLanes == 0 && kChunkKeys % kScoreKeys == 0, "vectors and groups of keys fill a chunk");
+
+// A thread's memory, in floats. Every part starts at a multiple of kMostLanes floats.
 struct Workspace {
   int64_t rows, dim, v_dim;  // of the largest tile; dim and v_dim padded to vectors
   float *q, *scores, *values, *total, *maxima, *sums, *total_maxima, *total_sums, *keys, *block;
@@ -31,13 +33,17 @@ struct Workspace {
       part = base ? base + size : nullptr;
       size += padded(count);
     };
-    take(q, rows * dim), take(scores, rows * kChunkKeys);
-    take(values, rows * v_dim), take(total, rows * v_dim);
-    take(maxima, rows), take(sums, rows), take(total_maxima, rows), take(total_sums, rows);
-    take(keys, kScoreKeys * dim), take(block, kBlockKeys * v_dim);
+    take(q, rows * dim);
+    take(scores, rows * kChunkKeys);
+    take(values, rows * v_dim);
+    take(total, rows * v_dim);
+    take(maxima, rows);
+    take(sums, rows);
+    take(total_maxima, rows);
+    take(total_sums, rows);
+    take(keys, kScoreKeys * dim);
+    take(block, kBlockKeys * v_dim);
   }
-
-  static int64_t padded(int64_t count) { return (count + 15) / 16 * 16; }
 };
 
 // The keys that a row sees: begin .. end - 1. With a mask, only some of its own block's rows among them.
@@ -259,7 +265,8 @@ __attribute__((noinline)) void fold_chunk(const float* values, float maximum, fl
   if (sum == 0) return;  // the row sees no key of this chunk
   if (*total_sum == 0) {
     memcpy(total, values, sizeof(float) * dim);
-    *total_maximum = maximum, *total_sum = sum;
+    *total_maximum = maximum;
+    *total_sum = sum;
     return;
   }
   const float top = maximum > *total_maximum ? maximum : *total_maximum;
@@ -293,9 +300,8 @@ INLINE void clear_totals(const Workspace& w, int64_t rows) {
   for (int64_t r = 0; r < rows; r++) w.total_maxima[r] = -kInfinity;
 }
 
-// The stride of a partial result, w.v_dim + 2, is computed a second time in attention_op.cpp: keep them equal.
-INLINE float* partial(const Attention& a, const Workspace& w, int64_t chunk, int64_t row) {
-  return a.partials + (chunk * a.partial_rows + row) * (w.v_dim + 2);
+INLINE float* partial(const Attention& a, int64_t chunk, int64_t row) {
+  return a.partials + (chunk * a.partial_rows + row) * partial_size(a.v_dim);
 }
 
 template <typename T>
@@ -320,8 +326,9 @@ bool attend_keys(const Attention& a, const AttentionItem& item, const Workspace&
         fold_chunk(values, w.maxima[r], w.sums[r], w.total + r * w.v_dim, w.total_maxima + r, w.total_sums + r,
                    w.v_dim);
       } else {
-        float* out = partial(a, w, item.partial + chunk - first_chunk, r);
-        out[0] = w.maxima[r], out[1] = w.sums[r];
+        float* out = partial(a, item.partial + chunk - first_chunk, r);
+        out[0] = w.maxima[r];
+        out[1] = w.sums[r];
         memcpy(out + 2, values, sizeof(float) * w.v_dim);
       }
     }
@@ -351,7 +358,7 @@ void merge(const Attention& a, const AttentionItem& item, float* memory) {
   clear_totals(w, rows);
   for (int64_t chunk = 0; chunk < chunks; chunk++) {
     for (int64_t r = 0; r < rows; r++) {
-      const float* part = partial(a, w, item.partial + chunk, r);
+      const float* part = partial(a, item.partial + chunk, r);
       fold_chunk(part + 2, part[0], part[1], w.total + r * w.v_dim, w.total_maxima + r, w.total_sums + r, w.v_dim);
     }
   }

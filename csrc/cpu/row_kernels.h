@@ -65,7 +65,7 @@ void norm(const Norm& n, int64_t begin, int64_t end) {
   }
 }
 
-constexpr int64_t kMaxHead = 1024;  // row_ops.cpp checks against its own kMaxHead: keep them equal
+static_assert(kMaxHead % kMostLanes == 0, "a head's buffer holds whole vectors");
 
 template <typename T, typename W, typename C>
 void norm_rope_row(const Heads& h, int64_t in_row, int64_t out_row, int64_t position) {
@@ -126,7 +126,10 @@ Best first_largest(const T* values, int64_t size) {
   for (int64_t block = 0; block < size && !nan; block += kScanned) {
     const int64_t end = smaller(block + kScanned, size);
     Vec top[4], strange[4];
-    for (int j = 0; j < 4; j++) top[j] = broadcast(-kInfinity), strange[j] = Vec{};
+    for (int j = 0; j < 4; j++) {
+      top[j] = broadcast(-kInfinity);
+      strange[j] = Vec{};
+    }
     int64_t i = block;
     for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
       for (int j = 0; j < 4; j++) {
@@ -146,7 +149,10 @@ Best first_largest(const T* values, int64_t size) {
       largest = one > largest ? one : largest;
       nan |= mark != mark;
     }
-    if (nan || largest > best) best = largest, best_block = block;
+    if (nan || largest > best) {
+      best = largest;
+      best_block = block;
+    }
   }
   for (int64_t i = best_block; i < size; i++) {
     const float x = wide(values[i]);
