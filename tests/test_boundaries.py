@@ -67,6 +67,8 @@ def violations(root: Path) -> list[str]:
             where = f"{inside}.py imports {name}"
             if top == "sglang" and part not in MAY_IMPORT_SGLANG:
                 found.append(f"{where}: only host may")
+            if top in ("tools", "tests"):
+                found.append(f"{where}: the package is installed without it")
             if top == "torch" and part in WITHOUT_TORCH | {"__init__"}:
                 found.append(f"{where}: {part} stays without torch")
             if top == root.name and rest and rest[0] != "__version__":
@@ -96,6 +98,9 @@ def test_package_keeps_its_boundaries():
         ("serving/a.py", "from importlib import import_module\nimport_module('sglang.srt')", "only host may"),
         ("cli/a.py", "from sglang_dflash.host.version import SUPPORTED_SGLANG", "cli may import"),
         ("novel/a.py", "from sglang_dflash import ops", "novel is not in the list"),
+        ("bench/a.py", "from sglang_dflash.gpu import check", "bench may import"),
+        ("gpu/a.py", "from sglang_dflash.cli.main import run", "gpu may import"),
+        ("gpu/a.py", "from tools.offline import parts", "installed without it"),
         ("__init__.py", "import torch", "stays without torch"),
     ],
 )
@@ -160,7 +165,8 @@ def test_tests_of_core_ops_and_reference_run_without_sglang(folder):
         (f"{PACKAGE}.training.trainer", ("sglang",)),
         (f"{PACKAGE}.checking.run", ("torch", "sglang")),
         (f"{PACKAGE}.bench.command", ("torch", "sglang")),
-        (f"{PACKAGE}.gpu.ops", ("torch", "sglang")),
+        (f"{PACKAGE}.gpu.ops", OUTSIDE),
+        (f"{PACKAGE}.gpu.report", OUTSIDE),
         (f"{PACKAGE}.gpu.hour", OUTSIDE),
         (f"{PACKAGE}.gpu.receive", OUTSIDE),
         (f"{PACKAGE}.cli.main", ("torch", "sglang", "pandas", "openai")),

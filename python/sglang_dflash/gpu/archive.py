@@ -1,4 +1,4 @@
-"""Packs results and caches into archives that fit what a GPU machine sends back, and unpacks them.
+"""Writes files that are whole at any time; packs results and caches for the way back, and unpacks them.
 
 Standard library only.
 """
@@ -17,6 +17,13 @@ LOG_BYTES = 200_000  # the end of a log
 GZIP_LEVEL = 1
 
 
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes the file under another name first, so that it is whole whenever this process is killed."""
+    draft = path.with_name(f"{path.name}.part")
+    draft.write_bytes(content if isinstance(content, bytes) else content.encode())
+    os.replace(draft, path)
+
+
 def pack_results(folder: Path, commit: str, place: Path, suffixes: Iterable[str]) -> None:
     """Packs `folder`/DEVICE-COMMIT of every device: files with these suffixes, in this order. Traces stay behind."""
     folders = sorted(folder.glob(f"*-{commit}"))
@@ -33,9 +40,7 @@ def pack_caches(folder: Path, out: Path) -> int:
     left_out = _pack(folder, files, whole, CACHE_FILES * FILE_BYTES)
     chunks = list(cut(whole.read_bytes(), FILE_BYTES))
     for number, chunk in enumerate(chunks):
-        place = out / f"caches-{number}-of-{len(chunks)}"
-        place.with_name(f"{place.name}.part").write_bytes(chunk)
-        os.replace(place.with_name(f"{place.name}.part"), place)
+        write_whole(out / f"caches-{number}-of-{len(chunks)}", chunk)
     return left_out
 
 

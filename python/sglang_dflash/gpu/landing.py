@@ -111,6 +111,7 @@ class Machine:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
+                    env=os.environ | {"PYTHONPATH": ""},  # pip must not find the checkout
                     start_new_session=True,
                     pass_fds=(lock,),  # the lock is held until the last of its processes ends
                 )

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_dflash.gpu.archive import pack_caches, pack_results
+from sglang_dflash.gpu.archive import pack_caches, pack_results, write_whole
 from sglang_dflash.gpu.ending import exit_code
 from sglang_dflash.gpu.estimates import OPS_S
 from sglang_dflash.gpu.landing import Machine
@@ -125,9 +125,7 @@ class Call:
         place = self._out / "results.tar.gz"
         pack_results(self._machine.results.parent, self._arguments.commit, place, (".json", ".md", ".log"))
         shutil.copyfile(self._log, self._out / "log.txt")
-        draft = self._out / "state.json.part"
-        draft.write_text(json.dumps(self._machine.state(self._said), indent=1) + "\n")
-        os.replace(draft, self._out / "state.json")
+        write_whole(self._out / "state.json", json.dumps(self._machine.state(self._said), indent=1) + "\n")
 
 
 if __name__ == "__main__":

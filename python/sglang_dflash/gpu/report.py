@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.bench.machine import commit
+from sglang_dflash.gpu.archive import write_whole
 
 
 class Report:
@@ -59,9 +59,7 @@ class Report:
         print(f"FAILED {stage}: {reason}", flush=True)
 
     def _write(self) -> None:
-        draft = self._path.with_name(self._path.name + ".part")
-        draft.write_text(json.dumps(self.content, indent=1) + "\n")
-        os.replace(draft, self._path)
+        write_whole(self._path, json.dumps(self.content, indent=1) + "\n")
 
 
 def _same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:

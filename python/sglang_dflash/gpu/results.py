@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.bench.layout import escaped, grid, number
+from sglang_dflash.gpu.archive import write_whole
 
 Row = dict[str, Any]
 HIDDEN = ("launched", "differences")  # columns that only the JSON has
@@ -80,8 +80,8 @@ class Results:
         """Writes the stage's JSON atomically, then the README."""
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {"state": stage.state, **_without_nan(asdict(stage))}
-        _replace(self.folder / f"{stage.stage}.json", json.dumps(content, indent=1) + "\n")
-        _replace(self.folder / "README.md", self.readme())
+        write_whole(self.folder / f"{stage.stage}.json", json.dumps(content, indent=1) + "\n")
+        write_whole(self.folder / "README.md", self.readme())
 
     def readme(self) -> str:
         held = [self.load(name) for name in self._order]
@@ -145,9 +145,3 @@ def _without_nan(content: Any) -> Any:
     if isinstance(content, list):
         return [_without_nan(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
-
-
-def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
