@@ -4,4 +4,5 @@
 # Usage: bash scripts/gpu_ops.sh [--output DIR] [--dry-run] [--stages NAME...]
 # SGLANG_DFLASH_PYTHON names the Python (default python3).
 set -euo pipefail
-exec "${SGLANG_DFLASH_PYTHON:-python3}" "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/gpu_ops.py" "$@"
+export PYTHONPATH="$(cd "$(dirname "${BASH_SOURCE[0]}")/../python" && pwd)${PYTHONPATH:+:$PYTHONPATH}"
+exec "${SGLANG_DFLASH_PYTHON:-python3}" -m sglang_dflash.gpu.ops "$@"

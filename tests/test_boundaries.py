@@ -26,10 +26,13 @@ ALLOWED = {
     "training": {"reference"},
     "bench": {"serving", "core", "reference", "checking"},
     "checking": {"serving", "core", "reference"},
-    "cli": {"serving", "core", "reference", "training", "bench", "checking"},
+    "fuzz": {"serving", "checking"},
+    "gpu": {"serving", "core", "ops", "bench", "checking"},
+    "cli": {"serving", "core", "reference", "training", "bench", "checking", "fuzz", "gpu"},
 }
 MAY_IMPORT_SGLANG = {"host"}
 WITHOUT_TORCH = {"plugin", "serving"}
+OUTSIDE = ("torch", "sglang", "rich", "httpx", "numpy", "typer")  # not there before the offline bundle is installed
 
 
 def imported_names(source: str, module: str) -> Iterator[str]:
@@ -64,6 +67,8 @@ def violations(root: Path) -> list[str]:
             where = f"{inside}.py imports {name}"
             if top == "sglang" and part not in MAY_IMPORT_SGLANG:
                 found.append(f"{where}: only host may")
+            if top in ("tools", "tests"):
+                found.append(f"{where}: the package is installed without it")
             if top == "torch" and part in WITHOUT_TORCH | {"__init__"}:
                 found.append(f"{where}: {part} stays without torch")
             if top == root.name and rest and rest[0] != "__version__":
@@ -93,6 +98,9 @@ def test_package_keeps_its_boundaries():
         ("serving/a.py", "from importlib import import_module\nimport_module('sglang.srt')", "only host may"),
         ("cli/a.py", "from sglang_dflash.host.version import SUPPORTED_SGLANG", "cli may import"),
         ("novel/a.py", "from sglang_dflash import ops", "novel is not in the list"),
+        ("bench/a.py", "from sglang_dflash.gpu import check", "bench may import"),
+        ("gpu/a.py", "from sglang_dflash.cli.main import run", "gpu may import"),
+        ("gpu/a.py", "from tools.offline import parts", "installed without it"),
         ("__init__.py", "import torch", "stays without torch"),
     ],
 )
@@ -133,9 +141,9 @@ def _forbidden(folder: Path, forbidden: tuple[str, ...]) -> list[str]:
     ]
 
 
-def test_scripts_do_not_import_the_host():
-    """Fails where a script reaches for `sglang_dflash.host`, and with it for sglang."""
-    assert _forbidden(ROOT / "scripts", (f"{PACKAGE}.host",)) == []
+def test_tools_do_not_import_the_host():
+    """Fails where a tool reaches for `sglang_dflash.host`, and with it for sglang."""
+    assert _forbidden(ROOT / "tools", (f"{PACKAGE}.host",)) == []
 
 
 @pytest.mark.parametrize("folder", ["core", "ops", "reference", "training"])
@@ -157,7 +165,11 @@ def test_tests_of_core_ops_and_reference_run_without_sglang(folder):
         (f"{PACKAGE}.training.trainer", ("sglang",)),
         (f"{PACKAGE}.checking.run", ("torch", "sglang")),
         (f"{PACKAGE}.bench.command", ("torch", "sglang")),
-        (f"{PACKAGE}.cli.main", ("torch", "sglang")),
+        (f"{PACKAGE}.gpu.ops", OUTSIDE),
+        (f"{PACKAGE}.gpu.report", OUTSIDE),
+        (f"{PACKAGE}.gpu.hour", OUTSIDE),
+        (f"{PACKAGE}.gpu.receive", OUTSIDE),
+        (f"{PACKAGE}.cli.main", ("torch", "sglang", "pandas", "openai")),
     ],
 )
 def test_import_stays_light(module, absent):

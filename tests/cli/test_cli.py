@@ -54,9 +54,23 @@ def test_help_names_the_commands(call):
     assert re.search(r"^.*\btrain\b.*Train a DFlash draft", out, re.M)
     assert re.search(r"^.*\bregenerate\b.*Replace every assistant turn", out, re.M)
     assert re.search(r"^.*\bcheck\b.*Prove on your own models", out, re.M)
+    assert re.search(r"^.*\bquickstart\b.*Serve an embedded pair", out, re.M)
+    assert re.search(r"^.*\bbench\b.*Measure how fast", out, re.M)
+    assert re.search(r"^.*\bfuzz\b.*Send random requests", out, re.M)
+    assert re.search(r"^.*\bgpu-check\b.*Check our worker", out, re.M)
 
 
-@pytest.mark.parametrize(("command", "flags"), [("train", ["--target", "--taps"]), ("regenerate", ["DATA"])])
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("train", ["--target", "--taps"]),
+        ("regenerate", ["DATA"]),
+        ("quickstart", ["--keep", "--pair"]),
+        ("bench", ["--arms", "--workload", "--compare"]),
+        ("fuzz", ["--requests", "--seed", "--fields"]),
+        ("gpu-check", ["--list", "--stage", "--budget-s", "--backends", "--server-flags", "--commit", "--stand-in"]),
+    ],
+)
 def test_help_of_a_command(command, flags, call):
     """Fails if a command does not explain its flags."""
     code, out, _ = call(command, "--help")
@@ -157,3 +171,20 @@ def test_a_command_line_that_cannot_be_read(call):
     assert call("train", "--layres", "3")[0] == 2
     code, _, err = call("train")
     assert code == 2 and "--target" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("bench", "--arms", "nope"), "error: --arms has nope"),
+        (("bench", "--no-such-flag"), "--no-such-flag"),
+        (("quickstart", "--pair", "nope"), "--pair is nope; choose from dense, hybrid"),
+        (("gpu-check", "--stage", "nope"), "error: --stage nope: choose from equality-triton-bfloat16"),
+        (("gpu-check", "--backends", "nope"), "error: --backends nope: choose from triton,fa3,flashinfer"),
+        (("gpu-check", "--device", "tpu"), "error: --device tpu: choose from cuda, cpu"),
+    ],
+)
+def test_a_wrong_option_is_exit_code_2(words, sentence, call):
+    """Fails where a command whose exit code 1 is a finding ends with it over a wrong option, or in a traceback."""
+    code, _, error = call(*words)
+    assert code == 2 and sentence in error and "Traceback" not in error

@@ -104,12 +104,12 @@ def _server_parser() -> argparse.ArgumentParser:
 
 def parse(words: list[str]) -> bool:
     """Parses one of our commands with its own parser; False where the words are another program's."""
-    if words[0] == "sglang-dflash":
-        _parse_typer(app, words[1:])
-    elif words[:2] == ["python", "benchmark_sglang.py"]:
+    if words[:2] in (["sglang-dflash", "bench"], ["python", "benchmark_sglang.py"]):
         single = typer.Typer()
         single.command()(benchmark)
         _parse_typer(single, words[2:])
+    elif words[0] == "sglang-dflash":
+        _parse_typer(app, words[1:])
     elif words[:3] == ["python", "-m", "sglang.launch_server"]:
         _server_parser().parse_args(words[3:])
     else:
@@ -143,7 +143,7 @@ def test_commands_are_found() -> None:
 def variables_of_the_code() -> frozenset[str]:
     sources = [
         ROOT / "setup.py",
-        *(path for folder in ("python", "scripts", "csrc", "tests") for path in ROOT.glob(f"{folder}/**/*")),
+        *(path for folder in ("python", "scripts", "tools", "csrc", "tests") for path in ROOT.glob(f"{folder}/**/*")),
     ]
     texts = [
         path.read_text() for path in sources if path.suffix in (".py", ".sh", ".cpp", ".h") and path != Path(__file__)

@@ -8,15 +8,23 @@ import sys
 import typer
 
 from sglang_dflash import __version__
+from sglang_dflash.cli.bench import PASSED_ON, bench
 from sglang_dflash.cli.check import check
+from sglang_dflash.cli.fuzz import fuzz
+from sglang_dflash.cli.gpu_check import gpu_check
+from sglang_dflash.cli.quickstart import quickstart
 from sglang_dflash.cli.regenerate import regenerate
 from sglang_dflash.cli.train import train
 from sglang_dflash.serving import ServerError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.command()(quickstart)
 app.command()(check)
+app.command(context_settings=PASSED_ON, add_help_option=False)(bench)
 app.command()(train)
 app.command()(regenerate)
+app.command()(fuzz)
+app.command()(gpu_check)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,33 @@
+"""How long things take on a GPU: guesses until a first run has measured them. Standard library only."""
+
+from __future__ import annotations
+
+START_S = 120.0  # a server start, warm-up included
+CELL_S = 40.0  # one load of a sweep
+PROFILE_S = 45.0  # one load of a profile
+CHECK_S = 240.0  # a check: two server starts and their requests; the very first one also compiles kernels
+STEP_LOADS = (1, 8, 32)  # requests at once in a sweep of step times
+PROFILE_LOADS = (1, 8)
+SMOKE_LOADS = (1, 8)
+OPS_S = {
+    "block_layout": 15.0,
+    "acceptance": 30.0,
+    "accept_chain": 10.0,
+    "context_kv": 30.0,
+    "toy_step": 90.0,
+    "eager_launches": 60.0,
+    "acceptance_sweep": 60.0,
+}
+"""Stage of gpu.ops -> seconds, in running order."""
+
+
+def seconds(stage: str, arms: int) -> float:
+    """Estimate of one stage of gpu.ops or gpu-check that serves this many arms."""
+    if stage in OPS_S:
+        return OPS_S[stage]
+    if stage.startswith("equality-"):
+        return CHECK_S
+    if stage.startswith("profile-"):
+        return arms * (START_S + len(PROFILE_LOADS) * PROFILE_S)
+    loads = SMOKE_LOADS if stage == "smoke" else STEP_LOADS
+    return arms * (START_S + len(loads) * CELL_S)

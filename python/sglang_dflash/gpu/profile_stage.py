@@ -1,0 +1,156 @@
+"""Profiles some decode steps of off, our worker and the built-in: the host's launches, copies and waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sglang_dflash.bench.arms import Arm, Models, Serving, arms_of
+from sglang_dflash.checking.arms import last_error
+from sglang_dflash.gpu.budget import MARGIN, OutOfTimeError
+from sglang_dflash.gpu.dummy_pairs import make_pair
+from sglang_dflash.gpu.estimates import PROFILE_LOADS, PROFILE_S, START_S
+from sglang_dflash.gpu.results import Stage
+from sglang_dflash.gpu.setting import Setting
+from sglang_dflash.gpu.sweep_stages import ARMS, dummy_flags
+from sglang_dflash.gpu.trace import count_steps, read_trace
+from sglang_dflash.serving import Client, ServerError
+
+REHEARSED_LOADS = (1, 4)
+STEPS = 24
+LONG = 4096  # tokens of an answer: many more than STEPS steps produce
+WARM = 32
+PREFILLED_S = 1.0  # after this time all requests decode
+TRACE_S = 120.0
+NOTES = (
+    f"About {STEPS} steps under torch's profiler in the scheduler process; host_ms includes the profiler's overhead.",
+    "Dummy weights, acceptance not simulated: what a step launches does not depend on it.",
+    "launches: single kernel launches; kernels: kernels on the device, those within graphs included; waits: calls that "
+    "block until the device is done, including those of the thread that fetches results.",
+)
+
+
+def profile(setting: Setting, stage: Stage, model: str) -> str:
+    """Profiles every arm on the first attention backend, at each load with a constant batch size.
+
+    Returns:
+        Why another call is needed, or "".
+    """
+    target, draft = make_pair(model, setting.models)
+    done = {(row["arm"], row["load"]) for row in stage.rows}
+    stage.failures, stage.notes = [], list(NOTES)
+    setting.note_absent(stage)
+    for arm in _arms(setting, str(target), str(draft)):
+        every = REHEARSED_LOADS if setting.rehearsal else PROFILE_LOADS
+        loads = [load for load in every if (arm.name, load) not in done]
+        try:
+            if loads:
+                _serve(setting, stage, arm, loads)
+        except OutOfTimeError as reason:
+            return str(reason)
+        except httpx.HTTPError:
+            stage.failures.append(f"{arm.label} stopped answering: {last_error(_log(setting, stage, arm))[:400]}")
+        except (ServerError, ValueError, OSError) as error:
+            stage.failures.append(f"{arm.label}: {' '.join(str(error).split())[:400]}")
+    return ""
+
+
+def _arms(setting: Setting, target: str, draft: str) -> list[Arm]:
+    device = () if setting.stand_in is None else ("--device", "cpu")
+    flags = (*dummy_flags(setting), *device, *setting.flags(setting.backends[0]))
+    serving = Serving(flags, {}, {}, {}, setting.backends[:1], (True,), 1, "", "", "cuda")
+    return setting.served(arms_of(ARMS.split(","), Models(target, {"dflash": draft}, None, 0), serving, {}))
+
+
+def _serve(setting: Setting, stage: Stage, arm: Arm, loads: list[int]) -> None:
+    budget = setting.budget
+    starts = [row["start_s"] for row in stage.rows]
+    budget.begin(f"starting {arm.label}", MARGIN * max(starts, default=START_S / MARGIN) + _cell_s(stage))
+    setting.screen.print(f"starting {arm.label} ...", style="dim")
+    begin = time.monotonic()
+    with arm.up(_log(setting, stage, arm), 600.0, lambda seconds: budget.check(f"starting {arm.label}")) as (url, _):
+        start_s = round(time.monotonic() - begin, 1)
+        client = Client(url, timeout_s=TRACE_S)
+        for load in loads:
+            budget.begin(f"profiling {arm.name} at {load}", _cell_s(stage))
+            begin = time.monotonic()
+            folder = setting.raw / f"{stage.stage}-{arm.name}-{load}"
+            with _decoding(client, load):
+                trace = take_trace(client, folder, min(TRACE_S, budget.left_s))
+            counts = count_steps(read_trace(trace)).to_json()
+            if f" bs={load}]" not in counts["span"]:
+                raise ValueError(f"{load} requests should decode, but the trace's longest run is {counts['span']}")
+            times = {"start_s": start_s, "seconds": round(time.monotonic() - begin, 1)}
+            stage.rows.append({"arm": arm.name, "load": load, **counts, **times})
+            budget.finished()
+            setting.keep(stage)
+            setting.screen.print(f"{arm.name} at {load}: {counts['launches']} launches, {counts['graphs']} graphs")
+
+
+def _log(setting: Setting, stage: Stage, arm: Arm) -> Path:
+    return setting.raw / f"{stage.stage}-{arm.name}.log"
+
+
+def _cell_s(stage: Stage) -> float:
+    return MARGIN * max((row["seconds"] for row in stage.rows), default=PROFILE_S / MARGIN)
+
+
+@contextmanager
+def _decoding(client: Client, load: int) -> Iterator[None]:
+    """Keeps `load` requests decoding inside the `with` block, after a warm-up with the same prompts."""
+    prompts = [[100 + row] * 32 for row in range(load)]
+    client.generate_all(prompts, load, max_new_tokens=WARM, ignore_eos=True)
+    stopped = threading.Event()
+    thread = threading.Thread(target=_ask, args=(client, prompts, load, stopped), daemon=True)
+    thread.start()
+    time.sleep(PREFILLED_S)
+    try:
+        yield
+    finally:
+        stopped.set()
+        while thread.is_alive():
+            client.post("/abort_request", {"abort_all": True})
+            thread.join(1.0)
+
+
+def _ask(client: Client, prompts: list[list[int]], load: int, stopped: threading.Event) -> None:
+    """Sends the requests in a loop: high acceptance with dummy weights could end the answers early."""
+    while not stopped.is_set():
+        try:
+            client.generate_all(prompts, load, max_new_tokens=LONG, ignore_eos=True)
+        except (httpx.HTTPError, KeyError, ValueError):
+            return  # aborted, or the server is gone; take_trace reports that
+
+
+def take_trace(client: Client, folder: Path, timeout_s: float) -> Path:
+    """Records STEPS steps of the running requests with SGLang's profiler; returns the trace file.
+
+    Raises:
+        ServerError: no complete trace was written in time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.trace.json.gz"):
+        old.unlink()
+    body: dict[str, Any] = {"output_dir": str(folder), "num_steps": STEPS, "activities": ["CPU", "GPU"]}
+    client.post("/start_profile", body | {"with_stack": False, "record_shapes": False}).raise_for_status()
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for path in folder.glob("*.trace.json.gz"):
+            if _whole(path):
+                return path
+        time.sleep(0.5)
+    raise ServerError(f"no trace was written to {folder} within {timeout_s:.0f} s; did the server run {STEPS} steps?")
+
+
+def _whole(path: Path) -> bool:
+    try:
+        read_trace(path)
+    except (OSError, EOFError, ValueError):
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Measures the native ops and a decode step on a CPU: `python -m tools.measure.NAME`."""
