@@ -25,7 +25,7 @@ class Backend:
 
 
 def runner(**parts):
-    idle = {"dflash_captured": object(), "enable_elastic_ep": False, "is_draft_worker": False, "forward_pass_id": 3}
+    idle = {"dflash_captured": object(), "enable_elastic_ep": False, "forward_pass_id": 3}
     return SimpleNamespace(**{**idle, "model": Model(), "attn_backend": Backend(), **parts})
 
 

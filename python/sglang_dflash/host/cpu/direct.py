@@ -39,9 +39,8 @@ class DirectForward:
     def of(cls, runner: Any) -> DirectForward | None:
         """None: the runners are needed. To be asked once the server's models and graphs are ready."""
         needed = _what_needs(runner)
-        what = "draft" if runner.is_draft_worker else "target"
         if needed is not None:
-            logger.debug("The %s's forward goes through SGLang's runners: %s.", what, needed)
+            logger.debug("Decode steps call %s through SGLang's runners: %s.", type(runner.model).__name__, needed)
             return None
         return cls(runner)
 
