@@ -17,7 +17,7 @@ def exit_code(main: Callable[[], int], stopped: str = "", error_code: int = 2) -
         stopped: the sentence for an interruption, whose exit code is 130.
         error_code: the exit code of a ValueError, which is printed as one sentence.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         return main()
     except ValueError as error:
@@ -27,6 +27,8 @@ def exit_code(main: Callable[[], int], stopped: str = "", error_code: int = 2) -
         if stopped:
             print(stopped, file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
