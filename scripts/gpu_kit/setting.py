@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gpu_kit.budget import Budget
 from gpu_kit.results import Stage
-from sglang_dflash.bench.arms import Arm
+from sglang_dflash.serving import Arm
 
 NO_PREFILL_GRAPHS = ("--cuda-graph-backend-prefill", "disabled")  # capturing them only makes a start longer
 EMBEDDED_FLAGS = (

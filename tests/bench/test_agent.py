@@ -11,8 +11,8 @@ import pytest
 from sglang_dflash.bench.agent import FOLLOW_UPS, LEAST_RESULT_CHARS, NOUNS, VERBS, AgentShape, agent_sessions
 from sglang_dflash.bench.datasets import load
 from sglang_dflash.bench.rendering import Renderer
-from sglang_dflash.bench.sessions import Message, Session, Turn
 from sglang_dflash.serving import TINY_TARGET
+from sglang_dflash.serving.sessions import Message, Session, Turn
 
 CONTEXT = 2_048
 SEEDS = load("tiny", 40, 0)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from samples import accepting, key, record
 
-from sglang_dflash.bench.asking import drafted
-from sglang_dflash.bench.measures import Limits, by_turn, measure, percentile
-from sglang_dflash.bench.records import Cell, Record, total_acceptance
+from sglang_dflash.bench.measures import by_turn, measure, percentile
+from sglang_dflash.bench.records import Cell, Limits, Record, total_acceptance
+from sglang_dflash.serving.completion import drafted
 
 
 def failed(session: str = "broken") -> Record:

@@ -14,7 +14,7 @@ import pytest
 import typer
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.bench.command import benchmark
+from sglang_dflash.cli.benchmark import app as benchmark
 from sglang_dflash.cli.main import app
 from sglang_dflash.host import hooks
 
@@ -107,9 +107,7 @@ def parse(words: list[str]) -> bool:
     if words[0] == "sglang-dflash":
         _parse_typer(app, words[1:])
     elif words[:2] == ["python", "benchmark_sglang.py"]:
-        single = typer.Typer()
-        single.command()(benchmark)
-        _parse_typer(single, words[2:])
+        _parse_typer(benchmark, words[2:])
     elif words[:3] == ["python", "-m", "sglang.launch_server"]:
         _server_parser().parse_args(words[3:])
     else:

@@ -16,8 +16,7 @@ from scipy.stats import t as student
 
 from sglang_dflash.bench.frame import GROUP, group_of, measured, withheld_groups
 from sglang_dflash.bench.layout import escaped, grid, load_words, number
-from sglang_dflash.bench.measures import Limits
-from sglang_dflash.bench.records import CellKey, Equality, Run
+from sglang_dflash.bench.records import CellKey, Equality, Limits, Run
 
 # Measure -> its title, and whether higher is better.
 MEASURES = {

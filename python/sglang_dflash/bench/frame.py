@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from sglang_dflash.bench.measures import Limits, measure
-from sglang_dflash.bench.records import Cell, CellKey, Run
+from sglang_dflash.bench.measures import measure
+from sglang_dflash.bench.records import Cell, CellKey, Limits, Run
 
 GROUP = ["arm", "backend", "radix", "dataset", "load"]
 BASELINES = ("off", "builtin")

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
-from sglang_dflash.bench.records import Cell, Record
+from sglang_dflash.bench.records import Cell, Limits, Record
 
 PERCENTILES = (50, 90, 99)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Latency limits of a good request, in milliseconds; None: no limit."""
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-
-    def kept(self, record: Record) -> bool:
-        if record.failure or record.ttft_s is None:
-            return False
-        slow_start = self.ttft_ms is not None and record.ttft_s * 1e3 > self.ttft_ms
-        slow_tokens = self.tpot_ms is not None and (record.tpot_s or 0.0) * 1e3 > self.tpot_ms
-        return not slow_start and not slow_tokens
 
 
 def percentile(values: Sequence[float], share: float) -> float:

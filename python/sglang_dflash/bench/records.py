@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.serving import AcceptanceStats, Completion
+
 SCHEMA = 1
+_OF_REPLY = {one.name for one in fields(Completion)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,13 @@ class Record:
     accept_histogram: list[int] = field(default_factory=list)
     failure: str = ""
 
+    @classmethod
+    def of(cls, session: str, turn: int, reply: Completion, text: str | None = None) -> Record:
+        """`text`: if the reply has none."""
+        kept = {field.name: getattr(reply, field.name) for field in fields(cls) if field.name in _OF_REPLY}
+        text = reply.text if text is None else text
+        return cls(session, turn, **{**kept, "text": text, "finish": reply.finish_reason})
+
     @property
     def id(self) -> str:
         return f"{self.session}/{self.turn}"
@@ -64,24 +74,18 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
-    """Acceptance of drafts in a cell.
+class Limits:
+    """Latency limits of a good request, in milliseconds; None: no limit."""
 
-    Fields:
-        steps: number of verify steps.
-        drafted, accepted: numbers of draft tokens.
-        by_position: numbers of steps that accepted draft 1, 2, ...
-    """
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
 
-    steps: int
-    drafted: int
-    accepted: int
-    by_position: list[int]
-
-    @property
-    def tau(self) -> float:
-        """Mean commit_len: accepted drafts plus the target's own token, per step."""
-        return 1 + self.accepted / self.steps if self.steps else 0.0
+    def kept(self, record: Record) -> bool:
+        if record.failure or record.ttft_s is None:
+            return False
+        slow_start = self.ttft_ms is not None and record.ttft_s * 1e3 > self.ttft_ms
+        slow_tokens = self.tpot_ms is not None and (record.tpot_s or 0.0) * 1e3 > self.tpot_ms
+        return not slow_start and not slow_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ class Cell:
     key: CellKey
     records: list[Record] = field(default_factory=list)
     wall_s: float = 0.0
-    acceptance: Acceptance | None = None
+    acceptance: AcceptanceStats | None = None
     equality: Equality | None = None
     unasked: int = 0
     failure: str = ""
@@ -213,7 +217,7 @@ def _cell(row: dict[str, Any]) -> Cell:
         key=CellKey(**row["key"]),
         records=[Record(**record) for record in row["records"]],
         wall_s=row["wall_s"],
-        acceptance=Acceptance(**row["acceptance"]) if row["acceptance"] else None,
+        acceptance=AcceptanceStats(**row["acceptance"]) if row["acceptance"] else None,
         equality=Equality(**row["equality"]) if row["equality"] else None,
         unasked=row["unasked"],
         failure=row["failure"],
@@ -221,19 +225,7 @@ def _cell(row: dict[str, Any]) -> Cell:
     )
 
 
-def total_acceptance(records: Sequence[Record]) -> Acceptance | None:
+def total_acceptance(records: Sequence[Record]) -> AcceptanceStats | None:
     """Total acceptance of the requests that report verify steps; None if none does."""
-    steps = sum(record.steps for record in records)
-    if not steps:
-        return None
-    longest = max(len(record.accept_histogram) for record in records)
-    histogram = [0] * longest
-    for record in records:
-        for accept_len, count in enumerate(record.accept_histogram):
-            histogram[accept_len] += count
-    return Acceptance(
-        steps=steps,
-        drafted=sum(record.drafted for record in records),
-        accepted=sum(accept_len * count for accept_len, count in enumerate(histogram)),
-        by_position=[sum(histogram[position:]) for position in range(1, longest)],
-    )
+    total = AcceptanceStats.of(records)
+    return total if total.steps else None

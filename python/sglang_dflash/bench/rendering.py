@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from sglang_dflash.bench.sessions import Message
+from sglang_dflash.serving.sessions import Message
 
 
 class Renderer:
@@ -56,6 +56,10 @@ class Renderer:
             roles = ", ".join(message.role for message in messages)
             raise ValueError(f"The target's chat template rejects a chat with the roles {roles}: {error}") from None
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def plain(self, text: str) -> list[int]:
+        """A text without a chat template, as token ids."""
+        return list(self._tokenizer(text)["input_ids"])
 
     def count(self, text: str) -> int:
         """Number of tokens of a text, without a chat template."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import typer
 
 from sglang_dflash import __version__
-from sglang_dflash.cli.check import check
-from sglang_dflash.cli.regenerate import regenerate
-from sglang_dflash.cli.train import train
-from sglang_dflash.serving import ServerError
+from sglang_dflash.cli.check import CheckOptions, check
+from sglang_dflash.cli.options import command
+from sglang_dflash.cli.regenerate import RegenerateOptions, regenerate
+from sglang_dflash.cli.train import AnswerOptions, train
+from sglang_dflash.training import TrainOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.command()(check)
-app.command()(train)
-app.command()(regenerate)
+app.command()(command(check, CheckOptions, code=2))
+app.command()(command(train, TrainOptions, AnswerOptions, code=1))
+app.command()(command(regenerate, RegenerateOptions, code=1))
 
 
 @app.callback(invoke_without_command=True)
@@ -29,9 +27,4 @@ def _root(show_version: bool = typer.Option(False, "--version", help="Print the 
 
 def run() -> None:
     """The console script."""
-    try:
-        app()
-    except (ValueError, OSError, ServerError) as error:
-        if os.environ.get("SGLANG_DFLASH_TRACEBACK"):
-            raise
-        sys.exit(f"error: {str(error).strip()}")
+    app()
