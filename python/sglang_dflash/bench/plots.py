@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sglang_dflash.bench.details import positions
+from sglang_dflash.bench.frame import turn_frame
 from sglang_dflash.bench.layout import LOADS, Section, identical_share, limit_words, must_agree, sections, value
 from sglang_dflash.bench.records import Run
-from sglang_dflash.bench.turns import turn_frame
 
 COLOURS = {
     "off": "#8c8c8c",
