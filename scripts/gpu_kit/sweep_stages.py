@@ -18,9 +18,9 @@ from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.options import Options, check_resumable
 from sglang_dflash.bench.planning import digests, make_plan
 from sglang_dflash.bench.records import Run
-from sglang_dflash.bench.rendering import Renderer
 from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.serving import TINY_TARGET
+from sglang_dflash.serving.rendering import Renderer
 
 ARMS = "off,dflash,builtin"
 REHEARSED_LOADS = (1, 4)

@@ -7,10 +7,10 @@ import time
 
 from fakes import render
 
-from sglang_dflash.bench.traffic import Player, prompts_of
 from sglang_dflash.serving import Completion
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Edit, Message, Session, Turn
+from sglang_dflash.serving.traffic import Player, prompts_of
 
 
 class FakeEndpoint:

@@ -113,7 +113,7 @@ REGENERATE = [
     (["DATA", "--concurrency", 0], "--concurrency is 0; it must be at least 1"),
     (["DATA", "--temperature", -1], "--temperature is -1.0; it must be 0 or more"),
     (["DATA", "--chat-template-kwargs", "no"], "--chat-template-kwargs is 'no'; it must be a JSON object"),
-    (["DATA", "--target", "/nowhere/target"], "The target /nowhere/target cannot be read"),
+    (["DATA", "--target", "/nowhere/target"], "--target /nowhere/target: its tokenizer cannot be read"),
     (["WRONG"], "DATA WRONG, line 2: it has the keys ['text']"),
     (["TEXT"], "DATA TEXT, line 1: "),
     (["EMPTY"], "DATA EMPTY holds no conversation"),

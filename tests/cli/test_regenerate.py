@@ -143,7 +143,7 @@ def test_turns_are_answered_one_after_the_other(regeneration, tokenizer):
 
 def test_a_prompt_that_does_not_extend_starts_a_sample(regeneration, tokenizer):
     """Fails if a sample joins ids that the target never saw in a row: here the template cuts earlier answers."""
-    regeneration.tokenizer.chat_template = tokenizer.chat_template.replace(
+    regeneration.renderer.tokenizer.chat_template = tokenizer.chat_template.replace(
         "message['content']", "(message['content'] if loop.last or message['role'] != 'assistant' else 'cut')"
     )
     first, second = regeneration.answer(FakeClient(tokenizer), [_user("One?"), _assistant(""), _user("Two?")])

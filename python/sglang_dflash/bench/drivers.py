@@ -14,15 +14,15 @@ from pathlib import Path
 from sglang_dflash.bench.equality import Gap
 from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import Cell, CellKey, Record, total_acceptance
-from sglang_dflash.bench.rendering import Renderer
-from sglang_dflash.bench.traffic import Played, Player, prompt_of
 from sglang_dflash.serving import AcceptanceStats, Arm, Server, ServerError, ServerInfo, TiePolicy
 from sglang_dflash.serving.batches import TransformersProcess, transformers_up
 from sglang_dflash.serving.counters import acceptance_between
 from sglang_dflash.serving.endpoint import Endpoint, Sampling
 from sglang_dflash.serving.info import detect_engine
+from sglang_dflash.serving.rendering import Renderer
 from sglang_dflash.serving.server import RunningServer
 from sglang_dflash.serving.sessions import Session
+from sglang_dflash.serving.traffic import Played, Player, prompt_of
 
 WARM_TOKENS = 16
 ENDING_S = 2.0  # how long a server whose stream broke may take to end

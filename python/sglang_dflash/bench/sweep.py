@@ -15,10 +15,10 @@ from sglang_dflash.bench.drivers import Driver, driver_up
 from sglang_dflash.bench.equality import Reference, judge
 from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import Cell, CellKey, Run
-from sglang_dflash.bench.rendering import Renderer
-from sglang_dflash.bench.traffic import prompts_of
 from sglang_dflash.serving import Arm, ServerError, TiePolicy, last_error, sentence
 from sglang_dflash.serving.arms import reference_arm
+from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.serving.traffic import prompts_of
 
 LOG_LINES = 15
 LONGEST = 600  # characters of a failure's sentence

@@ -20,10 +20,10 @@ from sglang_dflash.bench.options import Options, check_resumable
 from sglang_dflash.bench.planning import digests, make_plan
 from sglang_dflash.bench.plots import draw
 from sglang_dflash.bench.records import Run
-from sglang_dflash.bench.rendering import Renderer
 from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.bench.tables import console, csv, markdown
 from sglang_dflash.serving import TINY_TARGET, stop_on_sigterm
+from sglang_dflash.serving.rendering import Renderer
 
 
 def sweep(options: Options) -> int:

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from jinja2 import TemplateError
 from rich.console import Console
 
 from sglang_dflash.serving import Client, Progress, Server, ServerError
 from sglang_dflash.serving.arms import START_S
 from sglang_dflash.serving.errors import first_line
 from sglang_dflash.serving.prompts import read_rows, session_of
+from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.serving.sessions import Message
 from sglang_dflash.training.options import template_kwargs
 
 _PATIENCE_S = 24 * 3600.0  # a request may wait long in the server's queue
@@ -88,17 +89,11 @@ class Regeneration:
         Raises:
             ValueError: DATA is not a JSONL of conversations, or OUTPUT was started with other data or options.
         """
-        from transformers import AutoTokenizer
-
         self.output, self.asking = output, asking
         self.partial = output.with_name(output.name + ".partial")
-        self.template = json.loads(asking.chat_template_kwargs)
         self.conversations = _read_conversations(data)
         self.done = self._recover()
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(asking.target)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"The target {asking.target} cannot be read: {str(error).splitlines()[0]}") from None
+        self.renderer = Renderer(asking.target, json.loads(asking.chat_template_kwargs), "--target")
 
     def _recover(self) -> dict[int, list[dict[str, Any]]]:
         """Conversations that are already answered: index -> samples."""
@@ -187,10 +182,10 @@ class Regeneration:
                 history.append(turn)
                 continue
             try:
-                text = self.tokenizer.apply_chat_template(
-                    history, tokenize=False, add_generation_prompt=True, **self.template
-                )
-                prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+                prompt = self.renderer([Message(**message) for message in history], {})
+            except ValueError:
+                break  # the chat template refuses the conversation
+            try:
                 answer = client.generate(
                     prompt, max_new_tokens=self.asking.max_new_tokens, temperature=self.asking.temperature
                 )
@@ -198,11 +193,9 @@ class Regeneration:
                 if error.response.status_code != 400:
                     raise
                 break  # refused, most likely longer than the context: keep the turns so far
-            except TemplateError:
-                break  # the chat template refuses the conversation
             if answer.finish_reason == "abort":
                 break
-            content = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
+            content = self.renderer.tokenizer.decode(answer.ids, skip_special_tokens=True)
             history.append({"role": "assistant", "content": content})
             span = [len(prompt), len(prompt) + len(answer.ids)]
             before = samples[-1]["input_ids"] if samples else None

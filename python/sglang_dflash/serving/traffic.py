@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from sglang_dflash.bench.records import Record
-from sglang_dflash.bench.rendering import Renderer
 from sglang_dflash.serving.endpoint import Endpoint, Sampling
+from sglang_dflash.serving.records import Record
+from sglang_dflash.serving.rendering import Renderer
 from sglang_dflash.serving.sessions import Message, Session
 
 
