@@ -116,6 +116,10 @@ def reason_not_to_build():
     return None
 
 
+# What measuring and training need beyond serving; `serving.errors.EXTRAS` names the extra of a missing package.
+BENCH = ["datasets>=4", "matplotlib>=3.9", "pandas>=2", "scipy"]
+TRAIN = ["accelerate>=1.15", "datasets>=4", "matplotlib>=3.9"]
+
 # If the native ops are left out on purpose, the wheel is for every platform; the offline bundle uses that.
 wanted = os.environ.get("SGLANG_DFLASH_BUILD_NATIVE", "1") != "0"
 setup(
@@ -134,19 +138,18 @@ setup(
     cmdclass={"build_ext": NativeOps},
     install_requires=[
         "sglang==0.5.23",
-        "accelerate>=1.15",
-        "datasets>=4",
         "httpx",
-        "matplotlib>=3.9",
-        "openai",
-        "pandas>=2",
         "prometheus-client",
         "rich",
-        "scipy",
         "typer>=0.16",
     ],
     extras_require={
+        "bench": BENCH,
+        "train": TRAIN,
+        "gpu": BENCH,  # the kit of the first hour on a GPU measures with the benchmark's parts
         "dev": [
+            *BENCH,
+            *TRAIN,
             "hypothesis==6.170.15",
             "mypy==2.4.1",
             "psutil",

@@ -1,5 +1,5 @@
 # Creates or reuses the virtual environment and sets PYTHON to its interpreter. The other scripts source it.
-# Usage: set -euo pipefail; source scripts/venv.sh [extras], e.g. "dev".
+# Usage: set -euo pipefail; source scripts/venv.sh [extras], e.g. "bench,train" or "dev", which includes all others.
 # Folder: SGLANG_DFLASH_VENV, else .venv in this repository.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -45,11 +45,12 @@ build_native() {
 }
 
 make_venv() {
-    local extras="$1" stamp python place free_kb
+    local extras="$1" key stamp python place free_kb
     # The stamp identifies the requirements (in setup.py) and this folder, to which the installed package links.
-    stamp="$(cat "$ROOT/setup.py" <(echo "$ROOT") | sha256sum | cut -c1-16)${extras:+-$extras}"
+    key="$(cat "$ROOT/setup.py" <(echo "$ROOT") | sha256sum | cut -c1-16)"
+    stamp="$key${extras:+-$extras}"
     PYTHON="$VENV/bin/python"
-    if [ -e "$VENV/sglang-dflash-$stamp" ] || { [ -z "$extras" ] && [ -e "$VENV/sglang-dflash-$stamp-dev" ]; }; then
+    if [ -e "$VENV/sglang-dflash-$stamp" ] || [ -e "$VENV/sglang-dflash-$key-dev" ]; then
         return
     fi
     command -v cc >/dev/null || command -v gcc >/dev/null || fail "found no C compiler (cc or gcc); install one."

@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from sglang_dflash.bench.arms import Arm
-from sglang_dflash.bench.asking import Sampling
 from sglang_dflash.bench.board import Board
 from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import CellKey, Run
-from sglang_dflash.bench.sessions import Message, Session
 from sglang_dflash.bench.sweep import Sweep
+from sglang_dflash.serving import Arm
+from sglang_dflash.serving.endpoint import Sampling
+from sglang_dflash.serving.sessions import Message, Session
 
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 

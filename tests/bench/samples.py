@@ -6,7 +6,8 @@ import math
 import random
 from typing import Any
 
-from sglang_dflash.bench.records import Acceptance, Cell, CellKey, Equality, Record, Run, total_acceptance
+from sglang_dflash.bench.records import Cell, CellKey, Equality, Record, Run, total_acceptance
+from sglang_dflash.serving import AcceptanceStats
 
 SPEED = {"off": 1.0, "builtin": 2.1, "dflash": 2.9, "eagle3": 1.7, "vllm": 2.0}
 HARD = {"gsm8k": 1.0, "humaneval": 1.15, "mt-bench": 0.7}
@@ -33,8 +34,8 @@ def cell(arm: str, tok_s: float, load: float = 1, repeat: int = 0, **fields: Any
     return Cell(key(arm, load, repeat, **where), **{"records": [one], "wall_s": wall_s, **fields})
 
 
-def accepting(*by_position: int, steps: int, drafts: int) -> Acceptance:
-    return Acceptance(steps, steps * drafts, sum(by_position), list(by_position))
+def accepting(*by_position: int, steps: int, drafts: int) -> AcceptanceStats:
+    return AcceptanceStats(steps, steps * drafts, sum(by_position), list(by_position))
 
 
 def run(cells: list[Cell], workload: str = "closed", **fields: Any) -> Run:

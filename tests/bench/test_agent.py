@@ -10,9 +10,9 @@ import pytest
 
 from sglang_dflash.bench.agent import FOLLOW_UPS, LEAST_RESULT_CHARS, NOUNS, VERBS, AgentShape, agent_sessions
 from sglang_dflash.bench.datasets import load
-from sglang_dflash.bench.rendering import Renderer
-from sglang_dflash.bench.sessions import Message, Session, Turn
 from sglang_dflash.serving import TINY_TARGET
+from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.serving.sessions import Message, Session, Turn
 
 CONTEXT = 2_048
 SEEDS = load("tiny", 40, 0)
@@ -26,7 +26,7 @@ def renderer() -> Renderer:
 
 
 def counter(renderer: Renderer) -> Callable[[str], int]:
-    return lambda text: len(renderer._tokenizer(text, add_special_tokens=False)["input_ids"])
+    return lambda text: len(renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def prompts(session: Session, answer: str) -> list[list[Message]]:

@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_dflash.bench import command
 from sglang_dflash.bench.options import Options, check_resumable
 from sglang_dflash.bench.planning import make_plan
 from sglang_dflash.bench.records import Run
+from sglang_dflash.cli import benchmark, benchmark_run
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
-
-DEFAULTS: dict[str, Any] = {
-    **{"target_model": None, "draft_model": None, "draft_tokens": None, "eagle3_draft": None},
-    **{"standalone_draft": None, "arms": None, "vllm_python": "", "base_url": [], "workload": "closed"},
-    **{"dataset_name": None, "num_prompts": None, "max_new_tokens": None, "temperature": 0.0, "top_p": 1.0},
-    **{"seed": 0, "ignore_eos": False, "enable_thinking": False, "concurrencies": "1,2,4,8", "request_rate": "1,2"},
-    **{"ttft_limit_ms": None, "tpot_limit_ms": None, "think_s": 0.5, "context_tokens": None},
-    **{"attention_backends": "", "radix_cache": "on", "tp_size": 1, "dtype": "", "server_flags": "", "arm_flags": []},
-    **{"env": [], "repeats": 1, "interleave": False, "warm_up": True, "stall_s": 300.0, "start_s": 1800.0},
-    **{"output_md": Path("results.md"), "logs": Path("logs")},
-}
 
 
 def options(**changes: Any) -> Options:
-    return Options(**{**DEFAULTS, **changes})
+    return Options(**changes)
 
 
 def test_the_command_line_people_know(monkeypatch):
     """Fails where a flag of the known command is missing, or means something else."""
     seen: dict[str, Options] = {}
-    monkeypatch.setattr(command, "_sweep", lambda given, resume, overwrite: seen.update(options=given) or 0)
+    monkeypatch.setattr(benchmark_run, "sweep", lambda given: seen.update(options=given) or 0)
     words = (
         "benchmark_sglang.py --target-model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16 "
         "--concurrencies 1,4,8,16,32 --dataset-name math500 --attention-backends fa3,flashinfer --tp-size 1 "
@@ -43,14 +31,13 @@ def test_the_command_line_people_know(monkeypatch):
     )
     monkeypatch.setattr("sys.argv", words.split())
     with pytest.raises(SystemExit) as end:
-        command.run()
+        benchmark.run()
     assert end.value.code == 0
     given = seen["options"]
     assert given.loads() == (1.0, 4.0, 8.0, 16.0, 32.0)
     assert given.backends() == ("fa3", "flashinfer")
     assert given.arm_names() == ["off", "dflash"]
     assert (given.dataset_name, given.tp_size, given.output_md) == ("math500", 1, Path("sglang_results.md"))
-    assert {field.name for field in fields(Options)} == set(DEFAULTS)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +156,6 @@ def test_a_finished_run_is_not_overwritten_by_accident(tmp_path, monkeypatch, ca
     Run("test", "closed", {}).save(tmp_path / "results.json")
     monkeypatch.setattr("sys.argv", ["benchmark_sglang.py", "--output-md", str(tmp_path / "results.md")])
     with pytest.raises(SystemExit) as end:
-        command.run()
+        benchmark.run()
     assert end.value.code == 2
     assert "--resume continues it, --overwrite replaces it" in capsys.readouterr().err

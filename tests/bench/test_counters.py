@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_dflash.bench.counters import acceptance_between
+from sglang_dflash.serving.counters import acceptance_between
 
 
 def page(steps: int, drafted: int, accepted: int, positions: list[int]) -> str:

@@ -13,9 +13,10 @@ import pytest
 from huggingface_hub import constants
 
 from sglang_dflash.bench import hub_datasets
-from sglang_dflash.bench.datasets import KINDS, load
+from sglang_dflash.bench.datasets import load
 from sglang_dflash.bench.hub_datasets import HUB
-from sglang_dflash.bench.sessions import Message, Session, Turn
+from sglang_dflash.serving import KINDS
+from sglang_dflash.serving.sessions import Message, Session, Turn
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 ROWS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -253,12 +254,14 @@ def test_jsonl_fields(tmp_path: Path) -> None:
         {"id": 7, "system": "S", "turns": ["a", "b"], "chat_template_kwargs": {"enable_thinking": False}},
         {"id": "chat", "messages": [{"role": role, "content": content} for role, content in chat]},
         {"id": "ids", "input_ids": [5, 0, 6]},
+        {"id": "raw", "text": "def f("},
     )
     expected = [
         Session.of_texts("line-1", [separator]),
         Session("7", Session.of_texts("", ["a", "b"], "S").turns, {"enable_thinking": False}),
         Session("chat", (Turn(tuple(Message(*message) for message in chat[:4])),)),
         Session("ids", (Turn(()),), {}, (5, 0, 6)),
+        Session("raw", (Turn(()),), text="def f("),
     ]
     assert load(path, None, 0) == load(path, 9, 1) == expected
     assert load(path, 2, 0) == expected[:2]
@@ -269,8 +272,14 @@ def test_jsonl_fields(tmp_path: Path) -> None:
     [
         ("{", "it is not valid JSON"),
         ([1], "must be a JSON object"),
-        ({"question": "x"}, r"fields \['question'\]; it must have exactly one of prompt, turns, messages, input_ids"),
+        (
+            {"question": "x"},
+            r"fields \['question'\]; .* exactly one of prompt, text, messages, turns, input_ids",
+        ),
         ({"prompt": "x", "turns": ["x"]}, "exactly one of"),
+        ({"text": "x", "prompt": "x"}, "exactly one of"),
+        ({"text": ""}, "text must be a non-empty string"),
+        ({"text": "x", "system": "S"}, "both `system` and `text`"),
         ({"prompt": ""}, "prompt must be a non-empty string"),
         ({"prompt": ["x"]}, "prompt must be a non-empty string"),
         ({"turns": []}, "turns must be a non-empty list of non-empty strings"),
@@ -300,7 +309,7 @@ def test_jsonl_errors_name_the_line(tmp_path: Path, row: Any, said: str) -> None
 
 def test_jsonl_files_that_hold_nothing(tmp_path: Path) -> None:
     """Fails where a missing, an empty or a binary file gives an empty dataset or a traceback."""
-    with pytest.raises(ValueError, match=r"missing\.jsonl: the file does not exist"):
+    with pytest.raises(ValueError, match=r"missing\.jsonl; it must be an existing JSONL file"):
         load(str(tmp_path / "missing.jsonl"), None, 0)
     with pytest.raises(ValueError, match="has no prompts"):
         load(written(tmp_path, ""), None, 0)

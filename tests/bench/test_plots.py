@@ -11,9 +11,8 @@ from matplotlib.figure import Figure
 from samples import accepting, agent, cell, realistic, run, unequal
 
 from sglang_dflash.bench import plots
-from sglang_dflash.bench.frame import frame
+from sglang_dflash.bench.frame import frame, turn_frame
 from sglang_dflash.bench.records import Equality, Run
-from sglang_dflash.bench.turns import turn_frame
 
 
 def drawn(held: Run, folder: Path) -> set[str]:

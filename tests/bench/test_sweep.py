@@ -14,11 +14,11 @@ import pytest
 from fake_server import answer_ids
 from fakes import fake_arm, go, key, make_plan, render
 
-from sglang_dflash.bench.asking import Sampling
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.measures import measure
 from sglang_dflash.bench.records import Run
-from sglang_dflash.bench.sessions import Session
+from sglang_dflash.serving.endpoint import Sampling
+from sglang_dflash.serving.sessions import Session
 
 
 def cells_of(run: Run) -> dict:

@@ -7,10 +7,10 @@ import time
 
 from fakes import render
 
-from sglang_dflash.bench.asking import Sampling
-from sglang_dflash.bench.records import Record
-from sglang_dflash.bench.sessions import Edit, Message, Session, Turn
-from sglang_dflash.bench.traffic import Player, prompts_of
+from sglang_dflash.serving import Completion
+from sglang_dflash.serving.endpoint import Sampling
+from sglang_dflash.serving.sessions import Edit, Message, Session, Turn
+from sglang_dflash.serving.traffic import Player, prompts_of
 
 
 class FakeEndpoint:
@@ -21,19 +21,21 @@ class FakeEndpoint:
         self._seconds = seconds
         self._fail = fail
         self.stalled = False
-        self.asked: list[tuple[str, list[int]]] = []
+        self.asked: list[list[int]] = []
         self.under_way = self.most = 0
 
-    async def ask(self, prompt: list[int], sampling: Sampling, session: str, turn: int, begin: float) -> Record:
-        self.asked.append((f"{session}/{turn}", prompt))
+    async def ask(self, prompt: list[int], sampling: Sampling, begin: float) -> Completion:
+        self.asked.append(prompt)
+        number = text(prompt).count("assistant:")
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         start = time.perf_counter() - begin
         await asyncio.sleep(self._seconds)
         self.under_way -= 1
         end = time.perf_counter() - begin
-        failure = "refused" if f"{session}/{turn}" == self._fail else ""
-        return Record(session, turn, start, end, end, len(prompt), 1, [1], f"answer {turn}", "stop", failure=failure)
+        times = {"start_s": start, "first_s": end, "end_s": end}
+        failure = "refused" if self._fail and self._fail in text(prompt) else ""
+        return Completion([1], f"answer {number}", {"type": "stop"}, len(prompt), 1, **times, failure=failure)
 
 
 def text(prompt: list[int]) -> str:
@@ -54,7 +56,7 @@ def test_a_session_is_asked_with_its_history():
     """Fails where an answer, a new message or an edit is missing or in the wrong place."""
     endpoint = FakeEndpoint()
     played = asyncio.run(Player(endpoint, render, Sampling(4)).closed([SESSION], 1))
-    assert [text(prompt) for _, prompt in endpoint.asked] == [
+    assert [text(prompt) for prompt in endpoint.asked] == [
         "system:rules\nuser:task\n",
         "system:rules\nuser:task\nassistant:answer 0\nuser:tool result\n",
         "system:rules\nuser:task\nassistant:answer 0\nuser:[removed]\nassistant:answer 1\nuser:go on\n",
@@ -62,7 +64,7 @@ def test_a_session_is_asked_with_its_history():
     # The pause before the second turn counts for the cell, but not for a request.
     first, second, _ = played.records
     assert second.start_s - first.end_s >= 0.2
-    assert prompts_of([SESSION], played.records, render) == dict(endpoint.asked)
+    assert list(prompts_of([SESSION], played.records, render).values()) == endpoint.asked
 
 
 def test_so_many_sessions_are_in_flight():
@@ -76,7 +78,7 @@ def test_so_many_sessions_are_in_flight():
 
 def test_a_failed_turn_ends_its_session():
     """Fails where a session continues without an answer in its history, or other sessions stop, too."""
-    endpoint = FakeEndpoint(fail="s/1")
+    endpoint = FakeEndpoint(fail="tool result")
     played = asyncio.run(Player(endpoint, render, Sampling(4)).closed([SESSION, Session.of_texts("t", ["x"])], 1))
     assert [record.id for record in played.records] == ["s/0", "s/1", "t/0"]
 

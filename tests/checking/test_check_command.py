@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.checking.arms import Arm
 from sglang_dflash.cli import check as module
+from sglang_dflash.cli.check import CheckOptions, arms_of
 from sglang_dflash.cli.main import run
-from sglang_dflash.serving import TINY_DRAFT, ServerError
+from sglang_dflash.serving import TINY_DRAFT, Arm, ServerError
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Any:
     """Runs the command in this process; returns exit code, standard output and error."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(module, "stop_on_sigterm", lambda: None)
 
     def call(*words: object) -> tuple[Any, str, str]:
         monkeypatch.setattr(sys, "argv", ["sglang-dflash", "check", *map(str, words)])
@@ -40,10 +40,10 @@ REFUSED = [
     (["--base-url", "http://a"], "--base-url is given 1 times; it must be given twice"),
     (["--base-url", "http://a", "--base-url", "http://b", "--draft", "d"], "--base-url is given 2 times"),
     (["--prompts", "none.jsonl"], "--prompts is none.jsonl; it must be an existing JSONL file"),
-    (["--prompts", "EMPTY"], "--prompts EMPTY holds no prompt."),
-    (["--prompts", "WRONG"], "--prompts WRONG, line 2: it has the keys ['prompt']; it must have exactly one of text,"),
-    (["--prompts", "TWICE"], "--prompts TWICE, line 1: it has the keys ['input_ids', 'text']"),
-    (["--prompts", "NONE"], "--prompts NONE, line 1: input_ids must be a list of token ids, and not empty."),
+    (["--prompts", "EMPTY"], "--prompts EMPTY has no prompts; it must have at least one."),
+    (["--prompts", "WRONG"], "--prompts WRONG, line 2: it has the fields ['question']; it must have exactly one of "),
+    (["--prompts", "TWICE"], "--prompts TWICE, line 1: it has the fields ['input_ids', 'text']"),
+    (["--prompts", "NONE"], "--prompts NONE, line 1: input_ids must be a non-empty list of integers"),
     (["--off-from", "none.json"], "--off-from is none.json; it must be an existing file that --save-off wrote"),
     (["--off-from", "WRONG"], "--off-from WRONG cannot be read as a file of --save-off: "),
     (["--off-from", "OLD"], "--off-from OLD cannot be read as a file of --save-off: its format is 0"),
@@ -54,7 +54,7 @@ REFUSED = [
 def test_refuses_in_a_sentence(words: list[object], said: str, call: Any) -> None:
     """Fails if a user error gives a traceback, several lines, or the exit code of a verdict."""
     Path("EMPTY").write_text("\n")
-    Path("WRONG").write_text('{"text": "Hi"}\n{"prompt": "Hi"}\n')
+    Path("WRONG").write_text('{"text": "Hi"}\n{"question": "Hi"}\n')
     Path("TWICE").write_text('{"text": "Hi", "input_ids": [1]}\n')
     Path("NONE").write_text('{"input_ids": []}\n')
     Path("OLD").write_text(json.dumps({"format": 0}))
@@ -75,7 +75,7 @@ def test_a_server_that_does_not_start(call: Any, monkeypatch: pytest.MonkeyPatch
     def refuse(self: Any, *_: Any) -> None:
         raise ServerError("The server ended before it answered: no memory (log: x)")
 
-    monkeypatch.setattr("sglang_dflash.checking.arms.Server.start", refuse)
+    monkeypatch.setattr("sglang_dflash.serving.arms.Server.start", refuse)
     code, _, err = call()
     assert code == 2 and err.splitlines()[-1] == "error: The server ended before it answered: no memory (log: x)"
 
@@ -92,7 +92,7 @@ def test_ctrl_c(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arms(*flags: str) -> tuple[Arm, Arm]:
-    off, on = module._arms(None, None, [], False, list(flags), None, Path("logs"))
+    off, on = arms_of(CheckOptions(server_flags=flags))
     assert isinstance(off, Arm)
     return off, on
 
@@ -102,10 +102,10 @@ def test_the_arms_differ_in_speculation_alone() -> None:
     off, on = arms("--page-size", "16", "--speculative-num-draft-tokens", "4", "--max-total-tokens", "999")
     assert "--disable-overlap-schedule" in off.arguments and "--disable-overlap-schedule" not in on.arguments
     assert not any("speculative" in word for word in off.arguments)
-    assert on.arguments[-6:] == [
-        *["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(TINY_DRAFT)],
-        *["--speculative-num-draft-tokens", "4"],
-    ]
+    assert on.arguments[-6:] == (
+        *("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(TINY_DRAFT)),
+        *("--speculative-num-draft-tokens", "4"),
+    )
     for arm in (off, on):
-        assert arm.arguments[arm.arguments.index("--page-size") :][:2] == ["--page-size", "16"]
+        assert arm.arguments[arm.arguments.index("--page-size") :][:2] == ("--page-size", "16")
         assert arm.arguments[-1 - arm.arguments[::-1].index("--max-total-tokens") :][1] == "999"

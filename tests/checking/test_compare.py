@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from sglang_dflash.checking.asking import Outcome, Request, greedy_body
-from sglang_dflash.checking.compare import Acceptance, Difference, Tolerance, first_difference, step_loss
+from sglang_dflash.checking.compare import Difference, Request, first_difference, step_loss
 from sglang_dflash.checking.draft_kv import judge
+from sglang_dflash.checking.recording import Exchange
+from sglang_dflash.serving import AcceptanceStats, Completion, TiePolicy, greedy_body
 
 FINISH = {"type": "stop", "matched": 2}
-TOLERANCE = Tolerance.of("float32")
+TIES = TiePolicy.of("float32")
 
 
-def answer(ids: list[int], **fields: Any) -> Outcome:
-    return Outcome(**{"ids": ids, "text": str(ids), "finish": FINISH, **fields})
+def answer(ids: list[int], **fields: Any) -> Completion:
+    return Completion(**{"ids": ids, "text": str(ids), "finish": FINISH, **fields})
 
 
-def compare(off: Outcome, on: Outcome, temperature: float = 0.0, **body: Any) -> Difference | None:
+def drafted(*histogram: int) -> Completion:
+    return Completion(accept_histogram=list(histogram), steps=sum(histogram))
+
+
+def compare(off: Completion, on: Completion, temperature: float = 0.0, **body: Any) -> Difference | None:
     request = Request("case", "prompt", {**greedy_body([1], temperature=temperature), **body})
-    return first_difference(request, off, on, TOLERANCE)
+    return first_difference(request, off, on, TIES)
 
 
 OFF = answer([5, 6, 2], best=[[(5, -0.1), (7, -2.0)], [(6, -0.7), (8, -0.7 - 1e-6)], [(2, -0.1), (3, -4.0)]])
@@ -40,10 +46,10 @@ def test_equal() -> None:
         (answer([5, 6, 2, 4]), "length", 3),
         (answer([5, 6, 2], finish={"type": "length"}), "finish", 3),
         (answer([5, 6, 2], text="other"), "text", 3),
-        (Outcome(failure="HTTP 500: gone"), "failure", 0),
+        (Completion(failure="HTTP 500: gone"), "failure", 0),
     ],
 )
-def test_differences(on: Outcome, kind: str, index: int) -> None:
+def test_differences(on: Completion, kind: str, index: int) -> None:
     """Fails if a different answer passes, or the difference is reported at the wrong index."""
     found = compare(OFF, on)
     assert found is not None and (found.kind, found.index, found.tie) == (kind, index, False)
@@ -92,15 +98,15 @@ def test_logprobs_of_alternatives() -> None:
 )
 def test_tie_gap(dtype: str, ulps: float | None, gap: float) -> None:
     """Fails if a unit in the last place is not that of logits from 16 to 32."""
-    assert Tolerance.of(dtype, ulps).tie_gap == gap
+    assert TiePolicy.of(dtype, ulps).tie_gap == gap
 
 
 def test_acceptance() -> None:
     """Fails if positions are counted from the wrong end, or requests with shorter histograms are dropped."""
-    acceptance = Acceptance.of([Outcome(histogram=[1, 0, 3]), Outcome(histogram=[2, 2]), Outcome()])
-    assert (acceptance.steps, acceptance.by_position) == (8, [5 / 8, 3 / 8])
+    acceptance = AcceptanceStats.of([drafted(1, 0, 3), drafted(2, 2), Completion()])
+    assert (acceptance.steps, acceptance.shares) == (8, [5 / 8, 3 / 8])
     assert acceptance.tau == 1 + (2 * 1 + 3 * 2) / 8
-    assert Acceptance.of([]).tau == 0.0
+    assert AcceptanceStats.of([]).tau == 0.0
 
 
 @pytest.mark.parametrize(
@@ -131,27 +137,28 @@ def test_step_loss(steps: list[int], fewest: list[int], exact: bool, lost: bool)
 )
 def test_what_a_server_says(status: int, content: Any, refusal: str, failure: str) -> None:
     """Fails if a refusal counts as a failure, or its message is lost."""
-    outcome = Outcome.from_response(status, content)
+    outcome = Completion.from_generate(status, content)
     assert (outcome.refusal, outcome.failure) == (refusal, failure) and not outcome.answered
 
 
 def test_aborted_answers_are_failures() -> None:
     """Fails if an answer that the server aborted counts as an answer."""
     meta = {"finish_reason": {"type": "abort", "message": "Aborted"}}
-    outcome = Outcome.from_response(200, {"text": "be", "output_ids": [4], "meta_info": meta})
+    outcome = Completion.from_generate(200, {"text": "be", "output_ids": [4], "meta_info": meta})
     assert (outcome.failure, outcome.ids, outcome.answered) == ("Aborted", [4], False)
     meta["finish_reason"]["status_code"] = 400
-    assert Outcome.from_response(200, {"text": "", "meta_info": meta}).refusal == "Aborted"
+    assert Completion.from_generate(200, {"text": "", "meta_info": meta}).refusal == "Aborted"
 
 
 def test_outcomes_are_kept_as_json() -> None:
     """Fails if a saved answer differs after loading."""
-    outcome = answer([5], logprobs=[-0.1], best=[[(5, -0.1)]], histogram=[1])
-    assert Outcome.from_json(outcome.to_json()) == outcome
+    outcome = answer([5], logprobs=[-0.1], best=[[(5, -0.1)]], accept_histogram=[1], steps=1)
+    exchange = Exchange(Request("case", "prompt", greedy_body([1])), outcome)
+    assert Exchange.from_json(json.loads(json.dumps(exchange.to_json()))) == exchange
 
 
 def test_steps_of_any_width_are_not_compared() -> None:
     """Fails if a server with adaptive widths is reported to draft worse from one KV than from another."""
-    way = [Outcome(ids=[1, 2], histogram=[2], cached_tokens=9, adapts=True)]
+    way = [Completion(ids=[1, 2], accept_histogram=[2], steps=2, cached_tokens=9, adapts=True)]
     probed = judge({"cached": way, "pieces": way, "fresh": way}, [10], exact=True)
     assert not probed.lost and "SGLANG_DFLASH_WIDTH=full" in probed.skipped

@@ -22,8 +22,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from preloaded import PreloadedServer
-from sglang_dflash.checking import arms
-from sglang_dflash.checking.arms import WHOLE_BLOCKS
 from sglang_dflash.cli import check as command
 from sglang_dflash.cli.check import TINY_FLAGS
 from sglang_dflash.cli.main import run
@@ -34,8 +32,10 @@ from sglang_dflash.serving import (
     TINY_OVERLAPPING,
     TINY_TARGET,
     Server,
+    arms,
     held_out_prompts,
 )
+from sglang_dflash.serving.arms import WHOLE_BLOCKS
 
 pytestmark = pytest.mark.server
 COMMAND = [sys.executable, "-m", "sglang_dflash.cli", "check"]
@@ -69,7 +69,7 @@ def check_here(*words: object) -> Checked:
     shown, said = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown), redirect_stderr(said):
         patch.setattr(arms, "Server", PreloadedServer)
-        patch.setattr(command.signal, "signal", lambda *_: None)
+        patch.setattr(command, "stop_on_sigterm", lambda: None)
         patch.setattr(sys, "argv", ["sglang-dflash", "check", *map(str, words)])
         for name, value in TINY_OVERLAPPING.items():
             patch.setenv(name, value)

@@ -14,15 +14,14 @@ from rich.console import Console
 from toy import Faults, ToyArm, ToyClient
 
 from sglang_dflash.checking.cases import select
-from sglang_dflash.checking.progress import Watch
-from sglang_dflash.checking.prompts import Prompt
 from sglang_dflash.checking.recording import Recording
 from sglang_dflash.checking.report import Report
 from sglang_dflash.checking.run import Plan, check
 from sglang_dflash.checking.terminal import show
-from sglang_dflash.serving import ServerError
+from sglang_dflash.serving import Progress, ServerError
+from sglang_dflash.serving.sessions import Session, Turn
 
-PROMPTS = [Prompt(f"p{n}", "text", f"prompt number {n} " + "x" * n, {}) for n in range(4)]
+PROMPTS = [Session(f"p{n}", (Turn(()),), text=f"prompt number {n} " + "x" * n) for n in range(4)]
 OFF = Faults(gap=0.5)
 
 
@@ -40,12 +39,13 @@ def plan(on: Faults, without: Faults = OFF, cases: str = "presence_penalty,ignor
         control=False,
         reference=False,
         save_off=None,
+        logs=Path("logs"),
     )
     return replace(whole, **changes)
 
 
 def run(whole: Plan) -> Report:
-    return check(whole, Watch(Console(file=StringIO())))
+    return check(whole, Progress(Console(file=StringIO())))
 
 
 def shown(report: Report) -> str:
@@ -70,7 +70,7 @@ def test_equal_answers_are_lossless() -> None:
     report = run(plan(Faults()))
     assert report.lossless and report.compared == 4 * 3 * 2 and not list(report.found())
     assert {result.acceptance.tau for result in report.results} == {3.0}
-    assert report.results[0].acceptance.by_position == [1.0, 1.0]
+    assert report.results[0].acceptance.shares == [1.0, 1.0]
     assert report.draft_kv is not None and not report.draft_kv.lost
     assert "Lossless: 24 requests" in shown(report)
 
@@ -226,7 +226,7 @@ def test_a_reference_that_cannot_run_is_a_note() -> None:
 
 def test_a_server_without_a_tokenizer_is_checked_all_the_same() -> None:
     """Fails if a probe that cannot run prevents a verdict."""
-    whole = plan(Faults(), prompts=[Prompt("ids", "input_ids", [1, 2, 3], {})])
+    whole = plan(Faults(), prompts=[Session("ids", (Turn(()),), input_ids=(1, 2, 3))])
     client = whole.on.client  # type: ignore[attr-defined]
     post = client.post
     client.post = lambda path, body: httpx.Response(500) if path == "/tokenize" else post(path, body)

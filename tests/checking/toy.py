@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -130,6 +131,16 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 @dataclass
+class ToyServer:
+    """Replaces `Server`."""
+
+    toy: ToyClient
+
+    def client(self) -> ToyClient:
+        return self.toy
+
+
+@dataclass
 class ToyArm:
     """Replaces `Arm`."""
 
@@ -138,11 +149,11 @@ class ToyArm:
     whole_blocks: ToyArm | None = None
 
     @contextmanager
-    def up(self, on_wait: Callable[[float], None]) -> Iterator[ToyClient]:
-        yield self.client
+    def up(self, log: Path, timeout_s: float, on_wait: Callable[[float], None]) -> Iterator[ToyServer]:
+        yield ToyServer(self.client)
 
     def with_whole_blocks(self) -> ToyArm | None:
         return self.whole_blocks
 
-    def last_words(self) -> str:
+    def why_gone(self, log: Path) -> str:
         return "toy error"

@@ -37,7 +37,9 @@ def call(monkeypatch, tmp_path, capsys) -> Any:
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as ended:
             run()
-        return ended.value.code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        code = ended.value.code
+        return (err[err.rindex("error: ") :].removesuffix("\n") if code == 1 else code), out, err
 
     return call
 
@@ -125,10 +127,10 @@ REGENERATE = [
     (["DATA", "--concurrency", 0], "--concurrency is 0; it must be at least 1"),
     (["DATA", "--temperature", -1], "--temperature is -1.0; it must be 0 or more"),
     (["DATA", "--chat-template-kwargs", "no"], "--chat-template-kwargs is 'no'; it must be a JSON object"),
-    (["DATA", "--target", "/nowhere/target"], "The target /nowhere/target cannot be read"),
-    (["WRONG"], "WRONG, line 2: it has the keys ['text']"),
-    (["TEXT"], "TEXT, line 1: "),
-    (["EMPTY"], "EMPTY holds no conversation"),
+    (["DATA", "--target", "/nowhere/target"], "--target /nowhere/target: its tokenizer cannot be read"),
+    (["WRONG"], "DATA WRONG, line 2: it has the keys ['text']"),
+    (["TEXT"], "DATA TEXT, line 1: "),
+    (["EMPTY"], "DATA EMPTY holds no conversation"),
 ]
 
 

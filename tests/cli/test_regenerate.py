@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from sglang_dflash.cli import regenerate as module
-from sglang_dflash.cli.regenerate import Asking, Regeneration, regenerate
-from sglang_dflash.serving import TINY_TARGET, Answer, ServerError
+from sglang_dflash.cli.regenerate import Asking, RegenerateOptions, Regeneration, regenerate
+from sglang_dflash.serving import TINY_TARGET, Completion, ServerError
 
 END = "<|im_end|>"
 
@@ -27,22 +27,22 @@ def tokenizer() -> Any:
 class FakeClient:
     """Answers "Answer N." to the N-th question of a conversation; `odd` may return another answer."""
 
-    def __init__(self, tokenizer: Any, odd: Callable[[str], Answer | None] = lambda prompt: None) -> None:
+    def __init__(self, tokenizer: Any, odd: Callable[[str], Completion | None] = lambda prompt: None) -> None:
         self.tokenizer, self.odd = tokenizer, odd
         self.prompts: list[str] = []
         self.sampling: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
-    def generate(self, prompt: list[int], **sampling: Any) -> Answer:
+    def generate(self, prompt: list[int], **sampling: Any) -> Completion:
         text = self.tokenizer.decode(prompt)
         with self._lock:
             self.prompts.append(text)
             self.sampling.append(sampling)
         return self.odd(text) or self.said(f"Answer {text.count('<|im_start|>user')}.")
 
-    def said(self, text: str, finish_reason: str = "stop") -> Answer:
+    def said(self, text: str, finish_reason: str = "stop") -> Completion:
         ids = self.tokenizer(text + (END if finish_reason == "stop" else ""))["input_ids"]
-        return Answer(ids, text, finish_reason, 0, 0, [], {})
+        return Completion(ids, text, {"type": finish_reason})
 
 
 class FakeServer:
@@ -55,7 +55,7 @@ class FakeServer:
         FakeServer.made = self
         self.arguments, self.running = list(arguments), False
 
-    def start(self, timeout_s: float) -> FakeServer:
+    def start(self, timeout_s: float, on_wait: Any) -> FakeServer:
         self.running = True
         return self
 
@@ -94,8 +94,8 @@ def _lines(path: Path, *rows: Any) -> Path:
 
 
 def _run(data: Path, output: Path, **changes: Any) -> None:
-    given = {"target": str(TINY_TARGET), "max_new_tokens": 64, "temperature": 0.0, "concurrency": 4}
-    regenerate(data, output, **{**given, "server_args": "", "chat_template_kwargs": "{}", **changes})
+    given = {"target": str(TINY_TARGET), "max_new_tokens": 64, "concurrency": 4, **changes}
+    regenerate(RegenerateOptions(data=data, output=output, **given))
 
 
 def _samples(output: Path) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def test_turns_are_answered_one_after_the_other(regeneration, tokenizer):
 
 def test_a_prompt_that_does_not_extend_starts_a_sample(regeneration, tokenizer):
     """Fails if a sample joins ids that the target never saw in a row: here the template cuts earlier answers."""
-    regeneration.tokenizer.chat_template = tokenizer.chat_template.replace(
+    regeneration.renderer.tokenizer.chat_template = tokenizer.chat_template.replace(
         "message['content']", "(message['content'] if loop.last or message['role'] != 'assistant' else 'cut')"
     )
     first, second = regeneration.answer(FakeClient(tokenizer), [_user("One?"), _assistant(""), _user("Two?")])
@@ -302,7 +302,7 @@ def test_the_trainer_takes_the_ids_as_they_came(client, data, tokenizer, tmp_pat
     pieces = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (*"Answer", END)]
     ids = [token for piece in pieces for token in piece]
     assert ids != tokenizer("Answer" + END, add_special_tokens=False)["input_ids"]
-    client.odd = lambda prompt: Answer(ids, "Answer", "stop", 0, 0, [], {})
+    client.odd = lambda prompt: Completion(ids, "Answer", {"type": "stop"})
     output = tmp_path / "out.jsonl"
     _run(data, output)
     from sglang_dflash.training.conversations import read

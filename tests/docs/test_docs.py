@@ -14,7 +14,7 @@ import pytest
 import typer
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.bench.command import benchmark
+from sglang_dflash.cli.benchmark import app as benchmark
 from sglang_dflash.cli.main import app
 from sglang_dflash.host import hooking, hooks
 
@@ -104,12 +104,10 @@ def _server_parser() -> argparse.ArgumentParser:
 
 def parse(words: list[str]) -> bool:
     """Parses one of our commands with its own parser; False where the words are another program's."""
-    if words[:2] in (["sglang-dflash", "bench"], ["python", "benchmark_sglang.py"]):
-        single = typer.Typer()
-        single.command()(benchmark)
-        _parse_typer(single, words[2:])
-    elif words[0] == "sglang-dflash":
+    if words[0] == "sglang-dflash":
         _parse_typer(app, words[1:])
+    elif words[:2] == ["python", "benchmark_sglang.py"]:
+        _parse_typer(benchmark, words[2:])
     elif words[:3] == ["python", "-m", "sglang.launch_server"]:
         _server_parser().parse_args(words[3:])
     else:

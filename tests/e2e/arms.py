@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from equality import BLOCK_SIZE, OffAnswer
+from equality import BLOCK_SIZE
 from sglang_dflash.serving import (
     TINY_DRAFT,
     TINY_ENVIRONMENT,
     TINY_OVERLAPPING,
     TINY_TARGET,
-    Answer,
     Client,
+    Completion,
     HeldOutPrompt,
 )
 
@@ -98,13 +98,13 @@ class Baseline:
     """
 
     prompts: list[list[int]]
-    answers: list[OffAnswer]
+    answers: list[Completion]
     long_prompts: list[list[int]]
-    long_answers: list[OffAnswer]
-    penalised_answers: list[OffAnswer]
-    conversation: list[tuple[list[int], OffAnswer]]
+    long_answers: list[Completion]
+    penalised_answers: list[Completion]
+    conversation: list[tuple[list[int], Completion]]
     repeating: list[list[int]]
-    repeated_answers: list[OffAnswer]
+    repeated_answers: list[Completion]
 
 
 def on_arms(*names: str) -> pytest.MarkDecorator:
@@ -117,7 +117,7 @@ def to_the_limit(prompt: list[int]) -> dict[str, Any]:
     return {"max_new_tokens": TINY_CONTEXT - len(prompt)}
 
 
-def assert_same_steps(answer: Answer, commit_lens: Sequence[int]) -> None:
+def assert_same_steps(answer: Completion, commit_lens: Sequence[int]) -> None:
     """Fails where the request's verify steps differ from a reference's with these commit_lens."""
     counts = [commit_lens.count(accept_len + 1) for accept_len in range(BLOCK_SIZE)]
     padded = [*answer.accept_histogram, *[0] * (BLOCK_SIZE - len(answer.accept_histogram))]

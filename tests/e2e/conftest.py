@@ -21,9 +21,9 @@ from arms import (
 from reference_pair import ReferencePair
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from equality import OffAnswer, ask_off
+from equality import ask_off
 from preloaded import PreloadedServer
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Server, held_out_prompts
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Completion, Server, held_out_prompts
 
 PER_KIND = 24
 TURNS = 5
@@ -71,16 +71,16 @@ def baseline(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPa
     )
 
 
-def _length(turn: tuple[list[int], OffAnswer]) -> int:
+def _length(turn: tuple[list[int], Completion]) -> int:
     return len(turn[1].ids)
 
 
-def _repeating(prompt: list[int], answer: OffAnswer) -> list[int]:
+def _repeating(prompt: list[int], answer: Completion) -> list[int]:
     """The question, its answer, the question again, and the first words of the answer."""
     return [*prompt, *answer.ids, *prompt, *answer.ids[:8]]
 
 
-def _converse(client: Client, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], OffAnswer]]:
+def _converse(client: Client, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], Completion]]:
     questions = [prompt.prompt for prompt in held_out_prompts("arithmetic")[:TURNS]]
     messages: list[dict[str, str]] = []
     turns = []

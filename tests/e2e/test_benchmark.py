@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from preloaded import PreloadedServer
-from sglang_dflash.bench import arms, command
 from sglang_dflash.bench.records import Run
+from sglang_dflash.cli import benchmark as command
+from sglang_dflash.cli import benchmark_run
+from sglang_dflash.serving import arms
 
 pytestmark = pytest.mark.server
 SCRIPT = Path(__file__).parents[2] / "benchmark_sglang.py"
@@ -64,7 +66,7 @@ def benchmark_here(folder: Path, *words: str) -> None:
     """The command in this process, so that its servers are preloaded ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arms, "Server", PreloadedServer)
-        patch.setattr(command.signal, "signal", lambda *_: None)
+        patch.setattr(benchmark_run, "stop_on_sigterm", lambda: None)
         patch.setattr(
             sys, "argv", [str(SCRIPT), *words, "--output-md", str(folder / "results.md"), "--logs", str(folder)]
         )

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from arms import ADMIT_ALL, OPENINGS, PLAIN, POOL, TINY_POOL, to_the_limit
 from transformers import PreTrainedTokenizerBase
 
 from preloaded import PreloadedServer
-from sglang_dflash.serving import TINY_ENVIRONMENT, Client, held_out_prompts
+from sglang_dflash.serving import TINY_ENVIRONMENT, Client, Completion, held_out_prompts
 
 pytestmark = pytest.mark.server
 DETERMINISTIC = [*PLAIN, "--enable-deterministic-inference"]
@@ -38,16 +37,6 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """Fields: logprobs: of the tokens, as the server wrote them, to the last bit."""
-
-    ids: list[int]
-    logprobs: list[float]
-    cached_tokens: int
-    retractions: int
-
-
-@dataclass(frozen=True, slots=True)
 class Off:
     """What speculation off answers: to each request alone, and otherwise.
 
@@ -61,29 +50,24 @@ class Off:
     """
 
     requests: list[tuple[list[int], dict[str, Any]]]
-    alone: list[Reply]
-    repeated: list[Reply]
-    crowded: list[Reply]
-    chunked: list[Reply]
+    alone: list[Completion]
+    repeated: list[Completion]
+    crowded: list[Completion]
+    chunked: list[Completion]
     long_requests: list[tuple[list[int], dict[str, Any]]]
-    long_alone: list[Reply]
-    long_crowded: list[Reply]
+    long_alone: list[Completion]
+    long_crowded: list[Completion]
     by_seed: list[tuple[int, ...]]
     without_seed: tuple[int, ...]
     with_default_seed: tuple[int, ...]
 
 
-def ask(client: Client, request: tuple[list[int], dict[str, Any]]) -> Reply:
-    body = {"input_ids": request[0], "sampling_params": request[1], "return_logprob": True}
-    response = client.post("/generate", body).raise_for_status().json()
-    meta = response["meta_info"]
-    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-    return Reply(response["output_ids"], logprobs, meta["cached_tokens"], meta["num_retractions"])
-
-
-def ask_all(client: Client, requests: Sequence[tuple[list[int], dict[str, Any]]], concurrency: int) -> list[Reply]:
-    with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(lambda request: ask(client, request), requests))
+def ask_all(client: Client, requests: Sequence[tuple[list[int], dict[str, Any]]], concurrency: int) -> list[Completion]:
+    """The answers, with the logprobs of their tokens to the last bit."""
+    bodies = [{"input_ids": ids, "sampling_params": sampling, "return_logprob": True} for ids, sampling in requests]
+    answers = client.ask_all(bodies, concurrency)
+    assert all(answer.answered for answer in answers)
+    return answers
 
 
 def sampled(client: Client, prompt: list[int], **sampling: Any) -> tuple[int, ...]:
@@ -120,7 +104,9 @@ def off(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFac
     return Off(requests, alone, repeated, crowded, chunked, long_requests, long_alone, long_crowded, by_seed, *seeds)
 
 
-def assert_same(replies: Sequence[Reply], alone: Sequence[Reply], requests: Sequence[tuple[list[int], Any]]) -> None:
+def assert_same(
+    replies: Sequence[Completion], alone: Sequence[Completion], requests: Sequence[tuple[list[int], Any]]
+) -> None:
     """Fails where a token or a bit of a logprob differs from the request alone."""
     for reply, expected, (_, sampling) in zip(replies, alone, requests, strict=True):
         assert reply.ids == expected.ids, sampling
@@ -144,7 +130,7 @@ def test_prefill_and_decode_agree(off: Off) -> None:
 
 def test_a_retraction_changes_nothing(off: Off) -> None:
     """Fails where a retracted request, prefilled again with its emitted tokens, continues differently."""
-    assert sum(reply.retractions for reply in off.long_crowded) > 0, "nothing was retracted"
+    assert sum(reply.meta["num_retractions"] for reply in off.long_crowded) > 0, "nothing was retracted"
     assert_same(off.long_crowded, off.long_alone, off.long_requests)
 
 

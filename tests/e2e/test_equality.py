@@ -6,8 +6,7 @@ import pytest
 from arms import BLOCK_SIZE, FEW_IDS, MAX_NEW_TOKENS, Baseline, on_arms, widths_of
 
 from equality import assert_equal_tokens, steps_by_accept_len, tau
-from sglang_dflash.checking.arms import plan_counts
-from sglang_dflash.serving import Client, Server
+from sglang_dflash.serving import Client, Server, plan_counts
 
 pytestmark = pytest.mark.server
 MIN_TAU = 2.5

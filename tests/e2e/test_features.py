@@ -20,9 +20,9 @@ from sglang.srt.utils.common import MultiprocessingSerializer
 from test_lifecycle import assert_pool_empties, draft_kv_writes
 from test_reference_steps import streamed_lengths
 
-from equality import OffAnswer, assert_equal_tokens, tau
+from equality import assert_equal_tokens, tau
 from preloaded import PreloadedServer
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Answer, Client, Server
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Client, Completion, Server
 
 pytestmark = pytest.mark.server
 WHOLE_BLOCKS_TAU, EVERY_WIDTH_TAU = 2.5, 1.8  # lower bounds; a draft that is never accepted has 1
@@ -71,14 +71,14 @@ def on_arm(name: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("server", [name], indirect=True)
 
 
-def ask(client: Client, prompt: list[int], max_new_tokens: int = MAX_NEW_TOKENS, **more: Any) -> Answer:
+def ask(client: Client, prompt: list[int], max_new_tokens: int = MAX_NEW_TOKENS, **more: Any) -> Completion:
     """One greedy request; `more` are fields of its body."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
     response = client.post("/generate", {"input_ids": prompt, "sampling_params": sampling, **more})
-    return Answer.from_response(response.raise_for_status().json())
+    return Completion.from_generate(200, response.raise_for_status().json())
 
 
-def assert_served(client: Client, baseline: Baseline, min_tau: float) -> list[Answer]:
+def assert_served(client: Client, baseline: Baseline, min_tau: float) -> list[Completion]:
     answers = client.generate_all(baseline.prompts, 8, max_new_tokens=MAX_NEW_TOKENS)
     assert_equal_tokens(answers, baseline.answers, baseline.prompts)
     assert tau(answers) >= min_tau
@@ -142,7 +142,7 @@ def test_penalties_in_mixed_chunks(client: Client, baseline: Baseline) -> None:
     with ThreadPoolExecutor(8) as pool:
         sampling = {**PENALTIES, "max_new_tokens": limit}
         answers = list(pool.map(lambda prompt: client.generate(prompt, **sampling), baseline.long_prompts))
-    cut = [OffAnswer(answer.ids[:limit], "length", answer.gaps[:limit]) for answer in baseline.penalised_answers]
+    cut = [answer.cut(limit) for answer in baseline.penalised_answers]
     assert_equal_tokens(answers, cut, baseline.long_prompts)
     assert sum(answer.steps for answer in answers) < sum(len(answer.ids) for answer in answers)
 
@@ -312,12 +312,12 @@ def test_lora_and_kv_in_fewer_bits(baseline: Baseline, tmp_path: Path) -> None:
     on_flags = [*SPECULATE, "--speculative-draft-kv-cache-dtype", "bfloat16"]
     requests = [(prompt, adapter) for prompt in baseline.prompts[::6] for adapter in (None, *ADAPTERS)]
 
-    def ask_all(client: Client, **more: Any) -> list[Answer]:
+    def ask_all(client: Client, **more: Any) -> list[Completion]:
         with ThreadPoolExecutor(8) as pool:
             return list(pool.map(lambda request: ask(client, request[0], 60, lora_path=request[1], **more), requests))
 
     with PreloadedServer(adapted, tmp_path / "off.log", TINY_ENVIRONMENT) as server:
-        off = [_with_gaps(answer) for answer in ask_all(server.client(), return_logprob=True, top_logprobs_num=2)]
+        off = ask_all(server.client(), return_logprob=True, top_logprobs_num=2)
     plain, first, second = (off[index :: 1 + len(ADAPTERS)] for index in range(3))
     for one, other in ((plain, first), (plain, second), (first, second)):
         assert sum(a.ids != b.ids for a, b in zip(one, other, strict=True)) > len(plain) / 3, "adapters change nothing"
@@ -327,8 +327,3 @@ def test_lora_and_kv_in_fewer_bits(baseline: Baseline, tmp_path: Path) -> None:
     assert_equal_tokens(answers, off, requests)
     assert tau(answers[:: 1 + len(ADAPTERS)]) >= EVERY_WIDTH_TAU
     assert tau(answers) > 1.2
-
-
-def _with_gaps(answer: Answer) -> OffAnswer:
-    gaps = [best[0] - second[0] for best, second in answer.meta["output_top_logprobs"]]
-    return OffAnswer(answer.ids, answer.finish_reason, gaps)

@@ -15,8 +15,8 @@ import pytest
 from arms import BLOCK_SIZE, MAX_NEW_TOKENS, PENALTIES, Baseline, assert_same_steps, on_arms, to_the_limit, widths_of
 from reference_pair import ReferencePair
 
-from equality import OffAnswer, assert_equal_tokens
-from sglang_dflash.serving import Answer, Client, Server
+from equality import assert_equal_tokens
+from sglang_dflash.serving import Client, Completion, Server
 
 pytestmark = pytest.mark.server
 
@@ -84,7 +84,7 @@ def test_aborted_requests_free_their_slots(client: Client, baseline: Baseline) -
     assert_pool_empties(client)
     rng = random.Random(7)
 
-    def run_doomed(number: int) -> Answer:
+    def run_doomed(number: int) -> Completion:
         rid = f"doomed-{number}"
         killer = threading.Timer(rng.uniform(0.1, 2.0), lambda: client.post("/abort_request", {"rid": rid}))
         killer.start()
@@ -92,7 +92,7 @@ def test_aborted_requests_free_their_slots(client: Client, baseline: Baseline) -
         prompt = rng.choice(baseline.prompts)
         response = client.post("/generate", {"rid": rid, "input_ids": prompt, "sampling_params": sampling})
         killer.join()
-        return Answer.from_response(response.json())
+        return Completion.from_generate(200, response.json())
 
     with ThreadPoolExecutor(20) as pool:
         doomed = [pool.submit(run_doomed, number) for number in range(20)]
@@ -105,8 +105,8 @@ def test_aborted_requests_free_their_slots(client: Client, baseline: Baseline) -
 
 
 def crowd_the_pool(
-    run_on: Callable[[list[int]], Answer], prompts: list[list[int]], expected: list[OffAnswer]
-) -> list[Answer]:
+    run_on: Callable[[list[int]], Completion], prompts: list[list[int]], expected: list[Completion]
+) -> list[Completion]:
     """Answers of prompts that are asked together, some of which the host retracts. Which ones depends on when they
     come: if none is retracted, they are asked again."""
     for _ in range(4):
@@ -123,7 +123,7 @@ def test_context_limit_and_retraction(client: Client, baseline: Baseline) -> Non
     """Fails where a row exceeds the end of the context, or a retracted request continues wrongly."""
     assert_pool_empties(client)
 
-    def run_on(prompt: list[int]) -> Answer:
+    def run_on(prompt: list[int]) -> Completion:
         return client.generate(prompt, **to_the_limit(prompt))
 
     alone = [run_on(prompt) for prompt in baseline.long_prompts[:6]]
@@ -144,7 +144,7 @@ def test_every_width_occurs(client: Client, baseline: Baseline) -> None:
 def test_penalties_after_retraction(client: Client, baseline: Baseline) -> None:
     """Fails where a retracted request loses the penalty counts of its emitted tokens."""
 
-    def run_on(prompt: list[int]) -> Answer:
+    def run_on(prompt: list[int]) -> Completion:
         return client.generate(prompt, **to_the_limit(prompt), **PENALTIES)
 
     crowd_the_pool(run_on, baseline.long_prompts, baseline.penalised_answers)

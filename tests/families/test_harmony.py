@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from equality import tau
 from preloaded import PreloadedServer
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, Answer, Client
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, Client, Completion
 
 pytestmark = pytest.mark.server
 MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
@@ -137,15 +137,17 @@ def _chat(client: Client, name: str, body: dict[str, Any]) -> dict[str, Any]:
     return {"case": name, "whole": seen, "streamed": streamed}
 
 
-def _ask_all(client: Client, bodies: dict[str, Any], prompts: dict[str, list[int]]) -> tuple[Any, dict[str, Answer]]:
+def _ask_all(
+    client: Client, bodies: dict[str, Any], prompts: dict[str, list[int]]
+) -> tuple[Any, dict[str, Completion]]:
     with ThreadPoolExecutor(len(bodies)) as pool:
         chats = list(pool.map(lambda item: _chat(client, *item), bodies.items()))
 
-    def generate(name: str) -> Answer:
+    def generate(name: str) -> Completion:
         params = {"custom_params": bodies[name]["custom_params"], "temperature": 0.0, "max_new_tokens": 64}
         body = {"input_ids": prompts[name], "sampling_params": params}
         body["custom_logit_processor"] = bodies[name]["custom_logit_processor"]
-        return Answer.from_response(client.post("/generate", body).raise_for_status().json())
+        return Completion.from_generate(200, client.post("/generate", body).raise_for_status().json())
 
     with ThreadPoolExecutor(len(bodies)) as pool:
         return chats, dict(zip(bodies, pool.map(generate, bodies), strict=True))

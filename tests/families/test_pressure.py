@@ -15,9 +15,16 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from equality import OffAnswer, ask_off, assert_equal_tokens
+from equality import ask_off, assert_equal_tokens
 from preloaded import PreloadedServer
-from sglang_dflash.serving import PAIRS, TINY_ENVIRONMENT, TINY_OVERLAPPING, Answer, Client, held_out_prompts_in_turn
+from sglang_dflash.serving import (
+    PAIRS,
+    TINY_ENVIRONMENT,
+    TINY_OVERLAPPING,
+    Client,
+    Completion,
+    held_out_prompts_in_turn,
+)
 
 pytestmark = pytest.mark.server
 TARGET, DRAFT = PAIRS["hybrid"]
@@ -35,7 +42,7 @@ STRATEGIES: dict[str, tuple[list[str], dict[str, str], float]] = {
 
 
 @pytest.fixture(scope="module")
-def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[tuple[list[int], OffAnswer]]]]:
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[tuple[list[int], Completion]]]]:
     """Of each session, each turn's whole prompt and its answer."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     questions = [each.prompt for each in held_out_prompts_in_turn()]
@@ -44,8 +51,8 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[tup
     with PreloadedServer([*flags, "--max-total-tokens", "8192"], log, TINY_ENVIRONMENT) as server:
         client = server.client()
 
-        def turns(session: int) -> list[tuple[list[int], OffAnswer]]:
-            told: list[tuple[list[int], OffAnswer]] = []
+        def turns(session: int) -> list[tuple[list[int], Completion]]:
+            told: list[tuple[list[int], Completion]] = []
             for turn in range(TURNS):
                 question = questions[(session * 7 + turn * 13) % len(questions)]
                 words = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
@@ -57,7 +64,7 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[tup
         yield [turns(session) for session in range(SESSIONS)]
 
 
-def _tell(client: Client, session: list[tuple[list[int], OffAnswer]]) -> list[Answer]:
+def _tell(client: Client, session: list[tuple[list[int], Completion]]) -> list[Completion]:
     return [client.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt, _ in session]
 
 

@@ -14,9 +14,9 @@ from test_graph_tape import GRAPHS, QUICK_START, TAPES, first, replays
 from transformers import AutoTokenizer
 
 from e2e.arms import ADMIT_ALL, FULL, OPENINGS, PLAIN, SPECULATE, TINY_POOL, to_the_limit
-from equality import OffAnswer, ask_off, assert_equal_tokens, tau
+from equality import ask_off, assert_equal_tokens, tau
 from preloaded import PreloadedServer
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Answer, Server
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Completion, Server
 
 pytestmark = pytest.mark.server
 REGEX = {"regex": "[0-9 +=]{5,30}\\.", "max_new_tokens": 40}
@@ -31,7 +31,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def off(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[OffAnswer]]:
+def off(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Completion]]:
     """What each prompt gets alone with speculation off and no graphs: up to the end of the context, and under a
     grammar."""
     log = tmp_path_factory.mktemp("off") / "server.log"
@@ -65,7 +65,7 @@ def server(rows: int, bug: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield running
 
 
-def ask(server: Server, prompts: list[list[int]], count: int, **sampling: object) -> list[Answer]:
+def ask(server: Server, prompts: list[list[int]], count: int, **sampling: object) -> list[Completion]:
     client = server.client(timeout_s=120.0)
     client.flush_when_idle()
     with ThreadPoolExecutor(count) as pool:
@@ -73,7 +73,7 @@ def ask(server: Server, prompts: list[list[int]], count: int, **sampling: object
 
 
 def test_requests_get_what_they_get_alone(
-    server: Server, rows: int, prompts: list[list[int]], off: dict[str, list[OffAnswer]]
+    server: Server, rows: int, prompts: list[list[int]], off: dict[str, list[Completion]]
 ) -> None:
     """Fails where a padded batch of trees commits other tokens than each request alone, where the target does not
     verify as many rows as asked, or where either model does not replay its graph."""
@@ -90,7 +90,7 @@ def test_requests_get_what_they_get_alone(
 
 
 def test_retraction_and_the_end_of_the_context(
-    server: Server, prompts: list[list[int]], off: dict[str, list[OffAnswer]]
+    server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
 ) -> None:
     """Fails where slots behind a tree's path are used wrongly once they are given to another request."""
     client = server.client(timeout_s=240.0)
@@ -101,12 +101,12 @@ def test_retraction_and_the_end_of_the_context(
     assert sum(answer.meta["num_retractions"] for answer in answers) > 0, "nothing was retracted"
 
 
-def test_grammars(server: Server, prompts: list[list[int]], off: dict[str, list[OffAnswer]]) -> None:
+def test_grammars(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
     """Fails where a row's grammar mask is not that of its path, or the tree that the host walks is another one."""
     assert_equal_tokens(ask(server, prompts, 3, **REGEX), off["regex"], prompts[:3])
 
 
-def test_logprobs(server: Server, prompts: list[list[int]], off: dict[str, list[OffAnswer]]) -> None:
+def test_logprobs(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
     """Fails where logprobs do not follow the accepted path."""
     answer, expected = ask_off(server.client(), prompts[1], max_new_tokens=SHORT), first(off["plain"][1], SHORT)
     assert answer.ids == expected.ids
@@ -121,7 +121,7 @@ def test_penalties_are_refused(server: Server, rows: int, prompts: list[list[int
 
 @pytest.mark.parametrize("name", [graph_tape.CHAIN_MASK, graph_tape.UNMOVED_KV, graph_tape.ROW_POSITIONS])
 def test_a_planted_bug_is_found(
-    name: str, rows: int, bug: Path, server: Server, prompts: list[list[int]], off: dict[str, list[OffAnswer]]
+    name: str, rows: int, bug: Path, server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
 ) -> None:
     """Fails where the first test passes although the bug is there."""
     if rows != max(ROWS):

@@ -26,9 +26,9 @@ from e2e.arms import (
     to_the_limit,
 )
 from e2e.reference_pair import ReferencePair
-from equality import OffAnswer, ask_off, assert_equal_tokens
+from equality import ask_off, assert_equal_tokens
 from preloaded import PreloadedServer
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Answer, Client, Server
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Client, Completion, Server
 
 pytestmark = pytest.mark.server
 HERE = Path(__file__).parent
@@ -51,7 +51,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def off(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> list[OffAnswer]:
+def off(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> list[Completion]:
     """What each prompt gets alone with speculation off and no graphs, up to the end of the context."""
     with PreloadedServer(
         [*PLAIN, *TINY_POOL], tmp_path_factory.mktemp("off") / "server.log", TINY_ENVIRONMENT
@@ -87,11 +87,11 @@ def client(server: Server) -> Client:
     return client
 
 
-def first(answer: OffAnswer, count: int) -> OffAnswer:
+def first(answer: Completion, count: int) -> Completion:
     """The answer to the same request with `max_new_tokens` of `count`."""
     if len(answer.ids) <= count:
         return answer
-    return OffAnswer(answer.ids[:count], "length", answer.gaps[:count])
+    return answer.cut(count)
 
 
 def replays(server: Server, log_start: int = 0) -> Counter[tuple[str, int, int]]:
@@ -102,7 +102,7 @@ def replays(server: Server, log_start: int = 0) -> Counter[tuple[str, int, int]]
     return Counter((model, int(size), int(requests)) for model, size, requests in found)
 
 
-def finding(server: Server, prompts: list[list[int]], off: list[OffAnswer], steps: list[list[int]]) -> str:
+def finding(server: Server, prompts: list[list[int]], off: list[Completion], steps: list[list[int]]) -> str:
     """Runs four requests at once, of which one soon ends. Returns what is wrong with the others; "" if nothing is.
 
     Wrong drafts cost no token, so tokens alone would not tell.
@@ -110,7 +110,7 @@ def finding(server: Server, prompts: list[list[int]], off: list[OffAnswer], step
     client, limits = server.client(timeout_s=60.0), [SHORT, SHORT, SHORT, BRIEF]
     client.flush_cache()
 
-    def run(number: int) -> Answer:
+    def run(number: int) -> Completion:
         return client.generate(prompts[number], max_new_tokens=limits[number])
 
     try:
@@ -130,7 +130,7 @@ def finding(server: Server, prompts: list[list[int]], off: list[OffAnswer], step
 
 
 def test_a_plan_stream(
-    bug: Path, tmp_path: Path, prompts: list[list[int]], off: list[OffAnswer], steps: list[list[int]]
+    bug: Path, tmp_path: Path, prompts: list[list[int]], off: list[Completion], steps: list[list[int]]
 ) -> None:
     """Fails where a step reads the drafts before the plan stream is joined: the draft's graph runs only then."""
     environment = ENVIRONMENT | {"GRAPH_TAPE_BUG": str(bug), "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}
@@ -140,7 +140,7 @@ def test_a_plan_stream(
 
 
 def test_three_requests_in_a_graph_of_four(
-    server: Server, prompts: list[list[int]], off: list[OffAnswer], steps: list[list[int]]
+    server: Server, prompts: list[list[int]], off: list[Completion], steps: list[list[int]]
 ) -> None:
     """Fails where a padded batch commits other tokens, or takes other steps, than each request alone; or where one of
     the two models does not replay."""
@@ -150,12 +150,12 @@ def test_three_requests_in_a_graph_of_four(
     assert counts["target", 4, 3] > 5 and counts["draft", 4, 3] > 5, counts
 
 
-def test_requests_come_and_go(server: Server, client: Client, prompts: list[list[int]], off: list[OffAnswer]) -> None:
+def test_requests_come_and_go(server: Server, client: Client, prompts: list[list[int]], off: list[Completion]) -> None:
     """Fails where a batch that shrinks or grows between two replays mixes requests, or where a step is not replayed."""
     log_start = server.log.stat().st_size
     limits = [20 + 17 * (number * 5 % 7) for number in range(len(prompts))]
 
-    def run(number: int) -> Answer:
+    def run(number: int) -> Completion:
         return client.generate(prompts[number], max_new_tokens=limits[number])
 
     with ThreadPoolExecutor(6) as pool:  # a request comes when another has gone; at last, they only go
@@ -168,7 +168,7 @@ def test_requests_come_and_go(server: Server, client: Client, prompts: list[list
         assert replayed >= sum(answer.steps for answer in answers)
 
 
-def test_retraction(server: Server, client: Client, prompts: list[list[int]], off: list[OffAnswer]) -> None:
+def test_retraction(server: Server, client: Client, prompts: list[list[int]], off: list[Completion]) -> None:
     """Fails where a retracted request continues wrongly, or a replay reads slots that were given to another."""
     log_start = server.log.stat().st_size
     with ThreadPoolExecutor(8) as pool:
@@ -192,7 +192,7 @@ def test_a_planted_bug_is_found(
     bug: Path,
     server: Server,
     prompts: list[list[int]],
-    off: list[OffAnswer],
+    off: list[Completion],
     steps: list[list[int]],
 ) -> None:
     """Fails where the check of `test_three_requests_in_a_graph_of_four` passes although the bug is there."""

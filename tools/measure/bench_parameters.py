@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, Answer, Server, held_out_prompts
+from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, Completion, Server, held_out_prompts
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 """Values that (nearly) keep the answers of greedy decoding, so that the steps are comparable."""
 
 
-def steps_us(answers: list[Answer], seconds: float, concurrency: int) -> float:
+def steps_us(answers: list[Completion], seconds: float, concurrency: int) -> float:
     """Wall time per verify step of one request, in microseconds."""
     return seconds * concurrency / max(1, sum(answer.steps for answer in answers)) * 1e6
 

@@ -106,7 +106,7 @@ def main() -> None:
     print("resolving", flush=True)
     own = resolve.build_own_wheel(ROOT, arguments.cache / "own")
     key = f"{target.python}-{target.platform}-{hashlib.sha256(wheels.requirements(own)).hexdigest()[:16]}"
-    closure = resolve.resolve([str(own)], target, arguments.cache / f"resolved-{key}.json")
+    closure = resolve.resolve([f"{own}[gpu,train]"], target, arguments.cache / f"resolved-{key}.json")
     wanted, left_out = select(closure, resolve.read_preinstalled(arguments.preinstalled), target.python)
     package = wheels.distribution_of(own)
     wanted = [distribution for distribution in wanted if distribution.name != package]

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from sglang_dflash.cli.regenerate import regenerate
+from sglang_dflash.cli.regenerate import RegenerateOptions, regenerate
 from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.serving import TINY_ENVIRONMENT
 from sglang_dflash.training import TrainOptions
@@ -149,13 +149,16 @@ def _own_answers(args: argparse.Namespace, settings: Settings, heldout: list[Exa
     talks = training_prompts(args.seed, settings.answers, heldout, _DRAFT_SHARES)
     asked.write_text("".join(json.dumps({"messages": talk.messages}) + "\n" for talk in talks), encoding="utf-8")
     os.environ |= TINY_ENVIRONMENT
+    flags = "--dtype float32 --max-total-tokens 65536 --max-running-requests 48 --log-level warning"
     regenerate(
-        asked,
-        answered,
-        str(args.out / "target"),
-        max_new_tokens=MAX_NEW_TOKENS,
-        concurrency=48,
-        server_args="--dtype float32 --max-total-tokens 65536 --max-running-requests 48 --log-level warning",
+        RegenerateOptions(
+            data=asked,
+            output=answered,
+            target=str(args.out / "target"),
+            max_new_tokens=MAX_NEW_TOKENS,
+            concurrency=48,
+            server_args=flags,
+        )
     )
     closed = {example.answer for example in heldout}
     with answered.open(encoding="utf-8") as source, kept.open("w", encoding="utf-8") as file:

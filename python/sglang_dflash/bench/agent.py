@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from itertools import count as counting
 
-from sglang_dflash.bench.sessions import Edit, Message, Session, Turn
+from sglang_dflash.serving.sessions import Edit, Message, Session, Turn
 
 FEWEST_TURNS, MOST_TURNS = 6, 12
 LEAST_PREFIX_CHARS = 200

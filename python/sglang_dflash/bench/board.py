@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_dflash.bench.measures import measure
 from sglang_dflash.bench.records import Cell, CellKey, Record
+from sglang_dflash.serving import Progress
 
 
 class Board:
@@ -18,6 +18,7 @@ class Board:
 
     def __init__(self, console: Console, cells: int, starts: int) -> None:
         self._console = console
+        self._progress = Progress(console)
         self._cells, self._starts = cells, starts
         self._done = 0
         self._cell_s: list[float] = []
@@ -26,22 +27,19 @@ class Board:
     @contextmanager
     def starting(self, label: str) -> Iterator[Callable[[float], None]]:
         """Yields a function to call with the seconds waited."""
-        self._console.print(f"starting {label} ...", style="dim", highlight=False)
         begin = time.monotonic()
         self._starts = max(0, self._starts - 1)
-        with self._console.status(f"starting {label} ...") as status:
-            yield lambda seconds: status.update(f"starting {label} ... {seconds:.0f} s")
+        with self._progress.waiting(f"starting {label} ...") as on_wait:
+            yield on_wait
         self._start_s.append(time.monotonic() - begin)
 
     @contextmanager
     def cell(self, key: CellKey, requests: int) -> Iterator[Callable[[Record], None]]:
         """Yields a function to call with each answer."""
         begin = time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        live = self._console.is_terminal
-        with Progress(*columns, console=self._console, transient=True, disable=not live) as bar:
-            task = bar.add_task(f"[{self._done + 1}/{self._cells}] {name(key)}, {self.left()}", total=requests)
-            yield lambda record: bar.advance(task)
+        title = f"[{self._done + 1}/{self._cells}] {name(key)}, {self.left()}"
+        with self._progress.phase(title, requests, last_line=False) as advance:
+            yield lambda record: advance()
         self._cell_s.append(time.monotonic() - begin)
 
     def finished(self, cell: Cell) -> None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, variance
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from scipy.stats import t as student
 
-from sglang_dflash.bench.frame import GROUP, group_of, measured, withheld_groups
+from sglang_dflash.bench.frame import GROUP, cell_frame
 from sglang_dflash.bench.layout import escaped, grid, load_words, number
-from sglang_dflash.bench.measures import Limits
-from sglang_dflash.bench.records import CellKey, Equality, Run
+from sglang_dflash.bench.records import Run
 
 # Measure -> its title, and whether higher is better.
 MEASURES = {
@@ -30,7 +29,6 @@ FALSE_MARKS = 0.007  # significance level of the t-test
 FLOOR = 0.02  # a relative change up to this is not marked
 # Facts of a machine that differ between any two runs.
 _PASSING = {"load_1min"}
-_Values = dict[tuple[object, ...], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class Noise:
 
     @classmethod
     def of(cls, groups: Iterable[Sequence[float]]) -> Noise:
-        held = [(len(group) - 1, variance(map(math.log, group))) for group in groups if len(group) > 1]
+        held = [(len(group) - 1, np.var(np.log(group), ddof=1)) for group in groups if len(group) > 1]
         freedom = sum(count for count, _ in held)
         return cls(sum(count * spread for count, spread in held) / freedom if freedom else math.nan, freedom)
 
@@ -62,12 +60,11 @@ class Noise:
         if min(len(a), len(b)) < 2:
             return False
         apart = max(a) < min(b) or max(b) < min(a)
-        if not apart or abs(median(b) / median(a) - 1) <= FLOOR:
+        if not apart or abs(np.median(b) / np.median(a) - 1) <= FLOOR:
             return False
-        own = Noise.of([a, b])
-        scale = max(self.variance, own.variance) * (1 / len(a) + 1 / len(b))
-        change = fmean(map(math.log, b)) - fmean(map(math.log, a))
-        return abs(change) > student.ppf(1 - FALSE_MARKS / 2, self.freedom) * math.sqrt(scale)
+        scale = max(self.variance, Noise.of([a, b]).variance) * (1 / len(a) + 1 / len(b))
+        change = np.mean(np.log(b)) - np.mean(np.log(a))
+        return bool(abs(change) > student.ppf(1 - FALSE_MARKS / 2, self.freedom) * math.sqrt(scale))
 
 
 def compare(a: Run, b: Run) -> pd.DataFrame:
@@ -86,74 +83,54 @@ def compare(a: Run, b: Run) -> pd.DataFrame:
         raise ValueError(
             f"--compare: the first run's workload is {a.workload}, the second's {b.workload}; they must be equal."
         )
-    cells_a, cells_b = _cells(a), _cells(b)
-    values = {name: (_by_group(cells_a, name), _by_group(cells_b, name)) for name in MEASURES}
-    states, shares = _states(a, b), {"a": _shares(a), "b": _shares(b)}
-    noises = {
-        name: Noise.of([*_compared(of_a, states), *_compared(of_b, states)]) for name, (of_a, of_b) in values.items()
-    }
-    rows = []
-    for group, state in states.items():
-        row: dict[str, object] = {**dict(zip(GROUP, group, strict=True)), "state": state}
-        for side, cells in (("a", cells_a), ("b", cells_b)):
-            row[f"repeats_{side}"] = sum(group_of(key) == group for key in cells)
-            row[f"identical_{side}"] = shares[side].get(group, math.nan)
-        for name, (of_a, of_b) in values.items():
-            pair = ([], []) if state else (of_a.get(group, []), of_b.get(group, []))
-            row |= _change(name, *pair, noises[name])
-        rows.append(row)
-    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=[*GROUP, "state"])
+    sides = {"a": cell_frame(a), "b": cell_frame(b)}
+    table = pd.concat([cells[GROUP] for cells in sides.values()]).drop_duplicates(ignore_index=True)
+    groups = pd.MultiIndex.from_frame(table)
+    for side, cells in sides.items():
+        table[f"state_{side}"] = _states(cells, groups, side)
+        table[f"repeats_{side}"] = _of_groups(cells[cells["failure"] == ""].groupby(GROUP).size(), groups).fillna(0)
+        free = (
+            cells[cells["judged"] & ~cells["same_engine"].astype(bool)].groupby(GROUP)[["identical", "compared"]].sum()
+        )
+        shares = free["identical"] / free["compared"].where(free["compared"] > 0)
+        table[f"identical_{side}"] = _of_groups(shares, groups)
+    states = table.pop("state_a") + ", " + table.pop("state_b")
+    table.insert(len(GROUP), "state", states.str.strip(", "))
+    comparable = groups[(table["state"] == "").to_numpy()]
+    for name in MEASURES:
+        of_a, of_b = (_values(cells, name, comparable) for cells in sides.values())
+        noise = Noise.of([*of_a.values(), *of_b.values()])
+        rows = [_change(name, of_a.get(group, []), of_b.get(group, []), noise) for group in groups]
+        table = table.join(pd.DataFrame(rows, columns=[f"{name}_{part}" for part in ("a", "b", "ratio", "mark")]))
+    return table
 
 
-def _cells(run: Run) -> dict[CellKey, dict[str, float]]:
-    limits = run.options.get("limits")
-    return measured(run.cells, Limits(**limits) if limits else None)
+def _of_groups(held: pd.Series, groups: pd.MultiIndex) -> pd.Series:
+    return held.reindex(groups).reset_index(drop=True)
 
 
-def _by_group(cells: dict[CellKey, dict[str, float]], name: str) -> _Values:
-    held: _Values = {}
-    for key, values in cells.items():
-        if values[name] > 0:  # False for NaN, too
-            held.setdefault(group_of(key), []).append(values[name])
-    return held
+def _states(cells: pd.DataFrame, groups: pd.MultiIndex, side: str) -> pd.Series:
+    """By group: why it cannot be compared on this side, or ""."""
+    found = cells.assign(failed=cells["failure"] != "").groupby(GROUP)[["withheld", "failed"]].any().reindex(groups)
+    words = pd.Series("", index=groups).mask(found["failed"].eq(True), f"failed in {side}")
+    words = words.mask(found["withheld"].eq(True), f"withheld in {side}: unequal tokens")
+    return words.mask(found["failed"].isna(), f"not in {side}").reset_index(drop=True)
 
 
-def _compared(values: _Values, states: dict[tuple[object, ...], str]) -> list[list[float]]:
-    return [held for group, held in values.items() if not states[group]]
+def _values(cells: pd.DataFrame, name: str, groups: pd.MultiIndex) -> dict[tuple[object, ...], list[float]]:
+    """The repeats' values by group."""
+    if name not in cells:
+        return {}
+    known = cells[cells[name] > 0]  # False for NaN, too
+    return {group: list(held) for group, held in known.groupby(GROUP)[name] if group in groups}
 
 
-def _states(a: Run, b: Run) -> dict[tuple[object, ...], str]:
-    groups = [dict.fromkeys(group_of(cell.key) for cell in run.cells) for run in (a, b)]
-    failed = [{group_of(cell.key) for cell in run.cells if cell.failure} for run in (a, b)]
-    withheld = [withheld_groups(run.cells) for run in (a, b)]
-    states = {}
-    for group in dict.fromkeys([*groups[0], *groups[1]]):
-        said = []
-        for name, there, lost, hidden in zip("ab", groups, failed, withheld, strict=True):
-            if group not in there:
-                said.append(f"not in {name}")
-            elif group in hidden:
-                said.append(f"withheld in {name}: unequal tokens")
-            elif group in lost:
-                said.append(f"failed in {name}")
-        states[group] = ", ".join(said)
-    return states
-
-
-def _shares(run: Run) -> dict[tuple[object, ...], float]:
-    judged: dict[tuple[object, ...], list[Equality]] = {}
-    for cell in run.cells:
-        if cell.equality is not None and not cell.equality.same_engine and cell.equality.compared:
-            judged.setdefault(group_of(cell.key), []).append(cell.equality)
-    return {group: sum(e.identical for e in held) / sum(e.compared for e in held) for group, held in judged.items()}
-
-
-def _change(name: str, a: list[float], b: list[float], noise: Noise) -> dict[str, object]:
-    before, after = (median(held) if held else math.nan for held in (a, b))
+def _change(name: str, a: list[float], b: list[float], noise: Noise) -> tuple[float, float, float, str]:
+    before, after = (float(np.median(held)) if held else math.nan for held in (a, b))
     mark = ""
-    if a and b and noise.exceeded(a, b):
+    if noise.exceeded(a, b):
         mark = "better" if (after > before) == MEASURES[name][1] else "worse"
-    return {f"{name}_a": before, f"{name}_b": after, f"{name}_ratio": after / before, f"{name}_mark": mark}
+    return before, after, after / before, mark
 
 
 def differences(a: Run, b: Run) -> list[str]:
@@ -189,9 +166,9 @@ def _rule(rows: pd.DataFrame) -> list[str]:
     if single:
         said.append(f"{single} of {len(compared)} rows have only one repeat in a run, so nothing in them is marked.")
     off = compared[compared["arm"] == "off"]["tok_s_ratio"].dropna() if len(compared) else []
-    if len(off) and abs(median(off) - 1) > FLOOR:
+    if len(off) and abs(off.median() - 1) > FLOOR:
         said.append(
-            f"off ran {number(median(off))}x as fast in b as in a: the machine or its load changed. Compare the runs' "
+            f"off ran {number(off.median())}x as fast in b as in a: the machine or its load changed. Compare the runs' "
             "speedups over off, not their tok/s."
         )
     return said

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-import httpx
-
-from sglang_dflash.bench.arms import Arm
-from sglang_dflash.bench.asking import Endpoint, Sampling
-from sglang_dflash.bench.counters import acceptance_between
-from sglang_dflash.bench.equality import Gap, sglang_gap
+from sglang_dflash.bench.equality import Gap
 from sglang_dflash.bench.plan import Plan
-from sglang_dflash.bench.records import Acceptance, Cell, CellKey, Record, total_acceptance
-from sglang_dflash.bench.rendering import Renderer
-from sglang_dflash.bench.sessions import Session
-from sglang_dflash.bench.traffic import Played, Player
-from sglang_dflash.bench.transformers_arm import TransformersProcess, play_batches, transformers_up
-from sglang_dflash.checking.arms import ServerInfo
-from sglang_dflash.checking.compare import Tolerance
-from sglang_dflash.serving import Client, Server, ServerError
+from sglang_dflash.bench.records import Cell, CellKey, Record, total_acceptance
+from sglang_dflash.serving import AcceptanceStats, Arm, Server, ServerError, ServerInfo, TiePolicy
+from sglang_dflash.serving.batches import TransformersProcess, transformers_up
+from sglang_dflash.serving.counters import acceptance_between
+from sglang_dflash.serving.endpoint import Endpoint, Sampling
+from sglang_dflash.serving.info import detect_engine
+from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.serving.server import RunningServer
+from sglang_dflash.serving.sessions import Session
+from sglang_dflash.serving.traffic import Played, Player, prompt_of
 
 WARM_TOKENS = 16
 ENDING_S = 2.0  # how long a server whose stream broke may take to end
@@ -55,9 +54,9 @@ class Driver(ABC):
         """Why the arm cannot continue after this cell; "" if it can."""
         return "" if any(not record.failure for record in cell.records) else _first_failure(cell)
 
-    def tie_gap(self) -> float:
-        """The largest difference of two logits that counts as a tie, for the target's dtype."""
-        return 0.0
+    def tie_policy(self) -> TiePolicy:
+        """Which differences rounding explains, for the target's dtype."""
+        return TiePolicy(0.0)
 
     def gap(self) -> Gap | None:
         """A function that asks the target for logits where two answers differ; None if the arm has none."""
@@ -76,26 +75,25 @@ def driver_up(
         with transformers_up(arm, log, plan.start_s, plan.stall_s) as process:
             yield TransformersDriver(process, plan, renderer)
         return
-    with arm.up(log, plan.start_s, on_wait) as (url, server):
-        yield ServerDriver(arm, url, server, plan, renderer)
+    with arm.up(log, plan.start_s, on_wait) as server:
+        yield ServerDriver(arm, server, plan, renderer)
 
 
 class ServerDriver(Driver):
     """Sends requests to a server over HTTP."""
 
-    def __init__(self, arm: Arm, url: str, server: Server | None, plan: Plan, renderer: Renderer) -> None:
+    def __init__(self, arm: Arm, server: Server | RunningServer, plan: Plan, renderer: Renderer) -> None:
         self._server = server
         self._plan = plan
         self._renderer = renderer
-        self._url = url
-        self._engine = detect_engine(url) if arm.engine == "other" else arm.engine
+        self._engine = detect_engine(server.url) if arm.engine == "other" else arm.engine
         self._radix = arm.radix
         self._key = os.environ.get("OPENAI_API_KEY") if arm.url else None
         self._stalled = ""
 
     def warm_up(self) -> None:
         sessions = next(iter(self._plan.datasets.values()))
-        short = [Session(session.id, session.turns[:1], session.template, session.input_ids) for session in sessions]
+        short = [replace(session, turns=session.turns[:1]) for session in sessions]
         sampling = Sampling(WARM_TOKENS)
         most = min(len(short), round(max(self._plan.loads))) if self._plan.workload != "open-loop" else 1
         for load in sorted({1, most, *(round(load) for load in self._plan.loads if load <= most)}):
@@ -113,9 +111,9 @@ class ServerDriver(Driver):
 
     async def _ask(
         self, sessions: Sequence[Session], sampling: Sampling, load: float, on_answer: OnAnswer, workload: str
-    ) -> tuple[Played, Acceptance | None]:
+    ) -> tuple[Played, AcceptanceStats | None]:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
-        async with Endpoint(self._url, self._engine, self._plan.stall_s, headers) as endpoint:
+        async with Endpoint(self._server.url, self._engine, self._plan.stall_s, headers) as endpoint:
             self.flushes = await endpoint.flush() or not self._radix
             before = await endpoint.metrics() if self._engine == "vllm" else ""
             player = Player(endpoint, self._renderer, sampling, on_answer)
@@ -128,19 +126,19 @@ class ServerDriver(Driver):
 
     def lost(self, cell: Cell) -> str:
         broken = any(record.failure for record in cell.records)
-        if self._server is not None and self._server.ended(ENDING_S if broken else 0.0):
+        if self._server.ended(ENDING_S if broken else 0.0):
             return f"the server ended: {self._server.last_words()}"
         return self._stalled or super().lost(cell)
 
-    def tie_gap(self) -> float:
-        return Tolerance.of(ServerInfo.ask(Client(self._url)).dtype).tie_gap
+    def tie_policy(self) -> TiePolicy:
+        return TiePolicy.of(ServerInfo.ask(self._server.client()).dtype)
 
     def gap(self) -> Gap | None:
-        return sglang_gap(Client(self._url)) if self._engine == "sglang" else None
+        return self._server.client().logit_gap if self._engine == "sglang" else None
 
 
 class TransformersDriver(Driver):
-    """Sends batches to the transformers process."""
+    """Sends static batches of `load` prompts to the transformers process: the first turn of every session."""
 
     def __init__(self, process: TransformersProcess, plan: Plan, renderer: Renderer) -> None:
         self._process = process
@@ -149,24 +147,27 @@ class TransformersDriver(Driver):
 
     def warm_up(self) -> None:
         sessions = next(iter(self._plan.datasets.values()))
-        play_batches(self._process, self._renderer, sessions[:1], 1, Sampling(WARM_TOKENS), lambda record: None)
+        self._ask(sessions[:1], 1, Sampling(WARM_TOKENS), lambda record: None)
 
     def play(self, key: CellKey, sessions: Sequence[Session], on_answer: OnAnswer) -> Cell:
-        played: Played = play_batches(
-            self._process, self._renderer, sessions, round(key.load), self._plan.sampling, on_answer
-        )
-        return Cell(key, played.records, played.wall_s, total_acceptance(played.records))
+        records, wall_s = self._ask(sessions, round(key.load), self._plan.sampling, on_answer)
+        return Cell(key, records, wall_s, total_acceptance(records))
 
-
-def detect_engine(url: str) -> str:
-    """The engine that answers at `url`, recognized by its endpoints: sglang, vllm or other."""
-    for engine, path in (("sglang", "/server_info"), ("vllm", "/version")):
-        try:
-            if httpx.get(f"{url}{path}", timeout=10.0).status_code == 200:
-                return engine
-        except (httpx.HTTPError, httpx.InvalidURL):
-            return "other"
-    return "other"
+    def _ask(
+        self, sessions: Sequence[Session], batch: int, sampling: Sampling, on_answer: OnAnswer
+    ) -> tuple[list[Record], float]:
+        """The answers, and the seconds that they took."""
+        prompts = [prompt_of(session, session.turns[0].messages, self._renderer) for session in sessions]
+        records: list[Record] = []
+        begin = time.perf_counter()
+        for first in range(0, len(sessions), batch):
+            start_s = time.perf_counter() - begin
+            replies = self._process.generate(prompts[first : first + batch], sampling, start_s)
+            for session, reply in zip(sessions[first : first + batch], replies, strict=True):
+                text = "".join(self._renderer.text(token) for token in reply.ids)
+                records.append(Record.of(session.id, 0, reply, text))
+                on_answer(records[-1])
+        return records, time.perf_counter() - begin
 
 
 def _first_failure(cell: Cell) -> str:

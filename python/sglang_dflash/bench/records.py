@@ -1,4 +1,4 @@
-"""The data of a sweep: requests as the client saw them, cells of requests, and the run of all cells."""
+"""The data of a sweep: cells of requests, and the run of all cells."""
 
 from __future__ import annotations
 
@@ -9,79 +9,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.serving import AcceptanceStats
+from sglang_dflash.serving.records import Record
+
 SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One request. Times are in seconds since its cell began.
+class Limits:
+    """Latency limits of a good request, in milliseconds; None: no limit."""
 
-    Fields:
-        session, turn: id of the session, and index of its turn, 0 first.
-        start_s: when the request was sent.
-        first_s, end_s: when the first and the last token arrived. `first_s` is None if no token arrived.
-        tokens: number of generated tokens, as the server counts them.
-        ids: the generated token ids; empty if the server does not report them.
-        text: the generated text.
-        finish: the server's finish reason; "" if the request failed.
-        cached_tokens: prompt tokens from the prefix cache; None if the server does not report them.
-        steps: verify steps; 0 without speculation, or if the server does not report them.
-        drafted: draft tokens that were verified in those steps.
-        accept_histogram: number of steps by accept_len, 0 first.
-        failure: why there is no answer; "" if there is one.
-    """
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
 
-    session: str
-    turn: int
-    start_s: float
-    first_s: float | None
-    end_s: float
-    prompt_tokens: int
-    tokens: int
-    ids: list[int]
-    text: str
-    finish: str
-    cached_tokens: int | None = None
-    steps: int = 0
-    drafted: int = 0
-    accept_histogram: list[int] = field(default_factory=list)
-    failure: str = ""
-
-    @property
-    def id(self) -> str:
-        return f"{self.session}/{self.turn}"
-
-    @property
-    def ttft_s(self) -> float | None:
-        return None if self.first_s is None else self.first_s - self.start_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Seconds per token after the first; None if there is only one token, or all arrive at once."""
-        if self.first_s is None or self.tokens < 2 or self.end_s == self.first_s:
-            return None
-        return (self.end_s - self.first_s) / (self.tokens - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """Acceptance of drafts in a cell.
-
-    Fields:
-        steps: number of verify steps.
-        drafted, accepted: numbers of draft tokens.
-        by_position: numbers of steps that accepted draft 1, 2, ...
-    """
-
-    steps: int
-    drafted: int
-    accepted: int
-    by_position: list[int]
-
-    @property
-    def tau(self) -> float:
-        """Mean commit_len: accepted drafts plus the target's own token, per step."""
-        return 1 + self.accepted / self.steps if self.steps else 0.0
+    def kept(self, record: Record) -> bool:
+        if record.failure or record.ttft_s is None:
+            return False
+        slow_start = self.ttft_ms is not None and record.ttft_s * 1e3 > self.ttft_ms
+        slow_tokens = self.tpot_ms is not None and (record.tpot_s or 0.0) * 1e3 > self.tpot_ms
+        return not slow_start and not slow_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +94,7 @@ class Cell:
     key: CellKey
     records: list[Record] = field(default_factory=list)
     wall_s: float = 0.0
-    acceptance: Acceptance | None = None
+    acceptance: AcceptanceStats | None = None
     equality: Equality | None = None
     unasked: int = 0
     failure: str = ""
@@ -213,7 +159,7 @@ def _cell(row: dict[str, Any]) -> Cell:
         key=CellKey(**row["key"]),
         records=[Record(**record) for record in row["records"]],
         wall_s=row["wall_s"],
-        acceptance=Acceptance(**row["acceptance"]) if row["acceptance"] else None,
+        acceptance=AcceptanceStats(**row["acceptance"]) if row["acceptance"] else None,
         equality=Equality(**row["equality"]) if row["equality"] else None,
         unasked=row["unasked"],
         failure=row["failure"],
@@ -221,19 +167,7 @@ def _cell(row: dict[str, Any]) -> Cell:
     )
 
 
-def total_acceptance(records: Sequence[Record]) -> Acceptance | None:
+def total_acceptance(records: Sequence[Record]) -> AcceptanceStats | None:
     """Total acceptance of the requests that report verify steps; None if none does."""
-    steps = sum(record.steps for record in records)
-    if not steps:
-        return None
-    longest = max(len(record.accept_histogram) for record in records)
-    histogram = [0] * longest
-    for record in records:
-        for accept_len, count in enumerate(record.accept_histogram):
-            histogram[accept_len] += count
-    return Acceptance(
-        steps=steps,
-        drafted=sum(record.drafted for record in records),
-        accepted=sum(accept_len * count for accept_len, count in enumerate(histogram)),
-        by_position=[sum(histogram[position:]) for position in range(1, longest)],
-    )
+    total = AcceptanceStats.of(records)
+    return total if total.steps else None

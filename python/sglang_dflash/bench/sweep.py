@@ -10,18 +10,18 @@ from pathlib import Path
 
 import httpx
 
-from sglang_dflash.bench.arms import Arm, reference_arm
 from sglang_dflash.bench.board import Board, name
 from sglang_dflash.bench.drivers import Driver, driver_up
 from sglang_dflash.bench.equality import Reference, judge
 from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import Cell, CellKey, Run
-from sglang_dflash.bench.rendering import Renderer
-from sglang_dflash.bench.traffic import prompts_of
-from sglang_dflash.checking.arms import last_error
-from sglang_dflash.serving import ServerError
+from sglang_dflash.serving import Arm, ServerError, TiePolicy, last_error, sentence
+from sglang_dflash.serving.arms import reference_arm
+from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.serving.traffic import prompts_of
 
 LOG_LINES = 15
+LONGEST = 600  # characters of a failure's sentence
 
 
 class Sweep:
@@ -76,7 +76,7 @@ class Sweep:
                 self._note_server(arm, time.monotonic() - begin)
             except (ServerError, httpx.HTTPError, ValueError, OSError) as error:
                 ended = self._log.is_file() and "ended before" in str(error)
-                failure = _sentence(f"{arm.label} did not start: {last_error(self._log) if ended else error}")
+                failure = sentence(f"{arm.label} did not start: {last_error(self._log) if ended else error}", LONGEST)
                 while waiting:
                     self._keep(Cell(waiting.pop(0), failure=failure, log_tail=self._tail()), board)
                 return
@@ -105,7 +105,7 @@ class Sweep:
         except (ServerError, httpx.HTTPError, ValueError) as error:
             lost = str(error) or type(error).__name__
         if lost:
-            cell.failure, cell.log_tail = _sentence(lost), self._tail()
+            cell.failure, cell.log_tail = sentence(lost, LONGEST), self._tail()
         if cell.unasked:
             self._note(f"{key.dataset}: some sessions end early, because the context is full.")
         if not driver.flushes:
@@ -119,7 +119,7 @@ class Sweep:
         if arm.name == self._reference_arm.name:
             reference.learn(cell.records, prompts)
         must_agree = self._must_agree(arm)
-        cell.equality = judge(reference, cell.records, prompts, must_agree, driver.gap(), driver.tie_gap)
+        cell.equality = judge(reference, cell.records, prompts, must_agree, driver.gap(), driver.tie_policy)
         if arm.simulated:
             self._note(f"{arm.name}: acceptance is simulated, so its tokens are not the target's.")
 
@@ -139,7 +139,7 @@ class Sweep:
             if held is None or held.reference != self._reference_arm.name or held.compared + held.unjudged < answered:
                 must_agree = self._must_agree(arms[cell.key.arm])
                 reference = self._reference(cell.key)
-                held = judge(reference, cell.records, self._prompts(cell), must_agree, None, lambda: 0.0)
+                held = judge(reference, cell.records, self._prompts(cell), must_agree, None, lambda: TiePolicy(0.0))
                 cell.equality = held
             lacking = answered - held.compared - held.unjudged
             if lacking:
@@ -181,7 +181,3 @@ def _portable(word: str) -> str:
     """A word of a command without this machine's folders, because results are shared."""
     package = str(Path(__file__).parents[1])
     return "python" if word == sys.executable else word.replace(package, "sglang_dflash")
-
-
-def _sentence(text: str) -> str:
-    return " ".join(text.split())[:600]

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_dflash.bench import details
-from sglang_dflash.bench.frame import group_of
+from sglang_dflash.bench.frame import GROUP
 from sglang_dflash.bench.layout import (
     Section,
     count,
@@ -177,5 +177,5 @@ def _below(run: Run, section: Section) -> list[str]:
 
 def _examples(run: Run, row: pd.Series) -> list[str]:
     cells = [cell for cell in run.cells if cell.equality is not None and cell.equality.withheld]
-    group = (row["arm"], row["backend"], row["radix"], row["dataset"], row["load"])
-    return [example for cell in cells if group_of(cell.key) == group for example in cell.equality.examples][:_EXAMPLES]
+    of_row = [cell for cell in cells if all(getattr(cell.key, name) == row[name] for name in GROUP)]
+    return [example for cell in of_row for example in cell.equality.examples][:_EXAMPLES]

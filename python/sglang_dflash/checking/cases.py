@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from sglang_dflash.checking.asking import Outcome, Request, greedy_body
+from sglang_dflash.checking.compare import Request
+from sglang_dflash.serving import Completion, greedy_body
 
 PLAIN, LOGPROBS_CASE, WHOLE_BLOCKS_CASE = "plain", "logprobs", "plain, whole blocks"
 REGEX = r"(yes|no|maybe)( [a-z]{1,10}){4,24}\."
@@ -37,7 +38,7 @@ class Asked:
 
     prompt_id: str
     input_ids: list[int]
-    plain: Outcome
+    plain: Completion
     limit: int
 
     @property
@@ -196,7 +197,3 @@ def select(names: str | None) -> list[Case]:
         if name not in known:
             raise ValueError(f"--cases has {name!r}; it must name some of {', '.join(known)}.")
     return [case for case in CASES if case.name in (PLAIN, *wanted)]
-
-
-def requests_of(case: Case, asked: Sequence[Asked], seed: int) -> list[Request]:
-    return [case.request(one, seed) for one in asked]

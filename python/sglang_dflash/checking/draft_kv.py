@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_dflash.checking.asking import Outcome, ask, ask_all, greedy_body
-from sglang_dflash.checking.compare import Acceptance, step_loss
-from sglang_dflash.checking.pool import empty_cache
+from sglang_dflash.checking.compare import step_loss
 from sglang_dflash.checking.recording import Exchange
-from sglang_dflash.serving import Client
+from sglang_dflash.serving import AcceptanceStats, Client, Completion, greedy_body
 
 WAYS = {
     "cached": "KV written by verified blocks and found in the radix cache",
@@ -58,11 +56,11 @@ def probe_draft_kv(
     chosen = _with_long_answers(plain)
     if not chosen:
         return DraftKv(skipped=f"no plain answer has {MIN_ANSWER} tokens; raise --max-new-tokens")
-    empty_cache(client)
+    client.flush_when_idle()
     # Verified blocks write the draft's KV of these answers.
-    ask_all(client, [exchange.request.body for exchange in chosen], concurrency, on_done)
+    client.ask_all([exchange.request.body for exchange in chosen], concurrency, on_done)
     halves = [_second_half(exchange) for exchange in chosen]
-    by_way: dict[str, list[Outcome]] = {"cached": [_ask(client, body, on_done) for body in halves]}
+    by_way: dict[str, list[Completion]] = {"cached": [_ask(client, body, on_done) for body in halves]}
     for way, pieces in (("pieces", PIECES), ("fresh", 1)):
         by_way[way] = [_ask_in_pieces(client, body, pieces, on_done) for body in halves]
     return judge(by_way, [len(body["input_ids"]) for body in halves], exact)
@@ -72,7 +70,7 @@ def requests_needed(plain: Sequence[Exchange]) -> int:
     return len(_with_long_answers(plain)) * (1 + len(WAYS))
 
 
-def judge(by_way: dict[str, list[Outcome]], prompt_lens: Sequence[int], exact: bool) -> DraftKv:
+def judge(by_way: dict[str, list[Completion]], prompt_lens: Sequence[int], exact: bool) -> DraftKv:
     """Compares the ways over the requests that took each of them as meant, with the same answer.
 
     Args:
@@ -93,7 +91,7 @@ def judge(by_way: dict[str, list[Outcome]], prompt_lens: Sequence[int], exact: b
         return DraftKv(skipped="no request hit the radix cache with an equal answer (is the cache disabled?)")
     steps = {way: [outcomes[number].steps for number in usable] for way, outcomes in by_way.items()}
     best = min(steps, key=lambda way: sum(steps[way]))
-    tau = {way: Acceptance.of(outcomes[number] for number in usable).tau for way, outcomes in by_way.items()}
+    tau = {way: AcceptanceStats.of(outcomes[number] for number in usable).tau for way, outcomes in by_way.items()}
     lost = []
     for way, counts in steps.items():
         loss = step_loss(counts, steps[best], exact)
@@ -118,16 +116,16 @@ def _second_half(exchange: Exchange) -> dict[str, Any]:
     return greedy_body([*body["input_ids"], *answer[:given]], max_new_tokens=limit)
 
 
-def _ask(client: Client, body: dict[str, Any], on_done: Callable[[], None]) -> Outcome:
-    outcome = ask(client, body)
+def _ask(client: Client, body: dict[str, Any], on_done: Callable[[], None]) -> Completion:
+    outcome = client.ask(body)
     on_done()
     return outcome
 
 
-def _ask_in_pieces(client: Client, body: dict[str, Any], pieces: int, on_done: Callable[[], None]) -> Outcome:
+def _ask_in_pieces(client: Client, body: dict[str, Any], pieces: int, on_done: Callable[[], None]) -> Completion:
     """Each longer beginning of the prompt is asked for one token, so that the next one finds it in the cache."""
-    empty_cache(client)  # other prompts may begin alike
+    client.flush_when_idle()  # other prompts may begin alike
     ids = body["input_ids"]
     for piece in range(1, pieces):
-        ask(client, greedy_body(ids[: len(ids) * piece // pieces], max_new_tokens=1))
+        client.ask(greedy_body(ids[: len(ids) * piece // pieces], max_new_tokens=1))
     return _ask(client, body, on_done)

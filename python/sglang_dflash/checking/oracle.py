@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sglang_dflash.checking.arms import ServerInfo
-from sglang_dflash.checking.asking import Outcome
-from sglang_dflash.checking.compare import Acceptance, step_loss
+from sglang_dflash.checking.compare import step_loss
 from sglang_dflash.checking.draft_kv import OF_ANY_WIDTH, DraftKv
 from sglang_dflash.checking.recording import Exchange
+from sglang_dflash.serving import AcceptanceStats, Completion, ServerInfo
 
 
 def probe_reference(
-    server: ServerInfo, plain: Sequence[Exchange], alone: Sequence[Outcome], on_done: Callable[[], None]
+    server: ServerInfo, plain: Sequence[Exchange], alone: Sequence[Completion], on_done: Callable[[], None]
 ) -> DraftKv:
     """Compares verify steps over the plain requests to which both give the same answer.
 
@@ -51,5 +50,5 @@ def probe_reference(
         return DraftKv(skipped="the reference in transformers gives no prompt the server's answer")
     loss = step_loss([outcome.steps for outcome in ours], theirs, exact=server.dtype == "float32")
     said = f"{loss.share:.0%} more verify steps than the reference in transformers takes for the same answers"
-    tau = {"server": Acceptance.of(ours).tau, "reference": sum(commit_lens) / len(commit_lens)}
+    tau = {"server": AcceptanceStats.of(ours).tau, "reference": sum(commit_lens) / len(commit_lens)}
     return DraftKv(tau, len(ours), [said] if loss.lost else [])

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from sglang_dflash.checking.asking import Outcome, ask, ask_all, greedy_body
-from sglang_dflash.checking.prompts import Prompt
-from sglang_dflash.serving import Client
+from sglang_dflash.serving import Client, Completion, greedy_body
+from sglang_dflash.serving.sessions import Message
 
 ECHO = "Repeat the code word {marker} ten times, with spaces between, and write nothing else."
 FORCED = "Say the code word."
@@ -75,10 +74,9 @@ def _tokenize(client: Client, questions: Sequence[str]) -> list[list[int]]:
     ids = []
     for question in questions:
         try:
-            chat = Prompt("probe", "messages", [{"role": "user", "content": question}], {})
-            ids.append(chat.token_ids(client))
+            ids.append(client.tokenize([Message("user", question)]))
         except ValueError:  # a tokenizer without chat template
-            ids.append(Prompt("probe", "text", question, {}).token_ids(client))
+            ids.append(client.tokenize(question))
     return ids
 
 
@@ -86,12 +84,12 @@ def probe_contamination(
     client: Client, marked: Sequence[Marked], concurrency: int, on_done: Callable[[], None]
 ) -> Contamination:
     """Sends the requests concurrently. A foreign marker does not count if the same request, alone, also gives it."""
-    outcomes = ask_all(client, [one.body for one in marked], concurrency, on_done)
+    outcomes = client.ask_all([one.body for one in marked], concurrency, on_done)
     foreign = []
     for one, outcome in zip(marked, outcomes, strict=True):
         heard = foreign_markers(one.marker, outcome, [other.marker for other in marked])
         if heard:
-            alone = foreign_markers(one.marker, ask(client, one.body), heard)
+            alone = foreign_markers(one.marker, client.ask(one.body), heard)
             foreign += [
                 f"the answer to the request with marker {one.marker} holds {word}: {outcome.text[:80]!r}"
                 for word in heard
@@ -111,6 +109,6 @@ def probe_contamination(
     )
 
 
-def foreign_markers(own: str, outcome: Outcome, markers: Sequence[str]) -> list[str]:
+def foreign_markers(own: str, outcome: Completion, markers: Sequence[str]) -> list[str]:
     """The markers of other requests that an answer holds."""
     return [marker for marker in markers if marker != own and marker in outcome.text]

@@ -8,13 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checking.arms import ServerInfo
-from sglang_dflash.checking.asking import Outcome, Request, ask, greedy_body, with_best
 from sglang_dflash.checking.cases import PLAIN, Asked, Case
-from sglang_dflash.checking.prompts import Prompt
-from sglang_dflash.serving import Client
+from sglang_dflash.checking.compare import Request
+from sglang_dflash.serving import Client, Completion, ServerInfo, greedy_body, with_best
+from sglang_dflash.serving.sessions import Session
 
 FORMAT = 1
+# Key of a recorded answer -> the completion's field.
+_FIELDS = {name: name for name in ("ids", "text", "finish", "logprobs", "best", "cached_tokens")}
+_FIELDS |= {"histogram": "accept_histogram", "adapts": "adapts", "refusal": "refusal", "failure": "failure"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,18 @@ class Exchange:
     """A request and its outcome, alone, with speculation off."""
 
     request: Request
-    outcome: Outcome
+    outcome: Completion
+
+    def to_json(self) -> dict[str, Any]:
+        """Leaves out empty fields of the answer."""
+        held = {key: getattr(self.outcome, name) for key, name in _FIELDS.items()}
+        return {"request": asdict(self.request), "outcome": {key: value for key, value in held.items() if value}}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Exchange:
+        held = {_FIELDS[key]: value for key, value in row["outcome"].items()}
+        held["best"] = [[(token, value) for token, value in rows] for rows in held.get("best", [])]
+        return cls(Request(**row["request"]), Completion(**held, steps=sum(held.get("accept_histogram", []))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,7 @@ class Recording:
         return replace(self, exchanges=kept)
 
     def save(self, path: Path) -> None:
-        rows = [{"request": asdict(e.request), "outcome": e.outcome.to_json()} for e in self.exchanges]
+        rows = [exchange.to_json() for exchange in self.exchanges]
         head = {"format": FORMAT, "server": self.server.to_json(), "seed": self.seed}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**head, "exchanges": rows}), encoding="utf-8")
@@ -73,15 +86,23 @@ class Recording:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']}; this version reads {FORMAT}")
-            exchanges = [
-                Exchange(Request(**row["request"]), Outcome.from_json(row["outcome"])) for row in content["exchanges"]
-            ]
+            exchanges = [Exchange.from_json(row) for row in content["exchanges"]]
             return cls(ServerInfo(**content["server"]), content["seed"], exchanges)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"--off-from {path} cannot be read as a file of --save-off: {error}.") from None
 
 
-def tokenize(client: Client, prompts: Sequence[Prompt], max_len: int) -> list[tuple[str, list[int]]]:
+def _token_ids(client: Client, prompt: Session) -> list[int]:
+    """Token ids of a session's first prompt; later turns are not asked."""
+    if prompt.input_ids:
+        return list(prompt.input_ids)
+    try:
+        return client.tokenize(prompt.text or prompt.turns[0].messages, prompt.template)
+    except ValueError as error:
+        raise ValueError(f"The server cannot tokenize prompt {prompt.id}: {error}") from None
+
+
+def tokenize(client: Client, prompts: Sequence[Session], max_len: int) -> list[tuple[str, list[int]]]:
     """Id and token ids of every prompt, by the server's tokenizer.
 
     Raises:
@@ -89,7 +110,7 @@ def tokenize(client: Client, prompts: Sequence[Prompt], max_len: int) -> list[tu
     """
     tokenized = []
     for prompt in prompts:
-        ids = prompt.token_ids(client)
+        ids = _token_ids(client, prompt)
         if max_len and len(ids) >= max_len:
             raise ValueError(f"Prompt {prompt.id} has {len(ids)} tokens; the server takes up to {max_len - 1}.")
         tokenized.append((prompt.id, ids))
@@ -117,7 +138,7 @@ def record(
     """
 
     def answered(request: Request) -> Exchange:
-        outcome = ask(client, with_best(request.body))
+        outcome = client.ask(with_best(request.body))
         on_done()
         return Exchange(request, outcome)
 
@@ -140,8 +161,3 @@ def record(
 def count_requests(cases: Sequence[Case], num_prompts: int) -> int:
     """Number of requests that `record` sends."""
     return len({PLAIN, *(case.name for case in cases)}) * num_prompts
-
-
-def summary(recording: Recording) -> dict[str, Any]:
-    tokens = sum(len(exchange.outcome.ids) for exchange in recording.exchanges)
-    return {"requests": len(recording.exchanges), "tokens": tokens, "server": recording.server.to_json()}

@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sglang_dflash.checking.arms import ServerInfo
-from sglang_dflash.checking.asking import Outcome
 from sglang_dflash.checking.cases import LOGPROBS_CASE, PLAIN, WHOLE_BLOCKS_CASE
-from sglang_dflash.checking.compare import Acceptance, Difference, Tolerance, first_difference
+from sglang_dflash.checking.compare import Difference, first_difference
 from sglang_dflash.checking.draft_kv import DraftKv
 from sglang_dflash.checking.probes import Contamination
 from sglang_dflash.checking.recording import Recording
 from sglang_dflash.core.plan_counts import PlanCounts
+from sglang_dflash.serving import AcceptanceStats, Completion, ServerInfo, TiePolicy
 
 INERT_TAU = 1.15  # below it, a step commits hardly more tokens than plain decoding
-TOKENS_PER_TIE = 10_000  # in float32, more than one tie per this many tokens is a failure
 SHOWN = 20  # differences in the short report
 
 
@@ -54,7 +52,7 @@ class CaseResult:
     unknown: int
     changed: int
     adapts: bool
-    acceptance: Acceptance
+    acceptance: AcceptanceStats
     found: list[Found]
 
     @property
@@ -63,7 +61,7 @@ class CaseResult:
 
 
 def judge_case(
-    recording: Recording, case: str, concurrency: int, outcomes: Sequence[Outcome], tolerance: Tolerance
+    recording: Recording, case: str, concurrency: int, outcomes: Sequence[Completion], tie_policy: TiePolicy
 ) -> CaseResult:
     """Compares one case's outcomes with the off arm's.
 
@@ -81,7 +79,7 @@ def judge_case(
         elif not exchange.outcome.answered and not outcome.failure:
             unknown += 1
         else:
-            difference = first_difference(exchange.request, exchange.outcome, outcome, tolerance)
+            difference = first_difference(exchange.request, exchange.outcome, outcome, tie_policy)
             tokens += len(outcome.ids) if difference is None else difference.index
             identical += difference is None
             if difference is not None:
@@ -98,7 +96,7 @@ def judge_case(
         unknown=unknown,
         changed=sum(e.outcome.answered and e.outcome.ids != plain.get(e.request.prompt_id) for e in exchanges),
         adapts=any(outcome.adapts for outcome in outcomes),
-        acceptance=Acceptance.of(outcomes),
+        acceptance=AcceptanceStats.of(outcomes),
         found=found,
     )
 
@@ -118,7 +116,7 @@ class Report:
 
     off: ServerInfo
     on: ServerInfo
-    tolerance: Tolerance
+    tie_policy: TiePolicy
     results: list[CaseResult] = field(default_factory=list)
     control: list[CaseResult] = field(default_factory=list)
     contamination: Contamination | None = None
@@ -168,7 +166,7 @@ class Report:
             reasons.append(
                 f"{different} of {self.compared} requests got another answer than alone with speculation off"
             )
-        if self.on.dtype == "float32" and self.ties > -(-self.tokens // TOKENS_PER_TIE):
+        if self.tie_policy.too_many(self.ties, self.tokens):
             reasons.append(f"{self.ties} ties in {self.tokens} tokens are more than rounding explains in float32")
         if self.contamination is not None and self.contamination.foreign:
             reasons.append(f"{len(self.contamination.foreign)} answers hold another request's marker")
@@ -222,7 +220,7 @@ class Report:
             "notes": self.notes(),
             "requests": self.compared,
             "tokens": self.tokens,
-            "tie_gap": self.tolerance.tie_gap,
+            "tie_gap": self.tie_policy.tie_gap,
             "cases": [_case_json(result) for result in self.results],
             "control": [_case_json(result) for result in self.control],
             "differences": [self._found_json(one) for one in (found if whole else found[:SHOWN])],
@@ -244,4 +242,5 @@ class Report:
 def _case_json(result: CaseResult) -> dict[str, Any]:
     row = asdict(result)
     del row["found"]
-    return row
+    stats = result.acceptance
+    return {**row, "acceptance": {"steps": stats.steps, "by_position": stats.shares, "tau": stats.tau}}

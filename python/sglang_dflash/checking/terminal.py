@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from sglang_dflash.checking.compare import OFF, ON, Acceptance, describe_token
+from sglang_dflash.checking.compare import OFF, ON, describe_token
 from sglang_dflash.checking.draft_kv import DraftKv
 from sglang_dflash.checking.report import SHOWN, CaseResult, Found, Report
+from sglang_dflash.serving import AcceptanceStats
 
 
 def show(report: Report, console: Console) -> None:
@@ -49,13 +50,13 @@ def _show_cases(title: str, results: Sequence[CaseResult], console: Console) -> 
         cells = [_cell(of_case[c]) if c in of_case else "" for c in concurrencies]
         taus = [_tau(result.acceptance) for result in of_case.values()]
         first = next(iter(of_case.values()))
-        shares = " ".join(f"{share:.0%}"[:-1] for share in first.acceptance.by_position)
+        shares = " ".join(f"{share:.0%}"[:-1] for share in first.acceptance.shares)
         table.add_row(escape(case), *cells, str(first.changed), " / ".join(taus), shares)
     console.print(table)
     console.print("changed: number of answers that the parameters change, with speculation off", style="dim")
 
 
-def _tau(acceptance: Acceptance) -> str:
+def _tau(acceptance: AcceptanceStats) -> str:
     return f"{acceptance.tau:.2f}" if acceptance.steps else "-"
 
 
@@ -91,7 +92,7 @@ def _difference_line(one: Found, report: Report) -> str:
         words.append(d.kind)
     if d.gap is not None:
         words.append(
-            f"(logprob gap {'over ' if d.said else ''}{d.gap:.2e}; up to {report.tolerance.tie_gap:.2e} is a tie)"
+            f"(logprob gap {'over ' if d.said else ''}{d.gap:.2e}; up to {report.tie_policy.tie_gap:.2e} is a tie)"
         )
     if d.said:
         words.append(f"({escape(d.said)})")

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from sglang_dflash.gpu import ending
+from sglang_dflash.serving import exit_code
+
 
 def gpu_check(
     list_stages: Annotated[
@@ -45,11 +48,11 @@ def gpu_check(
     stages are done, 1 a stage failed, 2 the check could not run, 3 work is
     left (call again), 130 interrupted.
     """
-    from sglang_dflash.gpu.check import Options, run
-    from sglang_dflash.gpu.ending import exit_code
 
     def main() -> int:
+        from sglang_dflash.gpu.check import Options, run
+
         asked = Options.of(device, backends, stage or [])
         return run(asked, list_stages, budget_s, output, server_flags, commit, stand_in)
 
-    raise typer.Exit(exit_code(main, "stopped; finished cells are saved"))
+    raise typer.Exit(exit_code(lambda: ending.exit_code(main, "stopped; finished cells are saved"), 2))

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import typer
 
 from sglang_dflash import __version__
-from sglang_dflash.cli.bench import PASSED_ON, bench
-from sglang_dflash.cli.check import check
-from sglang_dflash.cli.fuzz import fuzz
+from sglang_dflash.bench.options import Options as BenchmarkOptions
+from sglang_dflash.cli.benchmark import benchmark
+from sglang_dflash.cli.check import CheckOptions, check
+from sglang_dflash.cli.fuzz import FuzzOptions, fuzz
 from sglang_dflash.cli.gpu_check import gpu_check
+from sglang_dflash.cli.options import command
 from sglang_dflash.cli.quickstart import quickstart
-from sglang_dflash.cli.regenerate import regenerate
-from sglang_dflash.cli.train import train
-from sglang_dflash.serving import ServerError
+from sglang_dflash.cli.regenerate import RegenerateOptions, regenerate
+from sglang_dflash.cli.train import AnswerOptions, train
+from sglang_dflash.training import TrainOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.command()(quickstart)
-app.command()(check)
-app.command(context_settings=PASSED_ON, add_help_option=False)(bench)
-app.command()(train)
-app.command()(regenerate)
-app.command()(fuzz)
+app.command()(command(check, CheckOptions, code=2))
+app.command("bench")(command(benchmark, BenchmarkOptions, code=2))
+app.command()(command(train, TrainOptions, AnswerOptions, code=1))
+app.command()(command(regenerate, RegenerateOptions, code=1))
+app.command()(command(fuzz, FuzzOptions, code=2))
 app.command()(gpu_check)
 
 
@@ -37,9 +36,4 @@ def _root(show_version: bool = typer.Option(False, "--version", help="Print the 
 
 def run() -> None:
     """The console script."""
-    try:
-        app()
-    except (ValueError, OSError, ServerError) as error:
-        if os.environ.get("SGLANG_DFLASH_TRACEBACK"):
-            raise
-        sys.exit(f"error: {str(error).strip()}")
+    app()

@@ -5,23 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import httpx
 import typer
-from jinja2 import TemplateError
 from rich.console import Console
-from rich.progress import track
 
-from sglang_dflash.serving import Client, Server, ServerError
+from sglang_dflash.serving import Client, Progress, Server, ServerError
+from sglang_dflash.serving.arms import START_S
+from sglang_dflash.serving.errors import first_line
+from sglang_dflash.serving.prompts import read_rows, session_of
+from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.serving.sessions import Message
+from sglang_dflash.training.options import template_kwargs
 
-T = TypeVar("T")
-_LINE_EVERY_S = 20.0
 _PATIENCE_S = 24 * 3600.0  # a request may wait long in the server's queue
 
 
@@ -36,49 +37,48 @@ class Asking:
     chat_template_kwargs: str
 
 
-def regenerate(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegenerateOptions:
+    """The options of `sglang-dflash regenerate --help`."""
+
     data: Annotated[
         Path, typer.Argument(metavar="DATA", help="JSONL of conversations; the assistant's turns are replaced.")
-    ],
+    ]
     output: Annotated[
         Path, typer.Argument(metavar="OUTPUT", help="JSONL to write: messages, token ids, spans of the answers.")
-    ],
-    target: Annotated[str, typer.Option(help="Target: folder or hub name.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 2048,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 64,
-    server_args: Annotated[str, typer.Option(help="More flags of sglang.launch_server, as one quoted string.")] = "",
-    chat_template_kwargs: Annotated[str, typer.Option(help='JSON object, such as {"enable_thinking": false}.')] = "{}",
-) -> None:
+    ]
+    target: Annotated[str, typer.Option(help="Target: folder or hub name.")]
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 2048
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 64
+    server_args: Annotated[str, typer.Option(help="More flags of sglang.launch_server, as one quoted string.")] = ""
+    chat_template_kwargs: Annotated[str, typer.Option(help='JSON object, such as {"enable_thinking": false}.')] = "{}"
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: a value is not allowed.
+        """
+        template_kwargs(self.chat_template_kwargs)
+        for name, value in (("--max-new-tokens", self.max_new_tokens), ("--concurrency", self.concurrency)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        if self.temperature < 0:
+            raise ValueError(f"--temperature is {self.temperature}; it must be 0 or more.")
+        if not self.data.is_file():
+            raise ValueError(f"DATA is {self.data}; it must be an existing JSONL file.")
+
+
+def regenerate(options: RegenerateOptions) -> None:
     """Replace every assistant turn of DATA by the target's own answer.
 
     Starts an SGLang server for the target. After an interruption, the same
     command goes on where it stopped.
     """
-    template = parse_template_kwargs(chat_template_kwargs)
-    for name, value in (("--max-new-tokens", max_new_tokens), ("--concurrency", concurrency)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1.")
-    if temperature < 0:
-        raise ValueError(f"--temperature is {temperature}; it must be 0 or more.")
-    if not data.is_file():
-        raise ValueError(f"DATA is {data}; it must be an existing JSONL file.")
-    digest = hashlib.sha256(data.read_bytes()).hexdigest()
-    asking = Asking(target, digest, max_new_tokens, temperature, json.dumps(template, sort_keys=True))
-    Regeneration(data, output, asking).run(concurrency, shlex.split(server_args))
-
-
-def parse_template_kwargs(text: str) -> dict[str, Any]:
-    """The value of --chat-template-kwargs; raises ValueError if it is not a JSON object."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(
-            f'--chat-template-kwargs is {text!r}; it must be a JSON object such as {{"enable_thinking": false}}.'
-        )
-    return value
+    template = json.dumps(dict(template_kwargs(options.chat_template_kwargs)), sort_keys=True)
+    digest = hashlib.sha256(options.data.read_bytes()).hexdigest()
+    asking = Asking(options.target, digest, options.max_new_tokens, options.temperature, template)
+    Regeneration(options.data, options.output, asking).run(options.concurrency, shlex.split(options.server_args))
 
 
 class Regeneration:
@@ -89,17 +89,11 @@ class Regeneration:
         Raises:
             ValueError: DATA is not a JSONL of conversations, or OUTPUT was started with other data or options.
         """
-        from transformers import AutoTokenizer
-
         self.output, self.asking = output, asking
         self.partial = output.with_name(output.name + ".partial")
-        self.template = json.loads(asking.chat_template_kwargs)
         self.conversations = _read_conversations(data)
         self.done = self._recover()
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(asking.target)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"The target {asking.target} cannot be read: {str(error).splitlines()[0]}") from None
+        self.renderer = Renderer(asking.target, json.loads(asking.chat_template_kwargs), "--target")
 
     def _recover(self) -> dict[int, list[dict[str, Any]]]:
         """Conversations that are already answered: index -> samples."""
@@ -148,8 +142,8 @@ class Regeneration:
         device = [] if torch.cuda.is_available() or "--device" in server_args else ["--device", "cpu"]
         log = self.output.with_name(self.output.name + ".server.log")
         server = Server(["--model-path", self.asking.target, *device, *server_args], log)
-        with console.status(f"Starting {self.asking.target} ..."):
-            server.start(timeout_s=1800)
+        with Progress(console).waiting(f"Starting {self.asking.target} ...") as on_wait:
+            server.start(START_S, on_wait)
         with server, ThreadPoolExecutor(concurrency) as pool, self.partial.open("a", encoding="utf-8") as file:
             client = server.client(timeout_s=_PATIENCE_S)
             waiting = {pool.submit(self.answer, client, self.conversations[index]): index for index in missing}
@@ -160,12 +154,14 @@ class Regeneration:
                 file.flush()
 
             try:
-                for future in _shown(as_completed(waiting), len(missing), console):
-                    keep(future)
+                with Progress(console).phase("Asking the target", len(missing)) as advance:
+                    for future in as_completed(waiting):
+                        keep(future)
+                        advance()
             except httpx.HTTPError as error:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise ServerError(
-                    f"The server stopped answering ({reason}); see {log}. The answers are kept: start again to go on."
+                    f"The server stopped answering ({first_line(error)}); see {log}. The answers are kept: start again "
+                    "to go on."
                 ) from None
             finally:
                 pool.shutdown(cancel_futures=True)
@@ -186,10 +182,10 @@ class Regeneration:
                 history.append(turn)
                 continue
             try:
-                text = self.tokenizer.apply_chat_template(
-                    history, tokenize=False, add_generation_prompt=True, **self.template
-                )
-                prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+                prompt = self.renderer([Message(**message) for message in history], {})
+            except ValueError:
+                break  # the chat template refuses the conversation
+            try:
                 answer = client.generate(
                     prompt, max_new_tokens=self.asking.max_new_tokens, temperature=self.asking.temperature
                 )
@@ -197,11 +193,9 @@ class Regeneration:
                 if error.response.status_code != 400:
                     raise
                 break  # refused, most likely longer than the context: keep the turns so far
-            except TemplateError:
-                break  # the chat template refuses the conversation
             if answer.finish_reason == "abort":
                 break
-            content = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
+            content = self.renderer.tokenizer.decode(answer.ids, skip_special_tokens=True)
             history.append({"role": "assistant", "content": content})
             span = [len(prompt), len(prompt) + len(answer.ids)]
             before = samples[-1]["input_ids"] if samples else None
@@ -232,21 +226,6 @@ class Regeneration:
         )
 
 
-def _shown(finished: Iterable[T], total: int, console: Console) -> Iterator[T]:
-    """Yields `finished`, with a bar on a terminal or a line every 20 seconds in a log."""
-    if console.is_terminal:
-        yield from track(finished, "Asking the target", total=total, console=console, update_period=0.5)
-        return
-    began = said_at = time.monotonic()
-    for count, one in enumerate(finished, start=1):
-        yield one
-        now = time.monotonic()
-        if now - said_at > _LINE_EVERY_S or count == total:
-            said_at = now
-            left_min = (now - began) / count * (total - count) / 60
-            console.print(f"Answered {count:,} of {total:,} conversations, {left_min:.1f} min left", highlight=False)
-
-
 def _sample(messages: list[dict[str, str]], ids: list[int], spans: list[list[int]]) -> dict[str, Any]:
     return {"messages": list(messages), "input_ids": ids, "spans": spans}
 
@@ -254,17 +233,13 @@ def _sample(messages: list[dict[str, str]], ids: list[int], spans: list[list[int
 def _read_conversations(data: Path) -> list[list[dict[str, str]]]:
     from sglang_dflash.training.conversations import messages_of
 
-    conversations = []
-    for number, line in enumerate(data.open(encoding="utf-8"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("it must be a JSON object.")
-            conversations.append(messages_of(row))
-        except ValueError as error:
-            raise ValueError(f"{data}, line {number}: {error}") from None
+    def conversation(row: dict[str, Any], number: int) -> list[dict[str, str]]:
+        if "turns" not in row:
+            return messages_of(row)
+        asked = [[asdict(message) for message in turn.messages] for turn in session_of(row, number).turns]
+        return [message for turn in asked for message in (*turn, {"role": "assistant", "content": ""})]
+
+    conversations = list(read_rows(data, "DATA", conversation))
     if not conversations:
-        raise ValueError(f"{data} holds no conversation.")
+        raise ValueError(f"DATA {data} holds no conversation.")
     return conversations

@@ -21,7 +21,6 @@ from typing import Any
 
 import httpx
 
-from sglang_dflash.checking.pool import used_slots
 from sglang_dflash.serving import Client, Server
 
 CONCURRENCY = 8
@@ -276,7 +275,7 @@ class _Watched:
         self._client = server.client(PATIENCE_S)
         self._http = httpx.Client(base_url=server.url, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None))
         self._expected = self._answers()
-        self._slots = used_slots(self._client)
+        self._slots = self._client.used_slots()
 
     def _answers(self) -> list[list[int]]:
         return [self._client.generate(prompt, max_new_tokens=32).ids for prompt in KNOWN_PROMPTS]
@@ -298,7 +297,7 @@ class _Watched:
         try:
             if self._answers() != self._expected:
                 return "known prompts are answered otherwise"
-            left = used_slots(self._client)
+            left = self._client.used_slots()
         except (httpx.HTTPError, KeyError) as error:
             return f"the server is gone ({type(error).__name__}; last line: {self._server.last_words()[:200]})"
         return "" if left == self._slots else f"{left} KV slots stay in use"

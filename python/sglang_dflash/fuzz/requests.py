@@ -20,13 +20,8 @@ from typing import Any
 
 import httpx
 
-from sglang_dflash.checking.arms import last_error
-from sglang_dflash.checking.asking import Outcome, Request, ask, ask_all, greedy_body, with_best
 from sglang_dflash.checking.cases import JSON_SCHEMA, LOGPROBS, REGEX, Asked, random_sampling, seeded_sampling
-from sglang_dflash.checking.compare import Tolerance, first_difference
-from sglang_dflash.checking.pool import used_slots
-from sglang_dflash.checking.progress import Watch
-from sglang_dflash.checking.prompts import bundled_prompts
+from sglang_dflash.checking.compare import Request, first_difference
 from sglang_dflash.checking.recording import tokenize
 from sglang_dflash.fuzz.fields import fuzz_fields
 from sglang_dflash.serving import (
@@ -35,9 +30,16 @@ from sglang_dflash.serving import (
     TINY_OVERLAPPING,
     TINY_TARGET,
     Client,
+    Completion,
+    Progress,
     Server,
     ServerError,
+    TiePolicy,
+    greedy_body,
+    last_error,
+    with_best,
 )
+from sglang_dflash.serving.prompts import bundled_prompts
 
 BASE = [
     *["--device", "cpu", "--dtype", "float32", "--model-path", str(TINY_TARGET)],
@@ -144,25 +146,25 @@ def _spoil(body: dict[str, Any], rng: Random) -> dict[str, Any]:
     return {**body, **rng.choice(WRONG_REQUEST)}
 
 
-def shoot(client: Client, shots: list[Shot], on_done: Callable[[], None]) -> list[Outcome]:
+def shoot(client: Client, shots: list[Shot], on_done: Callable[[], None]) -> list[Completion]:
     """All shots, CONCURRENCY at a time; one that the server does not survive is a failure."""
 
     def abort(rid: str) -> None:
         with contextlib.suppress(httpx.HTTPError):
             client.post("/abort_request", {"rid": rid})
 
-    def one(number: int) -> Outcome:
+    def one(number: int) -> Completion:
         shot = shots[number]
         rid = f"fuzz-{number:06}"  # of one length: the host aborts every request whose rid begins with the one named
         killer = threading.Timer(shot.abort_after_s or 0.0, abort, [rid])
         if shot.abort_after_s is not None:
             killer.start()
         try:
-            outcome = ask(client, {**shot.body, "rid": rid})
+            outcome = client.ask({**shot.body, "rid": rid})
         except httpx.ConnectError:
-            outcome = Outcome(failure=GONE)
+            outcome = Completion(failure=GONE)
         except httpx.HTTPError as error:
-            outcome = Outcome(failure=f"no answer: {error!r}")
+            outcome = Completion(failure=f"no answer: {error!r}")
         if shot.abort_after_s is not None:
             killer.join()
         on_done()
@@ -172,7 +174,7 @@ def shoot(client: Client, shots: list[Shot], on_done: Callable[[], None]) -> lis
         return list(pool.map(one, range(len(shots))))
 
 
-def complaint(shot: Shot, outcome: Outcome, off: Outcome | None, tolerance: Tolerance) -> str:
+def complaint(shot: Shot, outcome: Completion, off: Completion | None, ties: TiePolicy) -> str:
     """What is wrong with an outcome; "" where nothing is."""
     if outcome.refusal == ABORTED_IN_QUEUE and shot.abort_after_s is not None:
         return ""
@@ -196,44 +198,44 @@ def complaint(shot: Shot, outcome: Outcome, off: Outcome | None, tolerance: Tole
     if outcome.failure or off.refusal:
         same = all(a == b for a, b in zip(outcome.ids, off.ids, strict=False))
         return "" if same else f"aborted, and what it had does not begin as it should: {outcome.ids}"
-    difference = first_difference(Request("fuzz", "", shot.body), off, outcome, tolerance)
+    difference = first_difference(Request("fuzz", "", shot.body), off, outcome, ties)
     return "" if difference is None or difference.tie else str(difference)
 
 
-def fuzz(count: int, seed: int, logs: Path, watch: Watch) -> dict[str, Any]:
+def fuzz(count: int, seed: int, logs: Path, progress: Progress) -> dict[str, Any]:
     """
     Raises:
         ServerError: a server does not start, or the one without speculation ends.
     """
-    with watch.waiting("Starting the DFLASH server ...") as on_wait:
+    with progress.waiting("Starting the DFLASH server ...") as on_wait:
         # With overlap, as on CUDA: a request may end while its next step is under way.
         server = Server([*BASE, *DFLASH], logs / "on.log", TINY_OVERLAPPING).start(on_wait=on_wait)
     with server:
         client = server.client()
-        before = used_slots(client)
-        tokenized = tokenize(client, bundled_prompts(PROMPTS), CONTEXT)
+        before = client.used_slots()
+        tokenized = tokenize(client, bundled_prompts()[:PROMPTS], CONTEXT)
         bodies = [greedy_body(ids, max_new_tokens=48) for _, ids in tokenized]
-        plain = ask_all(client, bodies, CONCURRENCY)
+        plain = client.ask_all(bodies, CONCURRENCY)
         asked = [Asked(name, ids, answer, 48) for (name, ids), answer in zip(tokenized, plain, strict=True)]
         shots = make_shots(asked, count, seed)
-        with watch.phase("Shots", count) as advance:
+        with progress.phase("Shots", count) as advance:
             outcomes = shoot(client, shots, advance)
         try:
-            complaints = [f"{left} KV slots stay in use"] if (left := used_slots(client)) != before else []
+            complaints = [f"{left} KV slots stay in use"] if (left := client.used_slots()) != before else []
         except httpx.HTTPError:
             complaints = [f"the server ended: {last_error(server.log)}"]
     answered = [shot.body for shot, outcome in zip(shots, outcomes, strict=True) if comparable(shot, outcome)]
-    off = ask_off(list({_key(body): body for body in answered}.values()), logs, watch)
-    tolerance = Tolerance.of("float32")
+    off = ask_off(list({_key(body): body for body in answered}.values()), logs, progress)
+    ties = TiePolicy.of("float32")
     for number, (shot, outcome) in enumerate(zip(shots, outcomes, strict=True)):
         expected = off.get(_key(shot.body)) if comparable(shot, outcome) else None
-        wrong = complaint(shot, outcome, expected, tolerance)
+        wrong = complaint(shot, outcome, expected, ties)
         if wrong:
             complaints.append(f"request {number} ({shot.kind}): {wrong}; {json.dumps(shot.body)[:600]}")
     return {"requests": count, **summary(shots, outcomes), "off_requests": len(off), "complaints": complaints}
 
 
-def comparable(shot: Shot, outcome: Outcome) -> bool:
+def comparable(shot: Shot, outcome: Completion) -> bool:
     """Whether speculation off gives the same: greedy, and answered or begun."""
     greedy = shot.kind != "sampled" and shot.body["sampling_params"].get("temperature") == 0
     return greedy and (outcome.answered or bool(outcome.ids))
@@ -243,25 +245,25 @@ def _key(body: dict[str, Any]) -> str:
     return json.dumps(body, sort_keys=True)
 
 
-def ask_off(bodies: list[dict[str, Any]], logs: Path, watch: Watch) -> dict[str, Outcome]:
+def ask_off(bodies: list[dict[str, Any]], logs: Path, progress: Progress) -> dict[str, Completion]:
     """Every body alone on a server without speculation, by `_key`."""
-    with watch.waiting("Starting the server without speculation ...") as on_wait:
+    with progress.waiting("Starting the server without speculation ...") as on_wait:
         server = Server([*BASE, "--disable-overlap-schedule"], logs / "off.log", TINY_ENVIRONMENT).start(
             on_wait=on_wait
         )
     answers = {}
-    with server, watch.phase("Speculation off", len(bodies)) as advance:
+    with server, progress.phase("Speculation off", len(bodies)) as advance:
         client = server.client()
         for body in bodies:
             try:
-                answers[_key(body)] = ask(client, with_best(body))
+                answers[_key(body)] = client.ask(with_best(body))
             except httpx.HTTPError:
                 raise ServerError(f"Speculation off ended over {_key(body)[:400]}: {last_error(server.log)}") from None
             advance()
     return answers
 
 
-def summary(shots: list[Shot], outcomes: list[Outcome]) -> dict[str, Any]:
+def summary(shots: list[Shot], outcomes: list[Completion]) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     for shot, outcome in zip(shots, outcomes, strict=True):
@@ -273,7 +275,7 @@ def summary(shots: list[Shot], outcomes: list[Outcome]) -> dict[str, Any]:
     return {"tokens": tokens, **dict(sorted(counts.items())), "refusals": dict(refusals.most_common())}
 
 
-def fuzz_extremes(count: int, seed: int, logs: Path, watch: Watch) -> dict[str, Any]:
+def fuzz_extremes(count: int, seed: int, logs: Path, progress: Progress) -> dict[str, Any]:
     """Extremes in every field.
 
     Raises:
@@ -285,6 +287,6 @@ def fuzz_extremes(count: int, seed: int, logs: Path, watch: Watch) -> dict[str, 
     def start() -> Server:
         return Server([*BASE, *DFLASH], logs / f"on-{next(numbers)}.log", environment).start()
 
-    with watch.phase("Requests", count) as advance:
+    with progress.phase("Requests", count) as advance:
         findings = fuzz_fields(start, count, seed, advance)
     return {"requests": count, "statuses": dict(sorted(findings.statuses.items())), "complaints": findings.complaints}

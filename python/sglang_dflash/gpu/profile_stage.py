@@ -11,8 +11,6 @@ from typing import Any
 
 import httpx
 
-from sglang_dflash.bench.arms import Arm, Models, Serving, arms_of
-from sglang_dflash.checking.arms import last_error
 from sglang_dflash.gpu.budget import MARGIN, OutOfTimeError
 from sglang_dflash.gpu.dummy_pairs import make_pair
 from sglang_dflash.gpu.estimates import PROFILE_LOADS, PROFILE_S, START_S
@@ -20,7 +18,8 @@ from sglang_dflash.gpu.results import Stage
 from sglang_dflash.gpu.setting import Setting
 from sglang_dflash.gpu.sweep_stages import ARMS, dummy_flags
 from sglang_dflash.gpu.trace import count_steps, read_trace
-from sglang_dflash.serving import Client, ServerError
+from sglang_dflash.serving import Arm, Client, ServerError, last_error, sentence
+from sglang_dflash.serving.arms import Models, Serving, arms_of
 
 REHEARSED_LOADS = (1, 4)
 STEPS = 24
@@ -57,7 +56,7 @@ def profile(setting: Setting, stage: Stage, model: str) -> str:
         except httpx.HTTPError:
             stage.failures.append(f"{arm.label} stopped answering: {last_error(_log(setting, stage, arm))[:400]}")
         except (ServerError, ValueError, OSError) as error:
-            stage.failures.append(f"{arm.label}: {' '.join(str(error).split())[:400]}")
+            stage.failures.append(f"{arm.label}: {sentence(error, 400)}")
     return ""
 
 
@@ -74,9 +73,9 @@ def _serve(setting: Setting, stage: Stage, arm: Arm, loads: list[int]) -> None:
     budget.begin(f"starting {arm.label}", MARGIN * max(starts, default=START_S / MARGIN) + _cell_s(stage))
     setting.screen.print(f"starting {arm.label} ...", style="dim")
     begin = time.monotonic()
-    with arm.up(_log(setting, stage, arm), 600.0, lambda seconds: budget.check(f"starting {arm.label}")) as (url, _):
+    with arm.up(_log(setting, stage, arm), 600.0, lambda seconds: budget.check(f"starting {arm.label}")) as server:
         start_s = round(time.monotonic() - begin, 1)
-        client = Client(url, timeout_s=TRACE_S)
+        client = server.client(TRACE_S)
         for load in loads:
             budget.begin(f"profiling {arm.name} at {load}", _cell_s(stage))
             begin = time.monotonic()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sglang_dflash.bench.arms import Arm
 from sglang_dflash.gpu.budget import Budget
 from sglang_dflash.gpu.results import Stage
+from sglang_dflash.serving import Arm
 
 NO_PREFILL_GRAPHS = ("--cuda-graph-backend-prefill", "disabled")  # capturing them only makes a start longer
 EMBEDDED_FLAGS = (

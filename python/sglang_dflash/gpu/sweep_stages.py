@@ -13,7 +13,6 @@ from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.options import Options, check_resumable
 from sglang_dflash.bench.planning import digests, make_plan
 from sglang_dflash.bench.records import Run
-from sglang_dflash.bench.rendering import Renderer
 from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.gpu.budget import BudgetBoard, OutOfTimeError
 from sglang_dflash.gpu.dummy_pairs import make_pair
@@ -21,6 +20,7 @@ from sglang_dflash.gpu.estimates import SMOKE_LOADS, STEP_LOADS
 from sglang_dflash.gpu.results import OtherRunError, Row, Stage
 from sglang_dflash.gpu.setting import EMBEDDED_FLAGS, NO_PREFILL_GRAPHS, Setting
 from sglang_dflash.serving import TINY_TARGET
+from sglang_dflash.serving.rendering import Renderer
 
 ARMS = "off,dflash,builtin"
 REHEARSED_LOADS = (1, 4)

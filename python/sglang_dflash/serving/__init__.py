@@ -1,7 +1,13 @@
-"""Starts, queries and stops a server process: for the quickstart, the checker, tests and benchmarks."""
+"""The only client of a running server: starts servers, asks them, reads their replies, judges ties, shows progress."""
 
-from sglang_dflash.serving.client import Answer, Client
-from sglang_dflash.serving.server import Server, ServerError
+from sglang_dflash.serving.arms import Arm
+from sglang_dflash.serving.client import Client, greedy_body, with_best
+from sglang_dflash.serving.completion import AcceptanceStats, Completion
+from sglang_dflash.serving.errors import ServerError, exit_code, last_error, sentence, stop_on_sigterm
+from sglang_dflash.serving.info import ServerInfo, plan_counts
+from sglang_dflash.serving.progress import Progress
+from sglang_dflash.serving.server import Server
+from sglang_dflash.serving.ties import TiePolicy
 from sglang_dflash.serving.tiny_pair import (
     KINDS,
     PAIRS,
@@ -21,11 +27,23 @@ __all__ = [
     "TINY_ENVIRONMENT",
     "TINY_OVERLAPPING",
     "TINY_TARGET",
-    "Answer",
+    "AcceptanceStats",
+    "Arm",
     "Client",
+    "Completion",
     "HeldOutPrompt",
+    "Progress",
     "Server",
     "ServerError",
+    "ServerInfo",
+    "TiePolicy",
+    "exit_code",
+    "greedy_body",
     "held_out_prompts",
     "held_out_prompts_in_turn",
+    "last_error",
+    "plan_counts",
+    "sentence",
+    "stop_on_sigterm",
+    "with_best",
 ]

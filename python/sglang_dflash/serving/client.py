@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+from sglang_dflash.serving.completion import Completion
+from sglang_dflash.serving.errors import ServerError, sentence
+from sglang_dflash.serving.sessions import Message
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One finished request.
-
-    Fields:
-        ids: the generated token ids.
-        finish_reason: SGLang's type: "stop", "length" or "abort".
-        cached_tokens: prompt tokens served from the radix cache.
-        steps: verify steps; 0 where speculation is off.
-        accept_histogram: steps by accept_len, 0 first; empty where speculation is off.
-        meta: the reply's whole `meta_info`.
-    """
-
-    ids: list[int]
-    text: str
-    finish_reason: str
-    cached_tokens: int
-    steps: int
-    accept_histogram: list[int]
-    meta: dict[str, Any]
-
-    @classmethod
-    def from_response(cls, response: dict[str, Any]) -> Answer:
-        meta = response["meta_info"]
-        return cls(
-            ids=response.get("output_ids", []),
-            text=response["text"],
-            finish_reason=meta["finish_reason"]["type"],
-            cached_tokens=meta.get("cached_tokens", 0),
-            steps=meta.get("spec_verify_ct", 0),
-            accept_histogram=meta.get("spec_correct_drafts_histogram", []),
-            meta=meta,
-        )
+BEST = 4  # number of alternatives per token that a baseline reports: a token outside them is no tie
 
 
 class Client:
@@ -53,21 +24,6 @@ class Client:
         self.url = url
         self._http = httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_connections=None))
 
-    def generate(self, prompt: str | list[int], **sampling: Any) -> Answer:
-        """One request; `prompt` is text or token ids, `sampling` SGLang's sampling parameters.
-
-        Raises:
-            httpx.HTTPStatusError: the server refused the request; the response holds its message.
-        """
-        response = self.post("/generate", _body(prompt, sampling))
-        response.raise_for_status()
-        return Answer.from_response(response.json())
-
-    def generate_all(self, prompts: Sequence[str | list[int]], concurrency: int, **sampling: Any) -> list[Answer]:
-        """All prompts, at most `concurrency` in flight; answers in the prompts' order."""
-        with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(lambda prompt: self.generate(prompt, **sampling), prompts))
-
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return self._http.post(path, json=body)
 
@@ -75,19 +31,146 @@ class Client:
         """The JSON at `path`."""
         return self._http.get(path).raise_for_status().json()
 
+    def generate(self, prompt: str | list[int], **sampling: Any) -> Completion:
+        """One request; `prompt` is text or token ids, `sampling` SGLang's sampling parameters.
+
+        Raises:
+            httpx.HTTPStatusError: the server refused the request; the response holds its message.
+        """
+        key = "text" if isinstance(prompt, str) else "input_ids"
+        response = self.post("/generate", {key: prompt, "sampling_params": {"temperature": 0.0, **sampling}})
+        return Completion.from_generate(200, response.raise_for_status().json())
+
+    def generate_all(self, prompts: Sequence[str | list[int]], concurrency: int, **sampling: Any) -> list[Completion]:
+        """All prompts, at most `concurrency` in flight; answers in the prompts' order."""
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(lambda prompt: self.generate(prompt, **sampling), prompts))
+
+    def ask(self, body: dict[str, Any]) -> Completion:
+        """One request of POST /generate; a refusal or a failure is part of the completion.
+
+        Raises:
+            httpx.HTTPError: the server does not answer.
+        """
+        response = self.post("/generate", body)
+        try:
+            content = response.json()
+        except ValueError:
+            content = response.text
+        return Completion.from_generate(response.status_code, content)
+
+    def ask_all(
+        self, bodies: Sequence[dict[str, Any]], concurrency: int, on_done: Callable[[], None] = lambda: None
+    ) -> list[Completion]:
+        """All bodies, at most `concurrency` in flight; completions in their order.
+
+        Raises:
+            httpx.HTTPError: the server does not answer; the remaining requests are not sent.
+        """
+        stop = threading.Event()
+
+        def ask_one(body: dict[str, Any]) -> Completion:
+            if stop.is_set():
+                raise httpx.ConnectError("not sent")
+            completion = self.ask(body)
+            on_done()
+            return completion
+
+        # No `with`: leaving it waits for the requests in flight, and Ctrl-C must not wait for them.
+        pool = ThreadPoolExecutor(concurrency)
+        try:
+            return list(pool.map(ask_one, bodies))
+        finally:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def tokenize(self, prompt: str | Sequence[Message], template: dict[str, Any] | None = None) -> list[int]:
+        """Token ids by the server's own tokenizer, and for messages by its chat template.
+
+        Raises:
+            ValueError: the server refuses the prompt; the message is the server's.
+        """
+        body: dict[str, Any] = {"prompt": prompt}
+        if not isinstance(prompt, str):
+            body = {"messages": [{"role": one.role, "content": one.content} for one in prompt]}
+            body |= {"chat_template_kwargs": template} if template else {}
+        response = self.post("/tokenize", body)
+        if response.status_code != 200:
+            raise ValueError(sentence(response.text))
+        return list(response.json()["tokens"])
+
+    def detokenize(self, tokens: Sequence[int]) -> dict[int, str]:
+        """The text of each token; empty where the server has no tokenizer."""
+        if not tokens:
+            return {}
+        response = self.post("/detokenize", {"tokens": [[one] for one in tokens], "skip_special_tokens": False})
+        return dict(zip(tokens, response.json()["text"], strict=True)) if response.status_code == 200 else {}
+
+    def logit_gap(self, ids: Sequence[int], one: int, other: int) -> float:
+        """How far the lower of two tokens' logits lies below the best one behind `ids`.
+
+        The prefix cache is emptied first, so the target computes them in a prefill, without drafts or verified rows.
+        """
+        self.post("/flush_cache?timeout=30", {}).raise_for_status()
+        body = greedy_body(ids, max_new_tokens=1)
+        body |= {"return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": [one, other]}
+        meta = self.post("/generate", body).raise_for_status().json()["meta_info"]
+        asked = {entry[1]: entry[0] for entry in meta["output_token_ids_logprobs"][0]}
+        return meta["output_top_logprobs"][0][0][0] - min(asked[one], asked[other])
+
     def flush_cache(self) -> None:
         """Empties the radix cache; the server must be idle."""
         self._http.post("/flush_cache").raise_for_status()
 
     def flush_when_idle(self, timeout_s: float = 30.0) -> None:
-        """`flush_cache` as soon as the server is idle: an answer comes back a little before its request is gone."""
+        """`flush_cache` once the server is idle: an answer comes a little before its request is gone.
+
+        This also returns leaked slots: count them first.
+
+        Raises:
+            ServerError: the server does not become idle.
+        """
         deadline = time.monotonic() + timeout_s
-        while self._http.post("/flush_cache").is_error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"The server was not idle within {timeout_s} s.")
+        while True:
+            try:
+                return self.flush_cache()
+            except httpx.HTTPStatusError:
+                if time.monotonic() > deadline:
+                    raise ServerError(
+                        f"The server at {self.url} does not become idle, so its radix cache cannot be emptied."
+                    ) from None
             time.sleep(0.05)
 
+    def used_slots(self, floor: int = 0, patience_s: float = 20.0) -> int | None:
+        """Number of KV slots in use that belong to no request and not to the radix cache; None if the server stays
+        busy.
 
-def _body(prompt: str | list[int], sampling: dict[str, Any]) -> dict[str, Any]:
-    key = "text" if isinstance(prompt, str) else "input_ids"
-    return {key: prompt, "sampling_params": {"temperature": 0.0, **sampling}}
+        The server frees a request's slots shortly after its answer. So the count is read until it is `floor` or less,
+        or has not fallen over three readings.
+
+        Raises:
+            httpx.HTTPError: the server does not answer.
+        """
+        deadline = time.monotonic() + patience_s
+        seen: list[int] = []
+        published = 0.0
+        while time.monotonic() < deadline:
+            self.ask(greedy_body([1], max_new_tokens=1))  # makes the scheduler publish its load again
+            loads = self.get("/v1/loads")["loads"]
+            before, published = published, max(load["timestamp"] for load in loads)
+            if published > before and not any(load["num_running_reqs"] for load in loads):
+                seen.append(sum(load["num_used_tokens"] for load in loads))
+                if seen[-1] <= floor or (len(seen) >= 3 and seen[-3] <= seen[-2] <= seen[-1]):
+                    return seen[-1]
+            time.sleep(0.3)
+        return None
+
+
+def greedy_body(input_ids: Sequence[int], **sampling: Any) -> dict[str, Any]:
+    """The body of POST /generate."""
+    return {"input_ids": list(input_ids), "sampling_params": {"temperature": 0.0, **sampling}}
+
+
+def with_best(body: dict[str, Any]) -> dict[str, Any]:
+    """The body for a baseline, which must also report the most likely tokens."""
+    return {**body, "return_logprob": True, "top_logprobs_num": max(BEST, body.get("top_logprobs_num", 0))}

@@ -18,14 +18,11 @@ from typing import Self
 import httpx
 
 from sglang_dflash.serving.client import Client
+from sglang_dflash.serving.errors import ServerError
 
 STOP_SECONDS = 20.0
 PORTS = range(20000, 30000)
 LAUNCH_SGLANG = (sys.executable, "-m", "sglang.launch_server")
-
-
-class ServerError(RuntimeError):
-    """The server did not start, or died. The message is one sentence and names the log."""
 
 
 class Server:
@@ -158,6 +155,22 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+class RunningServer:
+    """A server that somebody else started: nothing here starts or stops it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def client(self, timeout_s: float = 600.0) -> Client:
+        return Client(self.url, timeout_s)
+
+    def ended(self, within_s: float = 0.0) -> bool:
+        return False
+
+    def last_words(self) -> str:
+        return f"{self.url} does not answer any more"
 
 
 def _group_alive(process: subprocess.Popen[bytes]) -> bool:

@@ -42,6 +42,8 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
         pairs += [("assistant", row["response"])] if row.get("response") is not None else []
     else:
         raise ValueError(f"it has the keys {sorted(row)}; it must have {FORMS}.")
+    if row.get("system"):
+        pairs = [("system", row["system"]), *pairs]
     if not pairs or not all(isinstance(role, str) and isinstance(content, str) for role, content in pairs):
         raise ValueError("every turn must have a role and a content, both text.")
     first_user = next((i for i, (role, _) in enumerate(pairs) if role == "user"), len(pairs))

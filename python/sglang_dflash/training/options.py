@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 HEADS = ("dflash", "dflash2")
 LOSSES = ("decay", "dpace")
@@ -18,84 +21,131 @@ _GAMMAS = {8: 4.0, 10: 5.0, 16: 7.0}
 _FREE = ("output", "resume", "eval_every", "save_every", "log_every", "keep_checkpoints")
 
 
+_data = partial(typer.Option, rich_help_panel="Target and data")
+_run = partial(typer.Option, rich_help_panel="Run")
+_shape = partial(typer.Option, rich_help_panel="Draft")
+_learning = partial(typer.Option, rich_help_panel="Learning")
+
+
+def layer_list(text: str) -> tuple[int, ...]:
+    """The value of --taps; raises ValueError if it is not a list of numbers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--taps is {text!r}; it must be layer numbers separated by commas, such as 1,9,17.") from None
+
+
+def template_kwargs(text: str) -> tuple[tuple[str, Any], ...]:
+    """The value of --chat-template-kwargs, sorted by name; raises ValueError if it is not a JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(
+            f'--chat-template-kwargs is {text!r}; it must be a JSON object such as {{"enable_thinking": false}}.'
+        )
+    return tuple(sorted(value.items()))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """Options of one run. The defaults are the paper's (appendix A.1) where it gives them.
+    """Options of one run, and of `sglang-dflash train`; a function behind an option reads its text.
 
-    Fields:
-        target: folder or hub name of any Hugging Face causal language model.
-        data: JSONL files of conversations.
-        output: folder for checkpoint, card and curves.
-        head: "dflash2" adds convolutions and a selector to the plain draft.
-        conv_kernel_size, conv_group_size: of DFlash2's convolutions; 0 taps: none.
-        selector_rank, selector_top_k: of DFlash2's selector.
-        selector_weight: of the selector's loss, beside the plain one.
-        layers: number of draft layers.
-        block_size: K, anchor included.
-        taps: 0-based target layers to read; None: `num_taps` of them (default: `layers`), by the published formula.
-        sliding_window: window size as in Hugging Face, the row itself included; None: no sliding layers.
-        sliding_layers: how many layers slide, from the first; None: all but the last.
-        is_causal: whether rows see no later rows of their block, in all layers; None: only in sliding layers.
-        mask_token_id: None: the tokenizer's mask token, else the first id that the tokenizer does not use.
-        init: a draft to start from instead of random weights; its shape overrides layers, block size, taps and windows,
-            and a DFlash2 draft stays one. A plain one becomes one if `head` says so.
-        loss: "decay" weights position k by exp(-(k-1)/gamma); "dpace" by the draft's own confidence.
-        gamma: None: the paper's for this block size.
-        anchors: maximum number of blocks per conversation and step.
-        batch_size: conversations per process and micro-batch; `accumulate` micro-batches make one step.
-        max_length: maximum tokens per conversation; longer ones are cut.
-        epochs, max_steps: the run ends at whichever comes first.
-        precision: of the draft's forward pass; the weights stay float32. "auto": bf16 on CUDA, else float32.
-        held_out: share of the conversations (at least one) kept for held-out tau.
-        held_out_data: JSONL file for held-out tau, used instead of that share.
-        held_out_limit: maximum conversations per evaluation.
-        chat_template_kwargs: passed to the tokenizer's chat template, for example {"enable_thinking": false}.
+    The defaults are the paper's (appendix A.1) where it gives them. Beyond the help texts: `taps` are 0-based and
+    `num_taps` of them (default: `layers`) follow the published formula; `sliding_window` counts as in Hugging Face, the
+    row itself included; `loss` "decay" weights position k by exp(-(k-1)/gamma), "dpace" by the draft's own confidence;
+    a DFlash2 draft in `init` stays one, and a plain one becomes one if `head` says so; the draft's weights stay float32
+    whatever `precision` its forward pass has; the run ends at `epochs` or `max_steps`, whichever comes first.
     """
 
-    target: str
-    data: tuple[str, ...]
-    output: str
-    head: str = "dflash"
-    conv_kernel_size: int = 2
-    conv_group_size: int = 16
-    selector_rank: int = 256
-    selector_top_k: int = 16
-    selector_weight: float = 1.0
-    layers: int = 5
-    block_size: int = 16
-    taps: tuple[int, ...] | None = None
-    num_taps: int | None = None
-    sliding_window: int | None = None
-    sliding_layers: int | None = None
-    is_causal: bool | None = None
-    mask_token_id: int | None = None
-    init: str | None = None
-    loss: str = "decay"
-    gamma: float | None = None
-    dpace_alpha: float = 0.5
-    anchors: int = 512
-    batch_size: int = 1
-    accumulate: int = 1
-    max_length: int = 3072
-    epochs: int = 6
-    max_steps: int | None = None
-    learning_rate: float = 6e-4
-    warm_up: float = 0.04
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    precision: str = "auto"
-    target_dtype: str = "auto"
-    attention: str = "auto"
-    seed: int = 0
-    held_out: float = 0.02
-    held_out_data: str | None = None
-    held_out_limit: int = 64
-    eval_every: int = 200
-    save_every: int = 500
-    log_every: int = 10
-    keep_checkpoints: int = 2
-    resume: bool = False
-    chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
+    target: Annotated[str, _data(help="Target: folder or hub name of a Hugging Face causal language model.")]
+    data: Annotated[
+        tuple[str, ...], _data(help="JSONL file of conversations; may be given several times.", metavar="PATH")
+    ]
+    output: Annotated[
+        str, _run(help="Folder for the draft, its model card, curves, metrics and checkpoints.", metavar="PATH")
+    ]
+    head: Annotated[str, _shape(help="dflash (plain), or dflash2, which adds convolutions and a selector.")] = "dflash"
+    conv_kernel_size: Annotated[
+        int, _shape(help="With --head dflash2: rows that a convolution reads; 0: no convolutions.")
+    ] = 2
+    conv_group_size: Annotated[
+        int, _shape(help="With --head dflash2: channels of a convolution's group; it must divide the hidden size.")
+    ] = 16
+    selector_rank: Annotated[int, _shape(help="With --head dflash2: rank of the selector's tables.")] = 256
+    selector_top_k: Annotated[int, _shape(help="With --head dflash2: candidates of each row.")] = 16
+    layers: Annotated[int, _shape(help="Number of draft layers.")] = 5
+    block_size: Annotated[int, _shape(help="Rows per block, anchor included.")] = 16
+    taps: Annotated[
+        tuple[int, ...] | None,
+        _shape(help="Target layers to read, such as 1,9,17. Default: by the published formula."),
+        layer_list,
+    ] = None
+    num_taps: Annotated[
+        int | None, _shape(help="Number of target layers for the formula. Default: one per draft layer.")
+    ] = None
+    sliding_window: Annotated[
+        int | None, _shape(help="Window of the sliding layers, in tokens. Default: no sliding layers.")
+    ] = None
+    sliding_layers: Annotated[
+        int | None,
+        _shape(help="With --sliding-window: number of sliding layers, from the first. Default: all but the last."),
+    ] = None
+    is_causal: Annotated[
+        bool | None,
+        _shape(help="Whether rows see no later rows of their block, in all layers. Default: only in sliding layers."),
+    ] = None
+    mask_token_id: Annotated[
+        int | None, _shape(help="Mask token. Default: the tokenizer's mask token, else the id after its last one.")
+    ] = None
+    init: Annotated[
+        str | None,
+        _shape(help="Draft to start from: folder or hub name. Its config overrides the flags of this group."),
+    ] = None
+    loss: Annotated[str, _learning(help="Loss weights: decay (the paper's) or dpace.")] = "decay"
+    gamma: Annotated[
+        float | None, _learning(help="Gamma of --loss decay. Default: the paper's for the block size.")
+    ] = None
+    dpace_alpha: Annotated[float, _learning(help="Smoothing of --loss dpace, from 0 to 1.")] = 0.5
+    selector_weight: Annotated[
+        float, _learning(help="With --head dflash2: weight of the selector's loss beside the plain one.")
+    ] = 1.0
+    anchors: Annotated[int, _learning(help="Maximum blocks per conversation and step.")] = 512
+    batch_size: Annotated[int, _learning(help="Conversations per micro-batch and process.")] = 1
+    accumulate: Annotated[int, _learning(help="Micro-batches per step.")] = 1
+    epochs: Annotated[int, _learning(help="Passes over the data.")] = 6
+    max_steps: Annotated[int | None, _learning(help="Maximum number of steps.")] = None
+    learning_rate: Annotated[float, _learning(help="Peak learning rate.")] = 6e-4
+    warm_up: Annotated[float, _learning(help="Share of the steps in which the learning rate rises.")] = 0.04
+    weight_decay: Annotated[float, _learning(help="Weight decay of AdamW.")] = 0.0
+    clip: Annotated[float, _learning(help="Maximum norm of the gradient.")] = 1.0
+    max_length: Annotated[int, _data(help="Maximum tokens per conversation; longer ones are cut.")] = 3072
+    held_out: Annotated[float, _data(help="Share of the data kept to measure held-out tau.")] = 0.02
+    held_out_data: Annotated[
+        str | None, _data(help="JSONL file for held-out tau, instead of a share of --data.", metavar="PATH")
+    ] = None
+    held_out_limit: Annotated[int, _data(help="Maximum conversations per evaluation.")] = 64
+    chat_template_kwargs: Annotated[
+        tuple[tuple[str, Any], ...],
+        _data(help='JSON object, such as {"enable_thinking": false}. Default: {}.', show_default=False),
+        template_kwargs,
+    ] = ()
+    precision: Annotated[
+        str, _run(help="Of the draft's forward pass: bf16, float32, or auto (bf16 on CUDA, else float32).")
+    ] = "auto"
+    target_dtype: Annotated[
+        str, _run(help="bfloat16, float16, float32, or auto (the checkpoint's; float32 on a CPU).")
+    ] = "auto"
+    attention: Annotated[str, _run(help="flex (holds no dense mask), dense, or auto (flex on CUDA, else dense).")] = (
+        "auto"
+    )
+    seed: Annotated[int, _run(help="Seed of data order, anchors and initial weights.")] = 0
+    eval_every: Annotated[int, _run(help="Steps between evaluations.")] = 200
+    save_every: Annotated[int, _run(help="Steps between checkpoints.")] = 500
+    log_every: Annotated[int, _run(help="Steps between loss rows in metrics.jsonl.")] = 10
+    keep_checkpoints: Annotated[int, _run(help="Number of checkpoints to keep.")] = 2
+    resume: Annotated[bool, _run("--resume", help="Go on from the last checkpoint in --output.")] = False
 
     def __post_init__(self) -> None:
         """Raises ValueError with one sentence that names the flag."""

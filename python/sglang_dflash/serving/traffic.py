@@ -8,10 +8,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from sglang_dflash.bench.asking import Endpoint, Sampling
-from sglang_dflash.bench.records import Record
-from sglang_dflash.bench.rendering import Renderer
-from sglang_dflash.bench.sessions import Message, Session
+from sglang_dflash.serving.endpoint import Endpoint, Sampling
+from sglang_dflash.serving.records import Record
+from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.serving.sessions import Message, Session
 
 
 @dataclass(slots=True)
@@ -108,7 +108,8 @@ class Player:
             if number and self._endpoint.context and len(prompt) >= self._endpoint.context:
                 played.unasked += len(session.turns) - number
                 return
-            record = await self._endpoint.ask(prompt, self._sampling, session.id, number, self._begin)
+            reply = await self._endpoint.ask(prompt, self._sampling, self._begin)
+            record = Record.of(session.id, number, reply)
             records.append(record)
             self._on_answer(record)
             if record.failure:
@@ -119,6 +120,8 @@ class Player:
 
 def prompt_of(session: Session, messages: Sequence[Message], renderer: Renderer) -> list[int]:
     """The prompt for the next answer to `messages`, as token ids."""
+    if session.text:
+        return renderer.plain(session.text)
     return list(session.input_ids) or renderer(messages, session.template)
 
 

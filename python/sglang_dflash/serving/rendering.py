@@ -9,17 +9,19 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from sglang_dflash.bench.sessions import Message
+from sglang_dflash.serving.errors import sentence
+from sglang_dflash.serving.sessions import Message
 
 
 class Renderer:
     """Holds the tokenizer and the chat template's keyword arguments."""
 
-    def __init__(self, model: str, template: dict[str, Any]) -> None:
+    def __init__(self, model: str, template: dict[str, Any], flag: str = "--target-model") -> None:
         """
         Args:
             model: the target: a folder, or a hub name that is cached or can be fetched.
             template: keyword arguments of the chat template, such as enable_thinking.
+            flag: the flag that names the model, for errors.
 
         Raises:
             ValueError: the model has no tokenizer or no chat template.
@@ -28,12 +30,11 @@ class Renderer:
         from transformers import AutoTokenizer  # takes seconds, which --help must not
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model)
+            self.tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"--target-model {model}: its tokenizer cannot be read: {reason}") from None
-        if not self._tokenizer.chat_template:
-            raise ValueError(f"--target-model {model}: its tokenizer has no chat template, which the prompts need.")
+            raise ValueError(f"{flag} {model}: its tokenizer cannot be read: {sentence(error, 200)}") from None
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"{flag} {model}: its tokenizer has no chat template, which the prompts need.")
         self._template = template
 
     def __call__(self, messages: Sequence[Message], template: dict[str, Any]) -> list[int]:
@@ -46,7 +47,7 @@ class Renderer:
             ValueError: the template rejects the chat.
         """
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 [asdict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=True,
@@ -55,11 +56,15 @@ class Renderer:
         except TemplateError as error:
             roles = ", ".join(message.role for message in messages)
             raise ValueError(f"The target's chat template rejects a chat with the roles {roles}: {error}") from None
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def plain(self, text: str) -> list[int]:
+        """A text without a chat template, as token ids."""
+        return list(self.tokenizer(text)["input_ids"])
 
     def count(self, text: str) -> int:
         """Number of tokens of a text, without a chat template."""
-        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id])
+        return self.tokenizer.decode([token_id])

@@ -1,4 +1,4 @@
-"""The arms of a sweep: the process that serves each one, its arguments and its URL."""
+"""Arms: how the server of each one is started, with speculation off, with DFLASH, or of another engine; or its URL."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sglang_dflash.serving import Server
-from sglang_dflash.serving.server import LAUNCH_SGLANG
+from sglang_dflash.serving.errors import last_error
+from sglang_dflash.serving.server import LAUNCH_SGLANG, RunningServer, Server
 
 SGLANG_ARMS = ("off", "dflash", "builtin", "eagle3", "standalone", "ngram")
 VLLM_ARMS = ("vllm", "vllm-off")
 ARMS = (*SGLANG_ARMS, "transformers", *VLLM_ARMS)
+START_S = 1800.0  # large weights come slowly
+WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTH": "full"}
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of a sweep.
+    """The models of some arms.
 
     Fields:
         drafts: draft models by arm: dflash, eagle3, standalone.
@@ -37,24 +39,29 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One server of a sweep: an arm with its attention backend and prefix cache.
+    """One server that is asked: how it is started, or where it runs already.
 
     Fields:
         engine: sglang, vllm, transformers or other; all sglang arms must give the same greedy tokens.
-        launch, arguments: the command without host and port; empty if the server runs already.
-        url: address of a server that runs already; "" if the sweep starts the server.
+        backend: attention backend; "" for the engine's choice.
+        radix: whether the prefix cache is on.
+        launch, arguments: the command without host and port; unused if the server runs already.
+        health: the path that answers 200 once the server is up.
+        url: address of a server that runs already; "" to start one.
+        may_flush: whether its prefix cache may be emptied.
         simulated: acceptance is simulated, so the tokens mean nothing.
     """
 
     name: str
-    engine: str
+    engine: str = "sglang"
     backend: str = ""
     radix: bool = True
-    launch: tuple[str, ...] = ()
+    launch: tuple[str, ...] = LAUNCH_SGLANG
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    health: str = "/health"
+    health: str = "/health_generate"
     url: str = ""
+    may_flush: bool = True
 
     @property
     def simulated(self) -> bool:
@@ -71,23 +78,31 @@ class Arm:
         return ", ".join(filter(None, (self.name, self.backend, "" if self.radix else "no prefix cache")))
 
     @contextmanager
-    def up(self, log: Path, timeout_s: float, on_wait: Callable[[float], None]) -> Iterator[tuple[str, Server | None]]:
-        """Yields the URL, and the server if the sweep starts it; that server stops when the block ends.
+    def up(self, log: Path, timeout_s: float, on_wait: Callable[[float], None]) -> Iterator[Server | RunningServer]:
+        """Yields the server; one that this starts stops when the block ends.
 
         Raises:
             ServerError: the server does not start.
         """
         if self.url:
-            yield self.url, None
+            yield RunningServer(self.url)
             return
         server = Server(self.arguments, log, self.environment, self.launch, self.health)
         with server.start(timeout_s, on_wait):
-            yield server.url, server
+            yield server
+
+    def why_gone(self, log: Path) -> str:
+        """Why the arm's server ended, as far as its log tells."""
+        return RunningServer(self.url).last_words() if self.url else last_error(log)
+
+    def with_whole_blocks(self) -> Arm | None:
+        """The same server with steps of whole blocks, which can be counted and compared; None if it runs already."""
+        return None if self.url else replace(self, environment={**self.environment, **WHOLE_BLOCKS})
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How the servers of a sweep are started.
+    """How the servers of some arms are started.
 
     Fields:
         flags: flags of sglang.launch_server for every SGLang arm.
@@ -123,7 +138,7 @@ def arms_of(names: Sequence[str], models: Models, serving: Serving, urls: dict[s
             arms += [_vllm(name, models, serving, radix) for radix in serving.radix]
         else:
             arms.append(_transformers(models, serving))
-    return arms + [Arm(name, "other", url=url.rstrip("/")) for name, url in urls.items()]
+    return arms + [Arm(name, "other", launch=(), url=url.rstrip("/")) for name, url in urls.items()]
 
 
 def reference_arm(arms: Sequence[Arm]) -> Arm:
@@ -146,10 +161,8 @@ def _sglang(name: str, models: Models, serving: Serving, backend: str, radix: bo
         "sglang",
         backend,
         radix,
-        LAUNCH_SGLANG,
-        (*arguments, *_speculation(name, models), *serving.arm_flags.get(name, ())),
-        {**environment, **_environment(name, serving)},
-        "/health_generate",
+        arguments=(*arguments, *_speculation(name, models), *serving.arm_flags.get(name, ())),
+        environment={**environment, **_environment(name, serving)},
     )
 
 
@@ -177,17 +190,17 @@ def _vllm(name: str, models: Models, serving: Serving, radix: bool) -> Arm:
     # vLLM has /reset_prefix_cache only in this mode.
     environment = {"VLLM_SERVER_DEV_MODE": "1", **_environment(name, serving)}
     launch = (serving.vllm_python, "-m", "vllm.entrypoints.openai.api_server")
-    return Arm(name, "vllm", "", radix, launch, (*arguments, *serving.arm_flags.get(name, ())), environment)
+    words = (*arguments, *serving.arm_flags.get(name, ()))
+    return Arm(name, "vllm", "", radix, launch, words, environment, health="/health")
 
 
 def _transformers(models: Models, serving: Serving) -> Arm:
     arguments = ["--target", models.target, "--draft", models.drafts["dflash"], "--device", serving.device]
     arguments += ["--dtype", serving.dtype] if serving.dtype else []
     arguments += ["--block-size", str(models.draft_tokens)] if models.draft_tokens else []
-    launch = (sys.executable, "-m", "sglang_dflash.bench.transformers_worker")
-    return Arm(
-        "transformers", "transformers", "", True, launch, tuple(arguments), _environment("transformers", serving)
-    )
+    launch = (sys.executable, "-m", "sglang_dflash.reference.batch_worker")
+    environment = _environment("transformers", serving)
+    return Arm("transformers", "transformers", launch=launch, arguments=tuple(arguments), environment=environment)
 
 
 def _environment(name: str, serving: Serving) -> dict[str, str]:

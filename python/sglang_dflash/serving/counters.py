@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_dflash.bench.records import Acceptance
+from sglang_dflash.serving.completion import AcceptanceStats
 
 _STEPS = "vllm:spec_decode_num_drafts"
 _DRAFTED = "vllm:spec_decode_num_draft_tokens"
@@ -12,7 +12,7 @@ _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 _BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
-def acceptance_between(before: str, after: str) -> Acceptance | None:
+def acceptance_between(before: str, after: str) -> AcceptanceStats | None:
     """Drafts and accepted drafts between two readings of /metrics; None without verify steps.
 
     vLLM's `num_drafts` counts one per request and step: these are our verify steps.
@@ -23,7 +23,7 @@ def acceptance_between(before: str, after: str) -> Acceptance | None:
     if not steps:
         return None
     positions = sorted(position for name, position in difference if name == _BY_POSITION)
-    return Acceptance(
+    return AcceptanceStats(
         steps=steps,
         drafted=round(difference.get((_DRAFTED, -1), 0.0)),
         accepted=round(difference.get((_ACCEPTED, -1), 0.0)),

@@ -49,13 +49,15 @@ class Session:
         id: unique in its dataset; reports name requests by `id/turn`.
         turns: at least one.
         template: keyword arguments of the chat template, in addition to those of the run.
-        input_ids: the prompt of the only turn, if the dataset gives token ids instead of text.
+        input_ids: the prompt of the only turn, if it is given as token ids.
+        text: the prompt of the only turn, if it is a text without a chat template.
     """
 
     id: str
     turns: tuple[Turn, ...]
     template: dict[str, object] = field(default_factory=dict)
     input_ids: tuple[int, ...] = ()
+    text: str = ""
 
     @classmethod
     def of_texts(cls, id: str, texts: list[str], system: str = "") -> Session:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from sglang_dflash.bench.records import Record
+from sglang_dflash.serving.completion import Completion, CompletionStream
+from sglang_dflash.serving.errors import sentence
 
 # Request fields beyond OpenAI's that make each engine report token ids, acceptance and cached tokens.
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -44,90 +45,6 @@ class Sampling:
             if self.seed is not None:
                 body["seed"] = self.seed
         return body | ({"ignore_eos": True} if self.ignore_eos else {})
-
-
-@dataclass(slots=True)
-class _Stream:
-    """The part of one answer that has arrived so far."""
-
-    first_s: float | None = None
-    last_s: float = 0.0
-    ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    finish: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
-    cached: dict[str, Any] = field(default_factory=dict)
-
-    def take(self, event: dict[str, Any], now: float) -> None:
-        """
-        Raises:
-            ValueError: the event is an error, or not a JSON object.
-        """
-        if not isinstance(event, dict):
-            raise ValueError(f"the stream has an event that is not a JSON object: {str(event)[:80]}")
-        if event.get("error"):
-            said = event["error"]
-            raise ValueError(said.get("message", str(said)) if isinstance(said, dict) else str(said))
-        for choice in event.get("choices") or []:
-            ids, text = choice.get("token_ids") or [], choice.get("text") or ""
-            if ids or text:
-                self.first_s = now if self.first_s is None else self.first_s
-                self.last_s = now
-            self.ids += ids
-            self.texts.append(text)
-            self.finish = choice.get("finish_reason") or self.finish
-        self.usage = event.get("usage") or self.usage
-        extension = event.get("sglext") or {}
-        self.details = extension.get("spec_tokens_details") or self.details
-        self.cached = extension.get("cached_tokens_details") or self.cached
-
-    def _flaw(self, counted: int) -> str:
-        if self.first_s is None:
-            return "the answer has no tokens"
-        if self.finish in ("", "abort"):
-            return f"the answer is incomplete: its finish reason is {self.finish!r}"
-        return "" if counted else "the server reports neither usage nor token ids"
-
-    def record(self, session: str, turn: int, start_s: float, failure: str, now: float) -> Record:
-        text = "".join(self.texts)
-        counted = self.usage.get("completion_tokens") or len(self.ids)
-        if not failure:
-            failure = self._flaw(counted)
-        cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        if self.cached:
-            cached = self.cached.get("device", 0) + self.cached.get("host", 0) + (self.cached.get("storage") or 0)
-        return Record(
-            session=session,
-            turn=turn,
-            start_s=start_s,
-            first_s=self.first_s,
-            end_s=self.last_s if self.first_s is not None else now,
-            prompt_tokens=self.usage.get("prompt_tokens") or 0,
-            tokens=counted,
-            ids=self.ids,
-            text=text,
-            finish="" if failure else self.finish,
-            cached_tokens=cached,
-            steps=self.details.get("spec_verify_ct") or 0,
-            drafted=drafted(self.details),
-            accept_histogram=self.details.get("spec_correct_drafts_histogram") or [],
-            failure=failure,
-        )
-
-
-def drafted(details: dict[str, Any]) -> int:
-    """Number of drafts that were verified.
-
-    SGLang's `spec_num_proposed_drafts` counts whole blocks, so the histogram of widths is used if there is one.
-
-    Args:
-        details: SGLang's `SpecTokensDetails` of one answer.
-    """
-    widths = details.get("spec_cap_lens_histogram") or []  # number of steps with 0, 1, 2, ... rows
-    if widths:
-        return sum((width - 1) * steps for width, steps in enumerate(widths) if width)
-    return details.get("spec_num_proposed_drafts") or 0
 
 
 class Endpoint:
@@ -167,25 +84,24 @@ class Endpoint:
             self.context = models[0].get("max_model_len") or 0
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
             await self._http.aclose()
-            raise ValueError(f"{self.url}/v1/models lists no model: {_sentence(error)}") from None
+            raise ValueError(f"{self.url}/v1/models lists no model: {sentence(error, 300)}") from None
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
 
-    async def ask(self, prompt_ids: list[int], sampling: Sampling, session: str, turn: int, begin: float) -> Record:
-        """Requests one streamed completion. A failure is reported in the record, not raised.
+    async def ask(self, prompt_ids: list[int], sampling: Sampling, begin: float) -> Completion:
+        """Requests one streamed completion. A failure is part of it, not raised.
 
         Args:
-            begin: value of `time.perf_counter()` when the cell began.
+            begin: value of `time.perf_counter()` from which the completion's times count.
         """
-        stream = _Stream()
-        start_s = time.perf_counter() - begin
+        stream = CompletionStream(time.perf_counter() - begin)
         room = self.context - len(prompt_ids) if self.context else sampling.max_new_tokens
         failure = ""
         if room < 1:
             failure = f"the prompt has {len(prompt_ids)} tokens, but the context has {self.context}"
-            return stream.record(session, turn, start_s, failure, start_s)
+            return stream.completion(failure, stream.start_s)
         body = {
             **{"model": self.model, "prompt": prompt_ids, "stream": True, "stream_options": {"include_usage": True}},
             **sampling.body(room),
@@ -199,8 +115,8 @@ class Endpoint:
             failure = f"no data for {self.stall_s:g} s (--stall-s)"
             self.stalled = time.perf_counter() - self._heard_at >= self.stall_s
         except (httpx.HTTPError, ValueError) as error:
-            failure = _sentence(error)
-        return stream.record(session, turn, start_s, failure, time.perf_counter() - begin)
+            failure = sentence(error, 300)
+        return stream.completion(failure, time.perf_counter() - begin)
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         async with self._http.stream("POST", "/v1/completions", json=body) as response:
@@ -227,7 +143,3 @@ class Endpoint:
             return response.text if response.status_code == 200 else ""
         except httpx.HTTPError:
             return ""
-
-
-def _sentence(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split())[:300]

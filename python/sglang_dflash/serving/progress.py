@@ -1,4 +1,4 @@
-"""Shows a check's progress: a bar on a terminal, a line every 20 seconds in a log."""
+"""Shows progress: a bar on a terminal, a line every 20 seconds in a log."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 _LINE_EVERY_S = 20.0
 
 
-class Watch:
+class Progress:
     """Shows phases of known length, and waits of unknown length, on a console."""
 
     def __init__(self, console: Console) -> None:
@@ -22,12 +22,17 @@ class Watch:
         self._lock = Lock()
 
     @contextmanager
-    def phase(self, name: str, total: int) -> Iterator[Callable[[], None]]:
-        """Yields a function to call after each of `total` requests, from any thread."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        times = (TimeElapsedColumn(), TimeRemainingColumn())
+    def phase(self, name: str, total: int, last_line: bool = True) -> Iterator[Callable[[], None]]:
+        """Yields a function to call after each of `total` requests, from any thread.
+
+        Args:
+            last_line: whether a log gets a line at the phase's end.
+        """
+        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
+        times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
         live = self._console.is_terminal
-        with Progress(*columns, *times, console=self._console, transient=True, disable=not live) as bar:
+        began = time.monotonic()
+        with progress.Progress(*columns, *times, console=self._console, transient=True, disable=not live) as bar:
             task = bar.add_task(name, total=total)
             done = 0
 
@@ -37,7 +42,9 @@ class Watch:
                     done += 1
                     bar.advance(task)
                     if not live:
-                        self._line(f"{name}: {done} of {total}", force=done == total)
+                        left_min = (time.monotonic() - began) / done * (total - done) / 60
+                        words = f"{name}: {done:,} of {total:,}" + (f", {left_min:.1f} min left" if left_min else "")
+                        self._line(words, force=last_line and done == total)
 
             yield advance
 

@@ -1,4 +1,4 @@
-"""Runs the transformers arm: our reference's `spec_generate` in its own process, in static batches."""
+"""The transformers arm: our reference's `spec_generate` in a process of its own, which answers static batches."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import os
 import queue
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from sglang_dflash.bench.arms import Arm
-from sglang_dflash.bench.asking import Sampling
-from sglang_dflash.bench.records import Record
-from sglang_dflash.bench.rendering import Renderer
-from sglang_dflash.bench.sessions import Session
-from sglang_dflash.bench.traffic import Played, prompt_of
-from sglang_dflash.serving import ServerError
+from sglang_dflash.serving.arms import Arm
+from sglang_dflash.serving.completion import Completion
+from sglang_dflash.serving.endpoint import Sampling
+from sglang_dflash.serving.errors import ServerError
 
 
 class TransformersProcess:
-    """Talks to `transformers_worker` over its standard streams."""
+    """Talks to `reference.batch_worker` over its standard streams."""
 
     def __init__(self, arm: Arm, log: IO[bytes], stall_s: float) -> None:
         self._stall_s = stall_s
@@ -61,7 +57,15 @@ class TransformersProcess:
             raise ServerError(said["error"])
         return said
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> dict[str, Any]:
+    def generate(self, prompts: list[list[int]], sampling: Sampling, start_s: float) -> list[Completion]:
+        """The answers to one batch, which ends with its longest answer.
+
+        A request's first token is timed at the end of the batch's prefill, its last token at the end of the batch. The
+        completions have no text.
+
+        Raises:
+            ServerError: the process ended, sent nothing in time, or reports an error.
+        """
         assert self._process.stdin is not None
         request = {
             "prompts": prompts,
@@ -75,7 +79,8 @@ class TransformersProcess:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise ServerError("the process of the transformers arm ended") from None
-        return self.hear(self._stall_s)
+        said = self.hear(self._stall_s)
+        return [_completion(prompt, said, index, start_s) for index, prompt in enumerate(prompts)]
 
     def stop(self) -> None:
         self._process.kill()
@@ -98,50 +103,17 @@ def transformers_up(arm: Arm, log: Path, timeout_s: float, stall_s: float) -> It
             process.stop()
 
 
-def play_batches(
-    process: TransformersProcess,
-    renderer: Renderer,
-    sessions: Sequence[Session],
-    batch: int,
-    sampling: Sampling,
-    on_answer: Callable[[Record], None],
-) -> Played:
-    """Plays the first turn of all sessions, `batch` at a time; a batch ends with its longest answer.
-
-    A request's first token is timed at the end of the batch's prefill, its last token at the end of the batch.
-    """
-    played = Played()
-    prompts = [prompt_of(session, session.turns[0].messages, renderer) for session in sessions]
-    begin = time.perf_counter()
-    for first in range(0, len(sessions), batch):
-        start_s = time.perf_counter() - begin
-        group = prompts[first : first + batch]
-        said = process.generate(group, sampling)
-        for index, session in enumerate(sessions[first : first + batch]):
-            record = _record(session, group[index], said, index, start_s, renderer)
-            played.records.append(record)
-            on_answer(record)
-    played.wall_s = time.perf_counter() - begin
-    return played
-
-
-def _record(
-    session: Session, prompt: list[int], said: dict[str, Any], index: int, start_s: float, renderer: Renderer
-) -> Record:
+def _completion(prompt: list[int], said: dict[str, Any], index: int, start_s: float) -> Completion:
     ids, commit_lens = said["ids"][index], said["commit_lens"][index]
-    histogram = [commit_lens.count(length) for length in range(1, max(commit_lens, default=0) + 1)]
-    return Record(
-        session=session.id,
-        turn=0,
+    return Completion(
+        ids=ids,
+        finish={"type": "stop"},
+        prompt_tokens=len(prompt),
+        tokens=len(ids),
+        steps=len(commit_lens),
+        drafted=len(commit_lens) * (said["block_size"] - 1),
+        accept_histogram=[commit_lens.count(length) for length in range(1, max(commit_lens, default=0) + 1)],
         start_s=start_s,
         first_s=start_s + said["prefill_s"],
         end_s=start_s + said["prefill_s"] + said["decode_s"],
-        prompt_tokens=len(prompt),
-        tokens=len(ids),
-        ids=ids,
-        text="".join(renderer.text(token) for token in ids),
-        finish="stop",
-        steps=len(commit_lens),
-        drafted=len(commit_lens) * (said["block_size"] - 1),
-        accept_histogram=histogram,
     )

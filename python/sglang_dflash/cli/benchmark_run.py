@@ -1,0 +1,96 @@
+"""Runs a benchmark: a sweep with its files and tables, or a comparison of two of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+
+from sglang_dflash.bench.board import Board
+from sglang_dflash.bench.compare import compare as compare_runs
+from sglang_dflash.bench.compare import comparison_console, comparison_markdown
+from sglang_dflash.bench.frame import frame
+from sglang_dflash.bench.machine import machine, versions
+from sglang_dflash.bench.options import Options, check_resumable
+from sglang_dflash.bench.planning import digests, make_plan
+from sglang_dflash.bench.plots import draw
+from sglang_dflash.bench.records import Run
+from sglang_dflash.bench.sweep import Sweep
+from sglang_dflash.bench.tables import console, csv, markdown
+from sglang_dflash.serving import TINY_TARGET, stop_on_sigterm
+from sglang_dflash.serving.rendering import Renderer
+
+
+def sweep(options: Options) -> int:
+    """Measures, writes and prints; returns the exit code."""
+    screen = Console(stderr=True, highlight=False)
+    results = options.output_md.with_suffix(".json")
+    if options.resume and options.overwrite:
+        raise ValueError("--resume and --overwrite are both given; give one of them.")
+    if results.exists() and not options.resume and not options.overwrite:
+        raise ValueError(f"{results} exists already: --resume continues it, --overwrite replaces it.")
+    renderer = Renderer(options.target_model or str(TINY_TARGET), {"enable_thinking": options.enable_thinking})
+    plan = make_plan(options, renderer.count)
+    run = Run(shlex.join(["python", *sys.argv]), options.workload, options.to_json(digests(plan)))
+    run.versions, run.machine = versions(options.vllm_python), machine()
+    if options.resume and results.exists():
+        _go_on(run, Run.load(results))
+    screen.print(f"logs: {plan.logs}", style="dim")
+    stop_on_sigterm()
+    code = 0
+    try:
+        Sweep(plan, run, renderer, results).go(lambda cells, starts: Board(screen, cells, starts))
+    except KeyboardInterrupt:
+        screen.print(f"stopped; {len(run.done())} finished cells are kept, --resume measures the rest")
+        code = 130
+    found = _report(run, options.output_md, screen)
+    return code or found
+
+
+def _go_on(run: Run, held: Run) -> None:
+    check_resumable(run.workload, run.options, held.workload, held.options)
+    run.cells, run.notes, run.servers = held.cells, held.notes, held.servers
+    changed = [name for name, said in run.versions.items() if held.versions.get(name) != said]
+    if changed and held.cells:
+        former = ", ".join(f"{name} {held.versions.get(name, 'unknown')}" for name in changed)
+        run.notes.append(f"{len(held.cells)} cells were measured before --resume, with other versions: {former}.")
+
+
+def _report(run: Run, output_md: Path, screen: Console) -> int:
+    """Writes and prints the run so far; returns 1 if a cell failed or tokens differ, else 0."""
+    table = frame(run)
+    output_md.parent.mkdir(parents=True, exist_ok=True)
+    output_md.write_text(markdown(run, table), encoding="utf-8")
+    output_md.with_suffix(".csv").write_text(csv(table), encoding="utf-8")
+    plots = draw(run, table, output_md.parent, output_md.stem)
+    screen.print(console(run, table))
+    screen.print(f"written: {output_md}, .json, .csv and {len(plots)} plots", soft_wrap=True)
+    print(json.dumps(_summary(run, table, output_md)))
+    return int(bool(any(cell.failure for cell in run.cells) or table["withheld"].any()))
+
+
+def _summary(run: Run, table: pd.DataFrame, output_md: Path) -> dict[str, Any]:
+    names = ["arm", "backend", "radix", "dataset", "load", "tok_s", "tau", "speedup_off", "identical", "compared"]
+    rows = table.reindex(columns=[*names, "withheld"])
+    return {
+        "results": str(output_md.with_suffix(".json")),
+        "cells": len(run.cells),
+        "failed": sum(bool(cell.failure) for cell in run.cells),
+        "rows": json.loads(rows.to_json(orient="records", double_precision=3)),
+    }
+
+
+def compare(first: Path, second: Path) -> int:
+    """Compares two results files; returns the exit code."""
+    a, b = Run.load(first), Run.load(second)
+    table = compare_runs(a, b)
+    Console(stderr=True, highlight=False).print(comparison_console(a, b, table))
+    print(comparison_markdown(a, b, table))
+    marks = table.filter(regex="_mark$").isin(("better", "worse"))
+    print(json.dumps({"rows": len(table), "rows_changed": int(marks.any(axis=1).sum())}))
+    return 0

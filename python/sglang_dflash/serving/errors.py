@@ -1,0 +1,82 @@
+"""Turns errors into a sentence and an exit code, in one place for every command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import httpx
+
+STOPPED = 130  # the exit code after Ctrl-C or SIGTERM
+EXTRAS = {"accelerate": "train", "datasets": "bench,train", "matplotlib": "bench,train", "pandas": "bench"}
+EXTRAS |= {"scipy": "bench"}
+"""Package -> the extras of setup.py that bring it; serving needs none of them."""
+
+
+class ServerError(RuntimeError):
+    """A server did not start, stopped answering, or died. The message is one sentence."""
+
+
+def exit_code(run: Callable[[], int | None], code: int) -> int:
+    """Runs a command; an error becomes one line on standard error. SGLANG_DFLASH_TRACEBACK=1 raises it instead.
+
+    Args:
+        run: returns the exit code, None for 0.
+        code: the exit code of an error.
+    """
+    try:
+        return run() or 0
+    except (ValueError, OSError, ImportError, ServerError, httpx.HTTPError) as error:
+        if os.environ.get("SGLANG_DFLASH_TRACEBACK") or (isinstance(error, ImportError) and not _extra(error)):
+            raise
+        print(f"error: {_extra(error) or sentence(error)}", file=sys.stderr)
+        return code
+    except KeyboardInterrupt:
+        print("stopped; no server of ours was left running", file=sys.stderr)
+        return STOPPED
+
+
+def stop_on_sigterm() -> None:
+    """From now on SIGTERM does what Ctrl-C does: servers are stopped, finished work is kept."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def sentence(error: object, most: int | None = None) -> str:
+    """The error on one line, at most `most` characters; its kind if it says nothing."""
+    return " ".join((str(error) or type(error).__name__).split())[:most]
+
+
+def first_line(error: object) -> str:
+    """The error's first line; its kind if it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _extra(error: BaseException) -> str:
+    """The sentence about a package that an extra brings; "" for other errors."""
+    name = (getattr(error, "name", None) or "").split(".")[0] if isinstance(error, ImportError) else ""
+    if name not in EXTRAS:
+        return ""
+    extras = EXTRAS[name]
+    return f"This command needs {name}, which is not installed; run: pip install 'sglang-dflash[{extras}]'"
+
+
+def last_error(log: Path) -> str:
+    """The sentence in a server's log that tells best why it ended, and where the log is."""
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if _names_error(line)]
+    return f"{(errors or lines or ['it wrote nothing'])[-1]} (log: {log})"
+
+
+def _names_error(line: str) -> bool:
+    """Such as `ValueError: ...`, the last line of a traceback."""
+    name, colon, _ = line.partition(":")
+    return bool(colon) and name.split(".")[-1].endswith(("Error", "Exception")) and " " not in name
