@@ -9,7 +9,7 @@ from sglang_dflash.cli.options import command
 
 
 def benchmark(options: Options) -> int:
-    """Measures how fast SGLang serves with DFLASH, against speculation off and other engines.
+    """Measure how fast SGLang serves with DFLASH, against speculation off and other engines.
 
     All arms get the same prompts, one server at a time. Tokens are compared first: if greedy SGLang arms differ by more
     than a rounding tie, no speed is shown. A cell is one arm, attention backend, cache setting, dataset, load and

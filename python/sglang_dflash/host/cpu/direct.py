@@ -38,9 +38,11 @@ class DirectForward:
     @classmethod
     def of(cls, runner: Any) -> DirectForward | None:
         """None: the runners are needed. To be asked once the server's models and graphs are ready."""
-        needed = _what_needs(runner)
-        if needed is not None:
-            logger.debug("Decode steps call %s through SGLang's runners: %s.", type(runner.model).__name__, needed)
+        if not is_captured(runner):
+            return None
+        parts = _parts_around(runner)
+        if parts:
+            logger.info("Decode steps go through SGLang's runners, because %s act around them.", ", ".join(parts))
             return None
         return cls(runner)
 
@@ -56,16 +58,14 @@ class DirectForward:
             set_forward_context(outer)
 
 
-def _what_needs(runner: Any) -> str | None:
-    """What a forward needs the runners for; None: nothing."""
-    if not is_captured(runner):
-        return "it is not captured"
+def _parts_around(runner: Any) -> list[str]:
+    """Parts of the server that act before or after each forward."""
     parts = [name for name in NEEDS if getattr(runner, name, None) is not None]
     parts += [name for name in PREPARES if hasattr(runner.model, name)]
     if runner.enable_elastic_ep:
         parts.append("elastic expert parallelism")
     if not isinstance(get_global_expert_distribution_recorder(), _ExpertDistributionRecorderNoop):
-        parts.append("the recorder of experts")
+        parts.append("a recorder of experts")
     if get_global_experts_capturer() is not None or get_global_indexer_capturer() is not None:
         parts.append("a capturer of experts or indexer choices")
-    return f"{', '.join(parts)} act around it" if parts else None
+    return parts
