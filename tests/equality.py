@@ -39,7 +39,7 @@ def assert_equal_tokens(on: Sequence[Completion], off: Sequence[Completion], pro
         )
         assert index < min(len(answer.ids), len(expected.ids)), f"one answer is a prefix of the other: {prompt}"
         gap = expected.gaps[index]
-        assert TIES.excuses(gap), f"token {index} differs with a logit gap of {gap:.2e}: {prompt}"
+        assert gap < TIES.tie_gap, f"token {index} differs with a logit gap of {gap:.2e}: {prompt}"
         ties.add((id(expected), index))
     tokens = sum(len(answer.ids) for answer in on)
     assert not TIES.too_many(len(ties), tokens), f"{len(ties)} ties in {tokens} tokens"

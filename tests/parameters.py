@@ -193,7 +193,7 @@ def _compare(request: Request, want: Any, got: Any) -> bool:
         tops = want["meta_info"].get("output_top_logprobs") or [None] * (index + 1)
         best = tops[index] if index < len(tops) else None
         gap = best[0][0] - best[1][0] if best and len(best) > 1 else float("inf")
-        assert TIES.excuses(gap), f"{request}: token {index} differs, gap {gap}: {want['text']!r}, {got['text']!r}"
+        assert gap < TIES.tie_gap, f"{request}: token {index} differs, gap {gap}: {want['text']!r}, {got['text']!r}"
         return True
     expected, meta = want["meta_info"], got["meta_info"]
     assert want["text"] == got["text"], request

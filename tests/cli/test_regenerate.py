@@ -339,3 +339,11 @@ def test_nothing_answered_is_an_error(client, data, tmp_path):
     with pytest.raises(ValueError, match="All 3 conversations were refused"):
         _run(data, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_line_with_template_arguments_is_refused(client, tmp_path):
+    """Fails if a line's own chat_template_kwargs are ignored."""
+    data = tmp_path / "odd.jsonl"
+    data.write_text(json.dumps({"prompt": "First?", "chat_template_kwargs": {"enable_thinking": False}}) + "\n")
+    with pytest.raises(ValueError, match=r"DATA .*odd\.jsonl.*line 1.*--chat-template-kwargs"):
+        _run(data, tmp_path / "out.jsonl")

@@ -92,6 +92,7 @@ def test_aborted_requests_free_their_slots(client: Client, baseline: Baseline) -
         prompt = rng.choice(baseline.prompts)
         response = client.post("/generate", {"rid": rid, "input_ids": prompt, "sampling_params": sampling})
         killer.join()
+        assert response.status_code == 200, response.text
         return Completion.from_generate(200, response.json())
 
     with ThreadPoolExecutor(20) as pool:

@@ -70,3 +70,8 @@ def test_other_reasons(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(direct, name, object)
             assert DirectForward.of(runner()) is None
+    monkeypatch.setenv("SGLANG_ENABLE_METRICS_DEVICE_TIMER", "1")
+    assert DirectForward.of(runner()) is None
+    monkeypatch.delenv("SGLANG_ENABLE_METRICS_DEVICE_TIMER")
+    monkeypatch.setattr(direct, "dumper", SimpleNamespace(may_enable=True))
+    assert DirectForward.of(runner()) is None

@@ -132,6 +132,8 @@ def main(
         stages = folder / f"{name}.json" if timers else None
         environment = install(folder, stages) if stages else {}
         environment |= {"OMP_NUM_THREADS": threads} if threads else {}
+        if stages:
+            environment["SGLANG_DFLASH_TURN_MS"] = "0"  # stages are counted by the scheduler's turns: one step each
         environment["SGLANG_DFLASH_WIDTH"] = "full"  # adaptive widths would verify fewer than W rows
         if tau and options:
             environment["SGLANG_SIMULATE_ACC_LEN"] = str(tau)

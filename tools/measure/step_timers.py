@@ -37,8 +37,14 @@ STAGES = {
     ],
     "batch: ForwardBatch": ["sglang.srt.model_executor.forward_batch_info:ForwardBatch.init_new"],
     "batch: eager buffers": ["sglang.srt.model_executor.runner.eager_runner:EagerRunner.load_batch"],
-    TARGET: ["sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation"],
-    "runner": ["sglang.srt.model_executor.model_runner:ModelRunner.forward"],
+    TARGET: [
+        "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation",
+        "sglang_dflash.host.worker:DFlashWorker._run_target",
+    ],
+    "runner": [
+        "sglang.srt.model_executor.model_runner:ModelRunner.forward",
+        "sglang_dflash.host.cpu.direct:DirectForward.__call__",
+    ],
     "model": [
         "sglang.srt.models.qwen3:Qwen3ForCausalLM.forward",
         "sglang.srt.models.dflash:DFlashDraftModel.forward",
@@ -104,6 +110,7 @@ class Timers:
         self.targets_us: list[float] = []
         self.calls: defaultdict[str, int] = defaultdict(int)
         self._inner = [0.0]
+        self._in_target = False
         self._output = output
         self._written = -1
 
@@ -111,14 +118,17 @@ class Timers:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._inner.append(0.0)
+            outermost = stage == TARGET and not self._in_target  # one of its places may call another
+            self._in_target |= outermost
             begin = time.perf_counter_ns()
             try:
                 return function(*args, **kwargs)
             finally:
                 took = (time.perf_counter_ns() - begin) / 1e3
                 self.own_us[stage] += took - self._inner.pop()
-                if stage == TARGET:
+                if outermost:
                     self.targets_us.append(took)
+                    self._in_target = False
                 self.calls[stage] += 1
                 self._inner[-1] += took
 

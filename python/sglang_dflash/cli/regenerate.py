@@ -234,6 +234,8 @@ def _read_conversations(data: Path) -> list[list[dict[str, str]]]:
     from sglang_dflash.training.conversations import messages_of
 
     def conversation(row: dict[str, Any], number: int) -> list[dict[str, str]]:
+        if row.get("chat_template_kwargs"):
+            raise ValueError("it has `chat_template_kwargs`; give --chat-template-kwargs, which holds for all lines.")
         if "turns" not in row:
             return messages_of(row)
         asked = [[asdict(message) for message in turn.messages] for turn in session_of(row, number).turns]

@@ -353,6 +353,9 @@ class DFlashWorker(BaseSpecWorker):
         """The target's forward over the planned rows; its result includes the tapped layers' hidden states."""
         if forward_batch is None:
             forward_batch = self._prepare_verify(plan, batch, kv_plan)
+        return self._run_target(forward_batch)
+
+    def _run_target(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
         if self._direct is not None:
             return GenerationBatchResult(logits_output=self._direct(forward_batch), can_run_cuda_graph=False)
         return self._target_worker.forward_batch_generation(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang.srt.debug_utils.dumper import dumper
+from sglang.srt.environ import envs
 from sglang.srt.eplb.expert_distribution import (
     _ExpertDistributionRecorderNoop,
     get_global_expert_distribution_recorder,
@@ -17,7 +19,7 @@ from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from sglang_dflash.host.cpu.compiled import is_captured
 
 logger = logging.getLogger(__name__)
-NEEDS = ("canary_manager", "device_timer", "eplb_manager", "hisparse_coordinator", "lora_manager", "msprobe_debugger")
+NEEDS = ("canary_manager", "eplb_manager", "lora_manager", "msprobe_debugger")
 """Attributes of a runner: parts that act before or after each forward, if the server has them."""
 PREPARES = ("prepare_for_forward", "prepare_forward_batch")
 """Methods that a model may have for its runners to call."""
@@ -62,6 +64,10 @@ def _parts_around(runner: Any) -> list[str]:
     """Parts of the server that act before or after each forward."""
     parts = [name for name in NEEDS if getattr(runner, name, None) is not None]
     parts += [name for name in PREPARES if hasattr(runner.model, name)]
+    if dumper.may_enable:
+        parts.append("SGLang's dumper")
+    if envs.SGLANG_ENABLE_METRICS_DEVICE_TIMER.get():  # the timer itself comes later
+        parts.append("a device timer")
     if runner.enable_elastic_ep:
         parts.append("elastic expert parallelism")
     if not isinstance(get_global_expert_distribution_recorder(), _ExpertDistributionRecorderNoop):
