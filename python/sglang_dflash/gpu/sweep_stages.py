@@ -193,10 +193,6 @@ def _row(row: dict[str, Any], more: tuple[str, ...]) -> Row:
 
 def _options(setting: Setting, stage: str, **changes: Any) -> Options:
     """The benchmark's options for the embedded pair; `changes` replaces fields."""
-    fields: dict[str, Any] = dict.fromkeys(Options.__dataclass_fields__)
-    fields |= {"arms": ARMS, "vllm_python": "", "base_url": (), "workload": "closed", "dataset_name": "tiny"}
-    fields |= {"temperature": 0.0, "top_p": 1.0, "seed": 0, "ignore_eos": False, "enable_thinking": False}
-    fields |= {"request_rate": "1", "think_s": 0.0, "radix_cache": "on", "tp_size": 1, "dtype": ""}
-    fields |= {"arm_flags": (), "env": (), "repeats": 1, "interleave": False}
-    fields |= {"warm_up": True, "stall_s": 60.0, "start_s": 540.0, "logs": setting.raw / f"{stage}-logs"}
-    return Options(**{**fields, "output_md": Path(setting.raw / f"{stage}.md"), **changes})
+    fields: dict[str, Any] = {"arms": ARMS, "dataset_name": "tiny", "request_rate": "1", "think_s": 0.0}
+    fields |= {"stall_s": 60.0, "start_s": 540.0, "logs": setting.raw / f"{stage}-logs"}
+    return Options(**{**fields, "output_md": setting.raw / f"{stage}.md", **changes})
