@@ -21,6 +21,7 @@ def refusal(model: dict[str, object] | None = None, **flags: object) -> str | No
     text = SimpleNamespace(architectures=["Some"], **(model or {}))
     described = SimpleNamespace(
         quantization=(model or {}).get("quantization"),
+        dtype=(model or {}).get("dtype", torch.float32),
         attention_arch=(model or {}).get("attention_arch", AttentionArch.MHA),
         hf_text_config=text,
         hf_config=text,
@@ -49,6 +50,8 @@ def test_an_ordinary_server_is_served():
         ({"attention_backend": "torch_native"}, ["torch_native", "dflash_cpu"]),
         ({"prefill_attention_backend": "triton"}, ["triton", "dflash_cpu"]),
         ({"model": {"quantization": "awq"}}, ["awq"]),
+        ({"model": {"dtype": torch.float16}}, ["--dtype float16", "bfloat16"]),
+        ({"kv_cache_dtype": "fp8_e5m2"}, ["--kv-cache-dtype fp8_e5m2", "auto"]),
         ({"model": {"attention_arch": AttentionArch.MLA}}, ["latent attention", "Some"]),
         ({"model": {"num_experts": 8}}, ["num_experts 8"]),
         ({"model": {"state": object()}}, ["recurrent", "Some"]),
@@ -61,15 +64,7 @@ def test_what_could_mix_rows_is_refused(flags, words):
     assert sentence is not None and all(word in sentence for word in words), sentence
 
 
-def test_a_machine_that_mixes_rows_is_refused(monkeypatch):
-    """Fails where a BLAS that rounds a row by its position serves."""
-    flags = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=True))
-    monkeypatch.setattr(deterministic, "get_exec", lambda: flags)
-    monkeypatch.setattr(deterministic, "_kernels", [None])
-    runner = SimpleNamespace(model=torch.nn.Linear(32, 64))
-    deterministic.use_batch_invariant_kernels(runner)
-    monkeypatch.setattr(deterministic.ops, "place_matters", lambda weight: True)
-    with pytest.raises(RuntimeError, match=r"\(64, 32\)"):
-        deterministic.use_batch_invariant_kernels(runner)
-    flags.deterministic.enable_deterministic_inference = False
-    deterministic.use_batch_invariant_kernels(runner)
+def test_torch_bodies_are_refused(monkeypatch):
+    """Fails where a server without native ops starts: a row's bits would depend on its batch."""
+    monkeypatch.setattr(deterministic.ops.native, "isa", lambda: None)
+    assert refusal() == "without the native ops, whose rows do not depend on each other (not built, torch instead)"

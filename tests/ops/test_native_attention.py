@@ -237,16 +237,18 @@ def test_threads_change_no_bit(row_lens, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("window_left", [None, 70])
-def test_a_row_gets_the_same_bits_in_an_extend_a_block_and_alone(window_left, dtype):
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_row_gets_the_same_bits_in_an_extend_a_block_and_alone(sinks, window_left, dtype):
     """Fails where a row's result depends on other rows: verified blocks would then differ from plain steps."""
     whole = make([500], [60], (4, 2), (80, 80), dtype)
     r = whole.rows
-    together = run(whole, True, window_left)
+    options = {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])} if sinks else {}
+    together = run(whole, True, window_left, **options)
     for width in (1, 7):
         for first in range(0, 60 - width, 11):
             rows = PagedTable.gather(r.req_to_token, r.req_pool_indices, [500 + first], [width])
             own = replace(whole, q=whole.q[first : first + width], rows=rows)
-            assert torch.equal(run(own, True, window_left), together[first : first + width])
+            assert torch.equal(run(own, True, window_left, **options), together[first : first + width])
 
 
 def test_other_requests_change_no_bit():

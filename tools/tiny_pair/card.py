@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.tiny_pair.corpus import KINDS
-from tools.tiny_pair.evaluate import Outcome
+from tools.tiny_pair.evaluate import Outcome, TurnOutcome
 from tools.tiny_pair.shapes import Shape
 
 
@@ -59,7 +59,7 @@ def _by_position(by_kind: dict[str, list[int]], full: int) -> str:
     return "\n".join(rows)
 
 
-def _measures(outcomes: list[Outcome], turns: list[list[int]], full: int) -> str:
+def _measures(outcomes: list[Outcome], turns: list[TurnOutcome], full: int) -> str:
     by_kind = {kind: [outcome for outcome in outcomes if outcome.kind == kind] for kind in KINDS}
     by_kind["all"] = outcomes
     table = "\n".join(_row(kind, chosen, full) for kind, chosen in by_kind.items())
@@ -67,7 +67,7 @@ def _measures(outcomes: list[Outcome], turns: list[list[int]], full: int) -> str
     histogram = " | ".join(str(counts[n]) for n in range(full + 1))
     least_gap = min(outcome.least_gap for outcome in outcomes)
     same = sum(outcome.greedy for outcome in outcomes)
-    later = "; ".join(f"turn {turn}: {tau(lens):.2f}" for turn, lens in enumerate(turns, start=1))
+    later = "; ".join(f"turn {number}: {tau(turn.accept_lens):.2f}" for number, turn in enumerate(turns, start=1))
     return f"""| kind | tau | steps | 0 < accept_len < {full} | accept_len < {full} | right | ended | mean tokens |
 |---|---|---|---|---|---|---|---|
 {table}
@@ -89,9 +89,36 @@ Ids drafted and verified equal the argmax of one plain pass over prompt and answ
 held-out prompts. The smallest gap between the two best logits on the way is {least_gap:.2e}."""
 
 
-def write_card(path: Path, outcomes: list[Outcome], turns: list[list[int]], making: Making) -> str:
+def _session_measures(turns: list[TurnOutcome]) -> str:
+    """The table of agents' sessions; "" without them."""
+    if not turns:
+        return ""
+    rows = [(str(number), [turn]) for number, turn in enumerate(turns, start=1)]
+    rows.append(("2 and later", turns[1:]))
+    lines = []
+    for name, some in rows:
+        lens = [accept_len for turn in some for accept_len in turn.accept_lens]
+        answers = sum(turn.answers for turn in some)
+        share = sum(turn.expected for turn in some) / max(1, answers)
+        lines.append(f"| {name} | {tau(lens):.2f} | {len(lens)} | {answers} | {share:.1%} |")
+    return "\n".join(
+        [
+            "",
+            f"Sessions of a coding agent ({turns[0].answers} that were not trained on, with the target's own answers):",
+            "",
+            "| turn | tau | steps | answers | as the script expects |",
+            "|---|---|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
+
+
+def write_card(
+    path: Path, outcomes: list[Outcome], turns: list[TurnOutcome], agent_turns: list[TurnOutcome], making: Making
+) -> str:
     """Writes the card; returns its measures section."""
-    measures = _measures(outcomes, turns, making.block_size - 1)
+    measures = _measures(outcomes, turns, making.block_size - 1) + "\n" + _session_measures(agent_turns)
     sizes = ", ".join(f"{name} {size:,} bytes" for name, size in making.sizes_bytes.items())
     stages = "\n".join(
         f"  * {name}: {made['minutes']} min, `{made['command']}`" for name, made in making.stages.items()

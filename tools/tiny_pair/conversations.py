@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
+from sglang_dflash.bench.script import tool_response
 from tools.tiny_pair.corpus import SHARES, closed_texts, fresh_example
 from tools.tiny_pair.wording import NAMES, THINGS, Example, Teller, vary
 
@@ -42,7 +43,8 @@ class Conversation:
         return [message["content"] for message in self.messages if message["role"] == "assistant"]
 
 
-def _pair(example: Example) -> list[Message]:
+def pair_of(example: Example) -> list[Message]:
+    """The example as two messages."""
     return [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.answer}]
 
 
@@ -76,7 +78,10 @@ def _tool_turn(rng: random.Random) -> tuple[list[Message], list[str]]:
         messages.append({"role": "assistant", "content": teller.tell(look)})
     said = teller.tell("[I looked|The tool says|It says here|As far as I see|I just checked|By the list][:| now:] ")
     close = teller.tell("[.|, as of now.|. Is that enough?|. Shall we go on?|. I hope that helps.|. Good to know.]")
-    messages += [{"role": "tool", "content": result}, {"role": "assistant", "content": f"{said}{use}{close}"}]
+    messages += [
+        {"role": "user", "content": tool_response(result)},
+        {"role": "assistant", "content": f"{said}{use}{close}"},
+    ]
     return messages, ["chat"] * sum(message["role"] == "assistant" for message in messages)
 
 
@@ -97,7 +102,7 @@ def make_conversation(rng: random.Random, closed: Set[str], shares: Mapping[str,
             more, their_kinds = _tool_turn(rng)
         else:
             kind = only or rng.choices(kinds, weights)[0]
-            more, their_kinds = _pair(fresh_example(rng, kind, closed)), [kind]
+            more, their_kinds = pair_of(fresh_example(rng, kind, closed)), [kind]
         if long and sum(len(message["content"]) for message in [*messages, *more]) > _LONG_CHARS:
             break
         messages += more

@@ -7,7 +7,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from sglang_dflash.reference import DFlashDraftModel
+from tools.tiny_pair.conversations import Conversation, Message, pair_of
 from tools.tiny_pair.grade import has_ended, is_right
+from tools.tiny_pair.shapes import MAX_POSITIONS
 from tools.tiny_pair.wording import Example
 
 MAX_NEW_TOKENS = 200
@@ -26,6 +28,15 @@ class Outcome:
     greedy: bool  # every id is the argmax of one plain pass over prompt and answer
     least_gap: float  # smallest top-1 minus top-2 logit of the answer
     accept_lens: tuple[int, ...]  # one per verify step
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOutcome:
+    """One turn of several conversations; `expected`: answers that equal the script's."""
+
+    accept_lens: tuple[int, ...]  # one per verify step
+    answers: int
+    expected: int
 
 
 @torch.inference_mode()
@@ -78,28 +89,51 @@ def evaluate(
     return outcomes
 
 
-def later_turns(
+def heldout_talks(heldout: Sequence[Example], turns: int) -> list[Conversation]:
+    """Conversations of `turns` held-out prompts; each turn has equally many of each kind."""
+    kinds = list(dict.fromkeys(example.kind for example in heldout))
+    by_kind = [[example for example in heldout if example.kind == kind] for kind in kinds]
+    talks = []
+    for talk in range(_TALKS):
+        some = [by_kind[(talk + turn) % len(kinds)] for turn in range(turns)]
+        asked = [examples[(talk * turns + turn) % len(examples)] for turn, examples in enumerate(some)]
+        messages = [message for example in asked for message in pair_of(example)]
+        talks.append(Conversation(messages, [example.kind for example in asked]))
+    return talks
+
+
+def _asked(talk: Conversation) -> list[list[Message]]:
+    """The messages before each of the assistant's, turn by turn."""
+    asked: list[list[Message]] = [[]]
+    for message in talk.messages:
+        if message["role"] == "assistant":
+            asked.append([])
+        else:
+            asked[-1].append(message)
+    return asked
+
+
+def turn_by_turn(
     target: PreTrainedModel,
     draft: DFlashDraftModel,
     tokenizer: PreTrainedTokenizerFast,
-    heldout: Sequence[Example],
-    turns: int,
-) -> list[list[int]]:
-    """accept_lens by turn, over conversations of `turns` held-out prompts; each turn has equally many of each kind."""
-    kinds = list(dict.fromkeys(example.kind for example in heldout))
-    prompts = [[example.prompt for example in heldout if example.kind == kind] for kind in kinds]
-    asked = []
-    for talk in range(_TALKS):
-        kind_of = [prompts[(talk + turn) % len(kinds)] for turn in range(turns)]
-        asked.append([some[(talk * turns + turn) % len(some)] for turn, some in enumerate(kind_of)])
-    said: list[list[dict[str, str]]] = [[] for _ in asked]
-    found: list[list[int]] = []
-    for turn in range(turns):
-        for messages, questions in zip(said, asked, strict=True):
-            messages.append({"role": "user", "content": questions[turn]})
-        answers = list(_answers(target, draft, [_chat(tokenizer, messages) for messages in said]))
-        found.append([commit_len - 1 for _, commit_lens in answers for commit_len in commit_lens])
-        for messages, (ids, _) in zip(said, answers, strict=True):
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            messages.append({"role": "assistant", "content": text})
+    talks: Sequence[Conversation],
+) -> list[TurnOutcome]:
+    """What the turns of the conversations got, where the target's own answers stand between the user's messages.
+
+    A conversation ends where an answer of MAX_NEW_TOKENS might not fit.
+    """
+    going = [(list[Message](), _asked(talk), talk.answers()) for talk in talks]
+    found = []
+    for turn in range(max((len(talk.kinds) for talk in talks), default=0)):
+        going = [(said + asked[turn], asked, answers) for said, asked, answers in going if turn < len(answers)]
+        going = [one for one in going if len(_chat(tokenizer, one[0])) <= MAX_POSITIONS - MAX_NEW_TOKENS]
+        accept_lens: list[int] = []
+        expected = 0
+        done = _answers(target, draft, [_chat(tokenizer, said) for said, _, _ in going])
+        for (said, _, answers), (ids, commit_lens) in zip(going, done, strict=True):
+            accept_lens += [commit_len - 1 for commit_len in commit_lens]
+            said.append({"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)})
+            expected += said[-1]["content"] == answers[turn]
+        found.append(TurnOutcome(tuple(accept_lens), len(going), expected))
     return found

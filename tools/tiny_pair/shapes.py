@@ -19,6 +19,8 @@ class Shape:
         config: makes the target's config for a tokenizer.
         described: the target in words, for the card.
         target_steps: batches of the target's training.
+        session_steps: batches of its training on agents' sessions, after that; 0: it learns none.
+        sessions: of agents, for the target; the draft learns from half as many others.
         answers: conversations that the target answers for the draft's training.
         draft_steps: batches of the draft's training.
         taps: target layers that the draft reads.
@@ -29,6 +31,8 @@ class Shape:
     config: Callable[[PreTrainedTokenizerFast], PreTrainedConfig]
     described: str
     target_steps: int
+    session_steps: int
+    sessions: int
     answers: int
     draft_steps: int
     taps: tuple[int, ...]
@@ -96,6 +100,8 @@ SHAPES = {
         config=_dense,
         described="Qwen3: 6 layers, hidden 256, 4 heads over 2 kv heads",
         target_steps=2_600,
+        session_steps=2_200,
+        sessions=3_000,
         answers=3_000,
         draft_steps=1_500,
         taps=(1, 3, 4),
@@ -109,6 +115,8 @@ SHAPES = {
             "others keep recurrent state (gated delta rule)"
         ),
         target_steps=1_500,
+        session_steps=0,
+        sessions=0,
         answers=2_400,
         draft_steps=1_000,
         taps=(1, 3, 4),

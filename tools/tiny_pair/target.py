@@ -44,7 +44,8 @@ def conversation_rows(tokenizer: PreTrainedTokenizerFast, conversations: list[Co
                 if message["role"] == "assistant":
                     spans.append((len(ids), len(ids) + len(content) + 1))
                 ids += content + tail
-            rows.append((array("H", ids[:MAX_POSITIONS]), spans))
+            ends = [(first, min(last, MAX_POSITIONS)) for first, last in spans if first < MAX_POSITIONS]
+            rows.append((array("H", ids[:MAX_POSITIONS]), ends))
     return rows
 
 
@@ -92,7 +93,7 @@ def _loss(model: PreTrainedModel, batch: list[Row]) -> torch.Tensor:
 
 
 def train_target(
-    config: PreTrainedConfig,
+    model: PreTrainedModel,
     rows: list[Row],
     folder: Path,
     *,
@@ -101,12 +102,10 @@ def train_target(
     peak: float,
     seed: int,
 ) -> None:
-    """Trains a target for `steps` batches; saves it to `folder` every _SAVE_EVERY steps and at the end.
+    """Trains `model` (float32) for `steps` batches; saves it to `folder` every _SAVE_EVERY steps and at the end.
 
     Passes over `rows` repeat in new orders as needed.
     """
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).float()
     optimizers = make_optimizers(model, peak)
     progress = Progress("target", steps)
     queue: list[list[Row]] = []
@@ -122,6 +121,12 @@ def train_target(
         progress.add(loss.item(), sum(len(ids) for ids, _ in batch))
         if (step + 1) % _SAVE_EVERY == 0 or step + 1 == steps:
             save_target(model, folder)
+
+
+def new_target(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """A target with random weights, float32."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).float()
 
 
 def save_target(model: PreTrainedModel, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The first stage: makes the tokenizer and trains the target."""
+"""The first two stages: make the tokenizer and train the target, on single turns and then on sessions, too."""
 
 import random
 from pathlib import Path
@@ -41,7 +41,7 @@ def make_target(
     ids = sum(len(row) for row, _ in rows)
     print(f"target: {len(rows)} rows, {ids:,} ids, longest {max(len(row) for row, _ in rows)}", flush=True)
     target.train_target(
-        shape.config(tokenizer),
+        target.new_target(shape.config(tokenizer), seed),
         rows,
         folder,
         steps=steps,
@@ -49,3 +49,19 @@ def make_target(
         peak=peak,
         seed=seed,
     )
+
+
+def train_on_sessions(
+    folder: Path,
+    conversations: list[Conversation],
+    sessions: list[Conversation],
+    steps: int,
+    batch_tokens: int,
+    peak: float,
+    seed: int,
+) -> None:
+    """Goes on with the target in `folder`: sessions of agents, and conversations so that it forgets nothing."""
+    rows = target.conversation_rows(load_tokenizer(folder), [*conversations, *sessions])
+    print(f"sessions: {len(rows)} rows, {sum(len(row) for row, _ in rows):,} ids", flush=True)
+    model = target.load_target(folder).train()
+    target.train_target(model, rows, folder, steps=steps, batch_tokens=batch_tokens, peak=peak, seed=seed)

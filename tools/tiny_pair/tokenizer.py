@@ -9,12 +9,38 @@ from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, MASK)
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+# Tools, calls and results look as `sglang_dflash.bench.script` writes them. A result is a user's message.
+CHAT_TEMPLATE = """\
+{%- if tools and messages[0]['role'] != 'system' %}
+    {%- set messages = [{'role': 'system', 'content': ''}] + messages %}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + ('user' if message['role'] == 'tool' else message['role']) + '\\n' }}
+    {%- if message['role'] == 'tool' %}
+        {{- '<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}
+    {%- else %}
+        {{- message['content'] or '' }}
+    {%- endif %}
+    {%- if tools and loop.first %}
+        {{- ('\\n' if message['content'] else '') + 'Tools:' }}
+        {%- for tool in tools %}
+            {%- set named = tool.function or tool %}
+            {{- '\\n- ' + named.name + '(' + (named.parameters.properties or {}) | join(', ') + ')' }}
+            {{- ': ' + named.description if named.description else '' }}
+        {%- endfor %}
+    {%- endif %}
+    {%- for call in message['tool_calls'] or [] %}
+        {%- set given = call.function.arguments %}
+        {{- '\\n' if message['content'] or not loop.first else '' }}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- given if given is string else given | tojson }}
+        {{- '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
 # Qwen's word pattern: each digit is a separate piece.
 _WORDS = "|".join(
     (
@@ -62,8 +88,17 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "pad_token": END_OF_TEXT,
         "mask_token": MASK,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
     }
+    _write_settings(folder, settings)
+
+
+def save_chat_template(folder: Path) -> None:
+    """Gives today's chat template to a saved tokenizer."""
+    _write_settings(folder, json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")))
+
+
+def _write_settings(folder: Path, settings: dict[str, object]) -> None:
+    settings["chat_template"] = CHAT_TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 

@@ -1,8 +1,4 @@
-"""Generates sessions that grow like those of coding agents: tool results, edits, pauses, shared prefixes.
-
-The texts are synthetic but look like real ones: listings, source code, test reports, search hits, tracebacks. They use
-only ASCII and the vocabulary of the embedded pair, because its tokenizer knows few other words.
-"""
+"""Generates sessions that grow like those of coding agents: tool results, edits, pauses, shared prefixes."""
 
 from __future__ import annotations
 
@@ -10,15 +6,22 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from itertools import count as counting
 
+from sglang_dflash.bench.script import (
+    LEAST_RESULT_CHARS,
+    NOUNS,
+    VERBS,
+    Project,
+    Script,
+    filled,
+    tool_lines,
+    tool_response,
+)
 from sglang_dflash.serving.sessions import Edit, Message, Session, Turn
 
 FEWEST_TURNS, MOST_TURNS = 6, 12
-LEAST_PREFIX_CHARS = 200
+LEAST_PREFIX_CHARS = 320
 LEAST_TASK_CHARS = 120
-LEAST_RESULT_CHARS = 56
-"""At least as long as the longest follow-up, and longer than the text that replaces a removed result."""
 LARGEST_PROMPT_TOKENS = 60_000
 MESSAGE_TOKENS = 20
 """Tokens that a chat template adds around a turn's two messages; the embedded pair's template adds 14."""
@@ -26,22 +29,6 @@ SLACK = 0.04
 """Share of the context left free: an answer, tokenized again as text, may have a few more tokens."""
 CUT = " [...]"
 CORRECTION = "\nCorrection: change no tests."
-FOLLOW_UPS = (
-    "Good. Now check {name} once more.",
-    "Please do the same for {name}.",
-    "Why is the result of {name} {number}?",
-    "Use a loop in {name}, please.",
-    "Can {name} take an empty list?",
-)
-VERBS = ("build", "choose", "collect", "compute", "find", "get", "make", "pick")
-NOUNS = ("ages", "data", "items", "lengths", "list", "marks", "numbers", "part", "prices", "result", "score", "values")
-TOOLS = (
-    ("list_files", "list the files of a folder", "folder"),
-    ("read_file", "read a part of a file", "path, first, last"),
-    ("find_text", "find a text in all files", "text"),
-    ("run_tests", "run the tests of a file", "path"),
-    ("edit_file", "put a new text for an old one", "path, old, new"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +42,6 @@ class AgentShape:
         result_chars: median size of a tool result; sizes follow a lognormal distribution (sigma 0.7).
         results_chars: maximum total size of a session's tool results.
         edit_share: share of the turns from the third on that change an earlier message.
-        follow_up_share: share of the turns after the first that send a user's sentence instead of a tool result.
         think_s: mean pause before a turn in seconds, exponential; the first turn has none.
         groups: number of groups; the sessions of a group share their system message.
     """
@@ -66,7 +52,6 @@ class AgentShape:
     result_chars: int = 2_000
     results_chars: int = 30_000
     edit_share: float = 0.25
-    follow_up_share: float = 0.2
     think_s: float = 1.0
     groups: int = 4
 
@@ -75,7 +60,7 @@ class AgentShape:
         assert 1 <= low <= high, self.turns
         assert self.prefix_chars >= LEAST_PREFIX_CHARS and self.task_chars > len(CUT), self
         assert self.results_chars >= (high - 1) * LEAST_RESULT_CHARS, self
-        assert 0 <= self.edit_share <= 1 and 0 <= self.follow_up_share <= 1 and self.think_s >= 0, self
+        assert 0 <= self.edit_share <= 1 and self.think_s >= 0, self
         assert self.groups >= 1, self.groups
 
     @classmethod
@@ -106,7 +91,7 @@ class AgentShape:
         for most in range(MOST_TURNS, FEWEST_TURNS - 1, -1):
             tokens = int(context_tokens * (1 - SLACK)) - most * (max_new_tokens + MESSAGE_TOKENS)
             room = int(min(tokens, LARGEST_PROMPT_TOKENS) * chars_per_token) - len(CORRECTION)
-            wrappers = (most - 1) * len(_wrapped(""))
+            wrappers = (most - 1) * len(tool_response(""))
             least = LEAST_PREFIX_CHARS + LEAST_TASK_CHARS + (most - 1) * LEAST_RESULT_CHARS + wrappers
             if room >= least:
                 spare = room - least
@@ -115,7 +100,7 @@ class AgentShape:
                     turns=(FEWEST_TURNS, most),
                     prefix_chars=LEAST_PREFIX_CHARS + int(spare * 0.2),
                     task_chars=LEAST_TASK_CHARS + int(spare * 0.1),
-                    result_chars=int(results / (most - 1) * 0.7),
+                    result_chars=int(results / (most - 1) * 1.4),  # half of the turns have one
                     results_chars=results,
                     think_s=think_s,
                 )
@@ -133,7 +118,7 @@ def _tokens_short(chars: int, chars_per_token: float) -> int:
 def agent_sessions(seeds: Sequence[Session], count: int, shape: AgentShape, seed: int) -> list[Session]:
     """Makes sessions of one shape. Session N does not depend on `count`, and its texts do not depend on `think_s`.
 
-    Each turn has one user message: the task, a tool result in <tool_response> tags, or a follow-up. So every chat
+    Each turn has one user message: the task, a tool result in <tool_response> tags, or a request. So every chat
     template that supports a system message accepts them.
 
     Args:
@@ -144,8 +129,11 @@ def agent_sessions(seeds: Sequence[Session], count: int, shape: AgentShape, seed
         ValueError: a session of `seeds` has token ids instead of messages.
     """
     assert seeds, "a dataset is never empty"
-    projects = [_Project(random.Random(f"{seed}/project/{group}"), group) for group in range(shape.groups)]
-    prefixes = [project.prefix(shape.prefix_chars) for project in projects]
+    projects = [Project(random.Random(f"{seed}/project/{group}"), group) for group in range(shape.groups)]
+    prefixes = [
+        system_message(random.Random(f"{seed}/prefix/{group}"), project, shape.prefix_chars)
+        for group, project in enumerate(projects)
+    ]
     sessions = []
     for index in range(count):
         group, task = index % shape.groups, seeds[index % len(seeds)]
@@ -158,21 +146,30 @@ def agent_sessions(seeds: Sequence[Session], count: int, shape: AgentShape, seed
     return sessions
 
 
+def system_message(rng: random.Random, project: Project, chars: int) -> str:
+    """The project, its files and a part of its source in `chars` characters; the tools are last.
+
+    It differs between projects from the first line on.
+    """
+    tools = "\n".join(tool_lines())
+    listing = islice(project.listing(rng), len(VERBS) * len(NOUNS))
+    source = chain.from_iterable(function.split("\n") for function in project.source(rng, chars))
+    head = [f"Project {project.name}: you are a coding agent. Files:"]
+    return f"{filled(chain(head, listing, source), chars - len(tools) - 1)}\n{tools}"
+
+
 def _cut(text: str, chars: int) -> str:
     return text if len(text) <= chars else text[: chars - len(CUT)] + CUT
-
-
-def _wrapped(result: str) -> str:
-    return f"<tool_response>\n{result}\n</tool_response>"
 
 
 class _SessionMaker:
     """Makes the turns of one session and tracks which of its messages may still be edited."""
 
-    def __init__(self, rng: random.Random, project: _Project, shape: AgentShape) -> None:
+    def __init__(self, rng: random.Random, project: Project, shape: AgentShape) -> None:
         self._rng = rng
         self._project = project
         self._shape = shape
+        self._spare = 0  # characters that tool results may have beyond LEAST_RESULT_CHARS per turn
         self._results: dict[int, int] = {}  # index of a message with a tool result -> number of lines
         self._corrected = False
 
@@ -180,28 +177,23 @@ class _SessionMaker:
         rng, shape = self._rng, self._shape
         number_of_turns = rng.randint(*shape.turns)
         turns = [Turn((Message("system", prefix), Message("user", task)))]
-        for number, chars in enumerate(self._sizes(number_of_turns - 1), start=1):
+        self._spare = shape.results_chars - (number_of_turns - 1) * LEAST_RESULT_CHARS
+        exchanges = Script(rng, self._project, self._sizes()).exchanges()
+        for number, exchange in enumerate(islice(exchanges, number_of_turns - 1), start=1):
             edits = self._edits(task) if number >= 2 and rng.random() < shape.edit_share else ()
             think_s = rng.expovariate(1.0) * shape.think_s
-            turns.append(Turn((self._next_message(2 * number + 1, chars),), edits, think_s))
+            turns.append(Turn((Message("user", exchange.said),), edits, think_s))
+            if exchange.lines:
+                self._results[2 * number + 1] = exchange.lines
         return tuple(turns)
 
-    def _sizes(self, number: int) -> list[int]:
-        """Sizes of the messages after the task: each at least LEAST_RESULT_CHARS, in total at most `results_chars`."""
-        drawn = [self._rng.lognormvariate(0, 0.7) * self._shape.result_chars for _ in range(number)]
-        above = [max(0.0, chars - LEAST_RESULT_CHARS) for chars in drawn]
-        spare = self._shape.results_chars - number * LEAST_RESULT_CHARS
-        scale = min(1.0, spare / sum(above)) if sum(above) else 1.0
-        return [LEAST_RESULT_CHARS + int(chars * scale) for chars in above]
-
-    def _next_message(self, index: int, chars: int) -> Message:
-        if self._rng.random() < self._shape.follow_up_share:
-            asked = self._rng.choice(FOLLOW_UPS)
-            text = asked.format(name=self._project.function(self._rng), number=self._rng.randint(2, 99))
-            return Message("user", text)
-        result = _filled(self._project.tool_result(self._rng), chars)
-        self._results[index] = result.count("\n") + 1
-        return Message("user", _wrapped(result))
+    def _sizes(self) -> Iterator[int]:
+        """Sizes of tool results, which together with LEAST_RESULT_CHARS per turn are at most `results_chars`."""
+        while True:
+            drawn = int(self._rng.lognormvariate(0, 0.7) * self._shape.result_chars)
+            above = min(max(0, drawn - LEAST_RESULT_CHARS), self._spare)
+            self._spare -= above
+            yield LEAST_RESULT_CHARS + above
 
     def _edits(self, task: str) -> tuple[Edit, ...]:
         """Removes the text of a tool result that still has it, or corrects the task (once); else makes no edit."""
@@ -212,100 +204,13 @@ class _SessionMaker:
             return ()
         index = self._rng.choice(sorted(self._results))
         lines = self._results.pop(index)
-        return (Edit(index, _wrapped(f"[output of {lines} lines removed]")),)
-
-
-class _Project:
-    """A synthetic code base that the sessions of a group work on."""
-
-    def __init__(self, rng: random.Random, group: int) -> None:
-        self._name = f"{rng.choice(NOUNS)}-{group}"
-        self._rng = rng
-        self._functions = [f"{verb}_{noun}" for verb in VERBS for noun in NOUNS]
-        rng.shuffle(self._functions)
-        # Source code is twice as likely as any other kind.
-        source = self._source
-        self.kinds = (self._listing, source, source, self._report, self._hits, self._trace, self._sums)
-
-    def prefix(self, chars: int) -> str:
-        """The system message. It differs between groups from the first line on."""
-        # A short prefix omits how to call the tools, to keep room for files.
-        short = chars < 4 * LEAST_PREFIX_CHARS
-        tools = [f"- {name}" if short else f"- {name}({arguments}): {what}" for name, what, arguments in TOOLS]
-        head = [f"Project {self._name}: you are a coding agent. Tools:", *tools, "Files:"]
-        listing = islice(self._listing(self._rng), len(self._functions))
-        return _filled(chain(head, listing, self._source(self._rng)), chars)
-
-    def function(self, rng: random.Random) -> str:
-        return rng.choice(self._functions)
-
-    def tool_result(self, rng: random.Random) -> Iterator[str]:
-        """An endless iterator of lines."""
-        return rng.choice(self.kinds)(rng)
-
-    def _path(self, rng: random.Random) -> str:
-        return f"src/{self.function(rng)}.py"
-
-    def _listing(self, rng: random.Random) -> Iterator[str]:
-        start = rng.randrange(len(self._functions))
-        for offset in counting(start):
-            yield f"src/{self._functions[offset % len(self._functions)]}.py {rng.randint(10, 400)} lines"
-
-    def _source(self, rng: random.Random) -> Iterator[str]:
-        while True:
-            a, b = rng.sample(("a", "b", "x", "y", "n"), 2)
-            number, other = rng.randint(2, 40), rng.randint(2, 9)
-            bodies = (
-                f"    result = {a} * {b} + {number}\n    return result",
-                f"    total = 0\n    for i in range({other}, {a} + 1):\n        total += i\n    return total",
-                f"    if {a} > {number}:\n        return {b}\n    return {a} - {b}",
-                f"    return [x ** {other} for x in {a} if x != {b}]",
-            )
-            yield f"def {self.function(rng)}({a}, {b}):"
-            yield from rng.choice(bodies).split("\n")
-            yield ""
-
-    def _report(self, rng: random.Random) -> Iterator[str]:
-        for number in counting(1):
-            failed = rng.random() < 0.15
-            yield f"{number} {self.function(rng)} {'failed' if failed else 'passed'}"
-            if failed:
-                left, right = rng.randint(2, 99), rng.randint(2, 99)
-                yield f"    assert {left} + {right} == {left + right + rng.randint(1, 9)}"
-
-    def _hits(self, rng: random.Random) -> Iterator[str]:
-        wanted = self.function(rng)
-        while True:
-            yield f"{self._path(rng)}:{rng.randint(1, 400)}: total += {wanted}({rng.choice('abxyn')})"
-
-    def _trace(self, rng: random.Random) -> Iterator[str]:
-        while True:
-            yield "Traceback:"
-            for _ in range(rng.randint(2, 6)):
-                yield f'  File "{self._path(rng)}", line {rng.randint(1, 400)}, in {self.function(rng)}'
-                yield f"    return {self.function(rng)}({rng.choice('abxyn')})"
-            yield f"ValueError: {rng.randint(2, 99)} is not in list"
-
-    def _sums(self, rng: random.Random) -> Iterator[str]:
-        while True:
-            left, right, more = rng.randint(2, 12), rng.randint(2, 12), rng.randint(2, 99)
-            yield f"First: {left} * {right} = {left * right}."
-            yield f"Then: {left * right} + {more} = {left * right + more}."
-
-
-def _filled(lines: Iterator[str], chars: int) -> str:
-    """As many whole lines as fit into `chars`; the first line is cut if it is longer."""
-    text = next(lines)[:chars]
-    for line in lines:
-        if len(text) + 1 + len(line) > chars:
-            break
-        text += "\n" + line
-    return text.rstrip("\n")
+        return (Edit(index, tool_response(f"[output of {lines} lines removed]")),)
 
 
 def _chars_per_token(count_tokens: Callable[[str], int]) -> float:
     """Characters per token of the kind of text that needs the most tokens."""
     rng = random.Random(0)
-    project = _Project(rng, 0)
-    texts = [_wrapped(""), *(_filled(kind(rng), 2_000) for kind in project.kinds)]
+    project = Project(rng, 0)
+    kinds = (project.listing(rng), project.report(rng), project.hits(rng, project.function(rng)), project.trace(rng))
+    texts = ["\n".join(tool_lines()), "\n\n".join(project.source(rng, 2_000)), *(filled(kind, 2_000) for kind in kinds)]
     return min(len(text) / count_tokens(text) for text in texts)

@@ -191,11 +191,6 @@ def _check_sinks(cfg: Any, draft: DraftConfig) -> None:
             "the draft has attention sinks (dflash_config.attention_sink_bias), and "
             "--speculative-draft-attention-backend is flashinfer, which takes none; allowed: fa3, triton, trtllm_mha."
         )
-    if draft.attention_sinks and cfg.enable_deterministic_inference and cpu_platform_in_use():
-        raise ValueError(
-            "the draft has attention sinks (dflash_config.attention_sink_bias): on a CPU it is not served with "
-            "--enable-deterministic-inference."
-        )
 
 
 def _check_quantization(cfg: Any, draft: DraftConfig) -> None:

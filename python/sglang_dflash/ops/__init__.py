@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention, with_sink
 from sglang_dflash.ops.attention_bodies import (
-    INVARIANT_ATTENTION,
     TORCH_ATTENTION,
     Attention,
     PagedTable,
     native_attention,
     native_write_and_attend,
 )
-from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels, place_matters
+from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels
 from sglang_dflash.ops.block_conv import grouped_conv
 from sglang_dflash.ops.domino import DominoWeights, domino_rollout
 from sglang_dflash.ops.draft_offers import BestWidth, Offers, StepCosts
@@ -62,11 +61,9 @@ from sglang_dflash.ops.selector import (
     pair_scores,
     top_candidates,
 )
-from sglang_dflash.ops.tiled_attention import invariant_attention
 from sglang_dflash.ops.tree import PlannedRows, Proposal, TreeAcceptance, Trees, accept_anchors
 
 __all__ = [
-    "INVARIANT_ATTENTION",
     "NATIVE_DTYPES",
     "TORCH_ATTENTION",
     "TORCH_KERNELS",
@@ -112,7 +109,6 @@ __all__ = [
     "grouped_conv",
     "install_batch_invariant_kernels",
     "install_linear",
-    "invariant_attention",
     "lay_out_fixed_trees",
     "links",
     "most_rows",
@@ -124,7 +120,6 @@ __all__ = [
     "penalize",
     "penalize_trees",
     "penalties_of",
-    "place_matters",
     "project_context",
     "recent_slots",
     "serves",

@@ -47,7 +47,6 @@ class PagedRows:
         kv_lens: per request, prefix_lens + row_lens.
         batched: whether all requests go through one SDPA call.
         scratch: memory for gathered KV.
-        tile_masks: masks that `invariant_attention` keeps for the next layers.
         row_mask: [B, W, W] bool, or None; see `reference.paged_attention`. Then no requests share a call.
     """
 
@@ -58,7 +57,6 @@ class PagedRows:
     batched: bool
     scratch: KVScratch = field(default_factory=KVScratch)
     _masks: dict[tuple[int, bool, int | None, int], torch.Tensor | None] = field(default_factory=dict)
-    tile_masks: dict[tuple[int, int, int, bool, int | None], torch.Tensor] = field(default_factory=dict)
     row_mask: torch.Tensor | None = None
 
     @classmethod

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from sglang_dflash.ops.attention import PagedRows, paged_attention
-from sglang_dflash.ops.tiled_attention import invariant_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,4 +143,3 @@ class Attention:
 
 TORCH_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, paged_attention)
 NATIVE_ATTENTION = Attention(PagedTable.gather, PagedTable.uniform, native_attention, native_write_and_attend)
-INVARIANT_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, invariant_attention)

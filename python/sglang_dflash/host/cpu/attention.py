@@ -31,14 +31,10 @@ class CpuAttentionBackend(AttentionBackend):
             mla.absorb_always()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self._attention = ops.choose_kernels("cpu", model_runner.dtype, self.token_to_kv_pool.dtype).attention
-        if get_exec().deterministic.enable_deterministic_inference:
-            self._attention = ops.INVARIANT_ATTENTION
-            head_dims = (model_runner.model_config.head_dim, model_runner.model_config.v_head_dim)
-            if len(set(head_dims)) > 1:
-                raise ValueError(
-                    f"--enable-deterministic-inference on the CPU needs keys and values of one size, not {head_dims}."
-                )
+        kernels = ops.choose_kernels("cpu", model_runner.dtype, self.token_to_kv_pool.dtype)
+        # `deterministic` has refused what the native attention does not take.
+        assert kernels.native or not get_exec().deterministic.enable_deterministic_inference, kernels
+        self._attention = kernels.attention
         plain = all(_holds_plain_rows(pool, model_runner.dtype) for pool in _inner_pools(self.token_to_kv_pool))
         self._write_and_attend = self._attention.write_and_attend if plain else None
         self._views: dict[RadixAttention, tuple[float, bool, int | None]] = {}

@@ -28,6 +28,7 @@ UNSERVED: dict[str, Any] = {
     "lora_paths": None,
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config keys that hold the number of experts
+KV_DTYPES = ("auto", "bf16", "bfloat16")  # of the caches that the native attention reads
 MAX_RANKS = 2  # a sum of two is the same in any order; of more, Gloo's order depends on the tensor's size
 
 _kernels: list[torch.library.Library] = []  # kept alive: torch removes the kernels with their library
@@ -47,22 +48,9 @@ def install() -> None:
     until="SGLang has CPU kernels for it",
 )
 def use_batch_invariant_kernels(runner: Any) -> None:
-    """Installs our batch-invariant kernels. The host's are Triton kernels, registered for an accelerator.
-
-    Raises:
-        RuntimeError: this machine's BLAS rounds a row by its position among the others.
-    """
-    if not get_exec().deterministic.enable_deterministic_inference:
-        return
-    if not _kernels:
+    """Installs our batch-invariant kernels. The host's are Triton kernels, registered for an accelerator."""
+    if get_exec().deterministic.enable_deterministic_inference and not _kernels:
         _kernels.append(ops.install_batch_invariant_kernels())
-    weights = {(w.shape, w.dtype): w for w in runner.model.parameters() if w.dim() == 2 and w.is_floating_point()}
-    for (shape, dtype), weight in weights.items():
-        if ops.place_matters(weight):
-            raise RuntimeError(
-                f"--enable-deterministic-inference cannot be served on this machine: torch's product with a {dtype} "
-                f"weight of shape {tuple(shape)} rounds a row by its position."
-            )
 
 
 @hook(
@@ -115,6 +103,12 @@ def _unserved(cfg: Any, model: Any) -> str | None:
         return (
             f"with --attention-backend {', '.join(sorted(backends))}: only {ATTENTION_BACKEND}, the default, serves it"
         )
+    if not ops.native.serves("cpu"):
+        return f"without the native ops, whose rows do not depend on each other ({ops.native.described()})"
+    if not ops.native.serves("cpu", model.dtype):
+        return f"with --dtype {str(model.dtype).removeprefix('torch.')}: float32 and bfloat16 are"
+    if cfg.kv_cache_dtype not in KV_DTYPES:
+        return f"with --kv-cache-dtype {cfg.kv_cache_dtype}: {', '.join(KV_DTYPES)} are"
     if cfg.tp_size > MAX_RANKS:
         return f"with --tp-size {cfg.tp_size}: at most {MAX_RANKS}"
     if is_latent(model):

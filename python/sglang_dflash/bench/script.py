@@ -1,0 +1,267 @@
+"""What happens turn by turn in a coding agent's session: requests, tool results, and the answers of a good agent.
+
+The texts are synthetic but look like real ones: listings, source code, test reports, search hits, tracebacks. They use
+only ASCII and the vocabulary of the embedded pair, because its tokenizer knows few other words.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count as counting
+
+LEAST_RESULT_CHARS = 64
+"""At least as long as the longest request, and longer than the text that replaces a removed result."""
+VERBS = ("build", "choose", "collect", "compute", "find", "get", "make", "pick")
+NOUNS = ("ages", "data", "items", "lengths", "list", "marks", "numbers", "part", "prices", "result", "score", "values")
+TOOLS = {
+    "list_files": ("list the files of a folder", ("folder",)),
+    "read_file": ("read a file", ("path",)),
+    "find_text": ("find a text in all files", ("text",)),
+    "run_tests": ("run the tests of a file", ("path",)),
+    "write_file": ("write a text to a file", ("path", "text")),
+    "calculate": ("compute a number", ("expression",)),
+}
+"""The agent's tools: name -> what it does, and its arguments."""
+_MOST_NAMED = 4  # failed tests, and places of a text, that an answer names
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One turn: a message to the agent, and the answer that the script expects.
+
+    Fields:
+        said: the message; a tool result stands in <tool_response> tags.
+        answer: the expected answer; tool calls stand in <tool_call> tags.
+        lines: number of lines of the tool result; 0 if a user speaks.
+    """
+
+    said: str
+    answer: str
+    lines: int = 0
+
+
+def tool_call(name: str, **arguments: str) -> str:
+    """A call as Qwen's chat templates write it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def tool_response(result: str) -> str:
+    """A result as Qwen's chat templates write it."""
+    return f"<tool_response>\n{result}\n</tool_response>"
+
+
+def tool_lines() -> list[str]:
+    """The tools as the embedded pair's chat template lists them."""
+    return ["Tools:", *(f"- {name}({', '.join(arguments)}): {what}" for name, (what, arguments) in TOOLS.items())]
+
+
+class Project:
+    """A synthetic code base: names of functions, and texts about them."""
+
+    def __init__(self, rng: random.Random, group: int) -> None:
+        self.name = f"{rng.choice(NOUNS)}-{group}"
+        self._functions = [f"{verb}_{noun}" for verb in VERBS for noun in NOUNS]
+        rng.shuffle(self._functions)
+
+    def function(self, rng: random.Random) -> str:
+        return rng.choice(self._functions)
+
+    def path(self, rng: random.Random) -> str:
+        return f"src/{self.function(rng)}.py"
+
+    def listing(self, rng: random.Random) -> Iterator[str]:
+        """An endless list of files with their sizes."""
+        start = rng.randrange(len(self._functions))
+        for offset in counting(start):
+            yield f"src/{self._functions[offset % len(self._functions)]}.py {rng.randint(10, 400)} lines"
+
+    def source(self, rng: random.Random, chars: int) -> list[str]:
+        """Functions that together have at most `chars` characters, but at least one; its shortest form has 50."""
+        functions = [self._define(rng, short=True)]
+        left = chars - len(functions[0])
+        while True:
+            more = self._define(rng)
+            left -= len(more) + 2
+            if left < 0:
+                return functions
+            functions.insert(0, more)
+
+    def _define(self, rng: random.Random, short: bool = False) -> str:
+        a, b = rng.sample(("a", "b", "x", "y", "n"), 2)
+        number, other = rng.randint(10, 99), rng.randint(2, 9)
+        bodies = (
+            f"    return {a} * {b} + {number}",
+            f"    result = {a} * {b} + {number}\n    return result",
+            f"    total = {number}\n    for i in range({other}, {a} + 1):\n        total += i\n    return total",
+            f"    if {a} > {number}:\n        return {b}\n    return {a} - {b}",
+            f"    return [x ** {other} for x in {a} if x != {number}]",
+        )
+        return f"def {self.function(rng)}({a}, {b}):\n{bodies[0] if short else rng.choice(bodies)}"
+
+    def report(self, rng: random.Random) -> Iterator[str]:
+        """An endless report of tests."""
+        for number in counting(1):
+            failed = rng.random() < 0.15
+            yield f"{number} {self.function(rng)} {'failed' if failed else 'passed'}"
+            if failed:
+                left, right = rng.randint(2, 99), rng.randint(2, 99)
+                yield f"    assert {left} + {right} == {left + right + rng.randint(1, 9)}"
+
+    def hits(self, rng: random.Random, wanted: str) -> Iterator[str]:
+        """Endless places where a function is used."""
+        while True:
+            yield f"{self.path(rng)}:{rng.randint(1, 400)}: total += {wanted}({rng.choice('abxyn')})"
+
+    def trace(self, rng: random.Random) -> Iterator[str]:
+        """The lines of an endless traceback, the last call first."""
+        yield f"ValueError: {rng.randint(2, 99)} is not in list"
+        while True:
+            yield f'  File "{self.path(rng)}", line {rng.randint(1, 400)}, in {self.function(rng)}'
+            yield f"    return {self.function(rng)}({rng.choice('abxyn')})"
+
+
+class Script:
+    """The turns of one session: pieces of work, each with a request, the tools' results and a closing answer.
+
+    Args:
+        sizes: gives the limit of each long tool result in characters, at least LEAST_RESULT_CHARS.
+    """
+
+    def __init__(self, rng: random.Random, project: Project, sizes: Iterator[int]) -> None:
+        self._rng = rng
+        self._project = project
+        self._sizes = sizes
+        # Changes of files are twice as likely as any other work.
+        self._works: tuple[Callable[[], Iterator[Exchange]], ...] = (
+            self._change, self._change, self._show, self._find, self._test, self._list, self._compute, self._note,
+            self._trace,
+        )  # fmt: skip
+
+    def exchanges(self) -> Iterator[Exchange]:
+        """Endless turns. A message that is no long tool result has at most LEAST_RESULT_CHARS characters."""
+        while True:
+            yield from self._rng.choice(self._works)()
+
+    def _ask(self, *wordings: str) -> str:
+        asked = self._rng.choice(wordings)
+        assert len(asked) <= LEAST_RESULT_CHARS, asked
+        return asked
+
+    def _result(self, lines: Iterator[str], answer: Callable[[str], str]) -> Exchange:
+        result = filled(lines, next(self._sizes))
+        return Exchange(tool_response(result), answer(result), result.count("\n") + 1)
+
+    def _source(self) -> list[str]:
+        return self._project.source(self._rng, next(self._sizes))
+
+    def _change(self) -> Iterator[Exchange]:
+        """A number of a file is replaced, and the tests run; sometimes the user wants another number then."""
+        rng, path = self._rng, self._project.path(self._rng)
+        # The file is made first, because the request names a number in it.
+        text = "\n\n".join(self._source())
+        old = rng.choice(sorted(set(re.findall(r"\b\d\d\b", text))))
+        new = str(rng.randint(10, 99))
+        asked = self._ask(f"Please change {old} to {new} in {path}.", f"In {path}, {old} must be {new}.")
+        yield Exchange(asked, f"I will read {path}.\n{tool_call('read_file', path=path)}")
+        yield Exchange(tool_response(text), _edited(path, text, old, new), text.count("\n") + 1)
+        yield self._result(self._project.report(rng), _verdict)
+        if rng.random() < 0.5:
+            text, old, new = re.sub(rf"\b{old}\b", new, text), new, str(rng.randint(10, 99))
+            yield Exchange(self._ask(f"Sorry, make it {new}.", f"No, I meant {new}."), _edited(path, text, old, new))
+            yield self._result(self._project.report(rng), _verdict)
+
+    def _show(self) -> Iterator[Exchange]:
+        path = self._project.path(self._rng)
+        functions = self._source()
+        wanted = self._rng.choice(functions)
+        name = wanted[len("def ") : wanted.index("(")]
+        asked = self._ask(f"Show me {name} of {path}.", f"How is {name} of {path} written?")
+        yield Exchange(asked, f"I will read {path}.\n{tool_call('read_file', path=path)}")
+        text = "\n\n".join(functions)
+        yield Exchange(tool_response(text), f"Here is {name}:\n```python\n{wanted}\n```", text.count("\n") + 1)
+
+    def _find(self) -> Iterator[Exchange]:
+        wanted = self._project.function(self._rng)
+        asked = self._ask(f"Where is {wanted} used?", f"Please find {wanted}.")
+        yield Exchange(asked, f"I will look for {wanted}.\n{tool_call('find_text', text=wanted)}")
+        yield self._result(self._project.hits(self._rng, wanted), lambda result: _places(wanted, result))
+
+    def _test(self) -> Iterator[Exchange]:
+        path = self._project.path(self._rng)
+        asked = self._ask(f"Run the tests of {path}.", f"Good. Now check {path}.")
+        yield Exchange(asked, f"I will run the tests.\n{tool_call('run_tests', path=path)}")
+        yield self._result(self._project.report(self._rng), _verdict)
+
+    def _list(self) -> Iterator[Exchange]:
+        asked = self._ask("Which files are in src?", "List the files, please.")
+        yield Exchange(asked, f"I will list the files.\n{tool_call('list_files', folder='src')}")
+        yield self._result(self._project.listing(self._rng), _extremes)
+
+    def _compute(self) -> Iterator[Exchange]:
+        rng = self._rng
+        a, b, c = rng.randint(2, 12), rng.randint(2, 12), rng.randint(2, 99)
+        expression, value = f"{a} * {b} + {c}", str(a * b + c)
+        path = f"{rng.choice(NOUNS)}.txt"
+        asked = self._ask(f"What is {expression}? Save it in {path}.", f"Compute {expression} and save it in {path}.")
+        yield Exchange(asked, f"I will compute it.\n{tool_call('calculate', expression=expression)}")
+        save = f"{expression} = {value}. I will save it.\n{tool_call('write_file', path=path, text=value)}"
+        yield Exchange(tool_response(value), save, 1)
+        yield Exchange(tool_response("saved"), f"{expression} = {value}. It is saved in {path}.", 1)
+
+    def _note(self) -> Iterator[Exchange]:
+        rng, path = self._rng, f"{self._rng.choice(NOUNS)}.txt"
+        note = rng.choice((str(rng.randint(2, 999)), f"{rng.choice(NOUNS)}: {rng.randint(2, 99)}"))
+        asked = self._ask(f"What is in {path}?", f"Please read {path}.")
+        yield Exchange(asked, f"I will read {path}.\n{tool_call('read_file', path=path)}")
+        yield Exchange(tool_response(note), f"{path} says: {note}", 1)
+
+    def _trace(self) -> Iterator[Exchange]:
+        path = self._project.path(self._rng)
+        asked = self._ask(f"Why does {path} fail?", f"Find the error in {path}.")
+        yield Exchange(asked, f"I will run the tests.\n{tool_call('run_tests', path=path)}")
+        yield self._result(self._project.trace(self._rng), _cause)
+
+
+def filled(lines: Iterator[str], chars: int) -> str:
+    """As many whole lines as fit into `chars`; the first line is cut if it is longer."""
+    text = next(lines)[:chars]
+    for line in lines:
+        if len(text) + 1 + len(line) > chars:
+            break
+        text += "\n" + line
+    return text.rstrip("\n")
+
+
+def _edited(path: str, text: str, old: str, new: str) -> str:
+    changed = re.sub(rf"\b{old}\b", new, text)
+    lead = f"Here is {path} with {new} in place of {old}:"
+    return f"{lead}\n```python\n{changed}\n```\n{tool_call('run_tests', path=path)}"
+
+
+def _verdict(report: str) -> str:
+    rows = [line.split() for line in report.split("\n") if not line.startswith(" ")]
+    failed = [name for _, name, outcome in (row for row in rows if len(row) == 3) if outcome == "failed"]
+    if not failed:
+        return f"All {rows[-1][0]} tests passed."
+    named = "".join(f"\n- {name}" for name in failed[:_MOST_NAMED])
+    return f"{len(failed)} of {rows[-1][0]} tests failed:{named}"
+
+
+def _places(wanted: str, hits: str) -> str:
+    places = ["- " + ":".join(hit.split(":")[:2]) for hit in hits.split("\n")[:_MOST_NAMED]]
+    return "\n".join([f"{wanted} is used here:", *places])
+
+
+def _extremes(listing: str) -> str:
+    files = [line.split()[0] for line in listing.split("\n")]
+    return f"The first file is {files[0]}, the last is {files[-1]}."
+
+
+def _cause(trace: str) -> str:
+    error, *calls = trace.split("\n")
+    at = re.search(r'"(.*)", line (\d+), in (\w+)', calls[0]) if calls else None
+    return f"{error}. It comes from {at[3]} in line {at[2]} of {at[1]}." if at else f"{error}."
