@@ -52,6 +52,20 @@ def test_times_are_those_of_the_stream(tmp_path):
     assert 24 / 0.80 < values["tok_s"] <= 24 / 0.46
 
 
+def test_agent_sessions_start_at_a_rate(tmp_path):
+    """Fails where sessions of an open loop lack turns, start together, wait for each other, or are not compared; or
+    where the warm-up asks for no session at a rate below one half."""
+    sessions = [Session.of_texts(f"s{i}", ["task", "go on", "more"]) for i in range(4)]
+    fields = {"workload": "agent-open-loop", "loads": (0.4, 8.0), "counts": {0.4: 1, 8.0: 4}, "warm_up": True}
+    arms = fake_arm("off", "--first-ms", "150"), fake_arm("dflash", "--first-ms", "150", "--wrong-from", "4")
+    cells = cells_of(go(make_plan(tmp_path, *arms, datasets={"letters": sessions}, **fields), tmp_path))
+    assert [len(cells[key(arm, load)].records) for arm in ("off", "dflash") for load in (0.4, 8.0)] == [3, 12, 3, 12]
+    starts = [record.start_s for record in cells[key("off", 8.0)].records]
+    assert starts[3] > starts[0] + 0.01 and starts[9] < starts[2]
+    equality = cells[key("dflash", 8.0)].equality
+    assert (equality.compared, equality.different, equality.unjudged, equality.withheld) == (4, 4, 8, True)
+
+
 def test_tokens_that_differ_withhold_speeds(tmp_path):
     """Fails where a wrong token that is not a tie is not detected, or not named."""
     run = go(make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--wrong-from", "4")), tmp_path)

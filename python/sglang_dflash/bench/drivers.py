@@ -95,29 +95,32 @@ class ServerDriver(Driver):
         sessions = next(iter(self._plan.datasets.values()))
         short = [replace(session, turns=session.turns[:1]) for session in sessions]
         sampling = Sampling(WARM_TOKENS)
-        most = min(len(short), round(max(self._plan.loads))) if self._plan.workload != "open-loop" else 1
-        for load in sorted({1, most, *(round(load) for load in self._plan.loads if load <= most)}):
-            played, _ = asyncio.run(self._ask(short[:load], sampling, load, lambda record: None, "closed"))
+        loads = {1}
+        if not self._plan.open_loop:
+            most = min(len(short), round(max(self._plan.loads)))
+            loads |= {most, *(round(load) for load in self._plan.loads if load <= most)}
+        for load in sorted(loads):
+            played, _ = asyncio.run(self._ask(short[:load], sampling, load, lambda record: None, False))
             if all(record.failure for record in played.records):
                 raise ServerError(played.records[0].failure)
 
     def play(self, key: CellKey, sessions: Sequence[Session], on_answer: OnAnswer) -> Cell:
         played, acceptance = asyncio.run(
-            self._ask(sessions, self._plan.sampling, key.load, on_answer, self._plan.workload)
+            self._ask(sessions, self._plan.sampling, key.load, on_answer, self._plan.open_loop)
         )
         self._stalled = played.stalled
         acceptance = total_acceptance(played.records) or acceptance
         return Cell(key, played.records, played.wall_s, acceptance, unasked=played.unasked)
 
     async def _ask(
-        self, sessions: Sequence[Session], sampling: Sampling, load: float, on_answer: OnAnswer, workload: str
+        self, sessions: Sequence[Session], sampling: Sampling, load: float, on_answer: OnAnswer, open_loop: bool
     ) -> tuple[Played, AcceptanceStats | None]:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
         async with Endpoint(self._server.url, self._engine, self._plan.stall_s, headers) as endpoint:
             self.flushes = await endpoint.flush() or not self._radix
             before = await endpoint.metrics() if self._engine == "vllm" else ""
             player = Player(endpoint, self._renderer, sampling, on_answer)
-            if workload == "open-loop":
+            if open_loop:
                 played = await player.open_loop(sessions, load, self._plan.seed)
             else:
                 played = await player.closed(sessions, round(load))

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.bench.workloads import WORKLOADS, Workload
 from sglang_dflash.serving import AcceptanceStats
 from sglang_dflash.serving.records import Record
 
@@ -38,7 +39,7 @@ class CellKey:
         arm: off, dflash, builtin, eagle3, standalone, ngram, transformers, vllm, vllm-off, or a name from --base-url.
         backend: attention backend; "" for the server's own choice.
         radix: whether the prefix cache is on.
-        load: requests (or sessions) in flight; requests per second if the workload is open-loop.
+        load: requests (or sessions) in flight; in an open loop, those that start per second.
         repeat: 0 first.
     """
 
@@ -107,7 +108,7 @@ class Run:
 
     Fields:
         command: the command line that started it.
-        workload: closed (N requests in flight), open-loop or agent.
+        workload: a key of WORKLOADS.
         options: everything that affects the numbers; see `options.check_resumable`.
         versions, machine: software and hardware.
         servers: command, environment, URL and seconds to start of each server.
@@ -122,6 +123,10 @@ class Run:
     servers: list[dict[str, Any]] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> Workload:
+        return WORKLOADS[self.workload]
 
     def done(self) -> set[CellKey]:
         """Keys of the cells that need not be run again."""
@@ -147,6 +152,8 @@ class Run:
             if held.pop("schema") != SCHEMA:
                 raise ValueError(f"it does not have schema {SCHEMA}")
             cells = [_cell(row) for row in held.pop("cells")]
+            if held["workload"] not in WORKLOADS:
+                raise ValueError(f"its workload is {held['workload']!r}")
             return cls(**held, cells=cells)
         except FileNotFoundError:
             raise ValueError(f"The results file {path} does not exist.") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from sglang_dflash.bench.frame import turn_frame
-from sglang_dflash.bench.layout import count, escaped, grid, load_words, number
+from sglang_dflash.bench.layout import count, escaped, grid, number
 from sglang_dflash.bench.records import Run
 
 SPEEDS = ("ttft_ms_p50", "ttft_ms_p90", "tok_s")
@@ -20,7 +20,7 @@ def turn_tables(run: Run) -> list[str]:
         header = ["method", *["backend"] * backends, "prefix cache", "turn", "prompt tokens", "cached tokens"]
         header += ["TTFT p50 (ms)", "TTFT p90 (ms)", "per request (tok/s)", "tau"]
         lines = [_line(row, backends) for _, row in rows.iterrows()]
-        blocks += [f"## {escaped(dataset)} turn by turn, {load_words(run, load)}", grid(header, lines)]
+        blocks += [f"## {escaped(dataset)} turn by turn, {run.kind.words(load)}", grid(header, lines)]
     note = "Medians over the requests of a turn, then over the repeats. tok/s includes the wait for the first token."
     return [*blocks, note] if blocks else []
 
