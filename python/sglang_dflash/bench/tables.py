@@ -42,7 +42,7 @@ def markdown(run: Run, table: pd.DataFrame) -> str:
     for section in sections(table):
         blocks += [f"## {escaped(section.title)}", *_main(run, section), *details.blocks(run, section)]
     if run.kind.agent:
-        blocks += turn_tables(run)
+        blocks += turn_tables(run, table)
     if table.empty:
         blocks.append("Nothing was measured.")
     return "\n\n".join(block for block in blocks if block) + "\n"
