@@ -24,6 +24,7 @@ class Handler(BaseHTTPRequestHandler):
     options: argparse.Namespace
     lock = threading.Lock()
     asked = 0
+    computed = 0  # prompt tokens that were not in the cache
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -32,9 +33,17 @@ class Handler(BaseHTTPRequestHandler):
         pages = {
             "/health": {},
             "/v1/models": {"data": [{"id": "fake", "max_model_len": CONTEXT}]},
-            "/server_info": {"model_path": "fake", "dtype": self.options.dtype, "version": "0"},
+            "/server_info": self._info(),
         }
         self._json(pages.get(self.path))
+
+    def _info(self) -> dict[str, Any]:
+        """With `--copies`, what our worker reports since its start: each request verifies 5 copied rows, 3 accepted."""
+        info: dict[str, Any] = {"model_path": "fake", "dtype": self.options.dtype, "version": "0"}
+        if self.options.copies:
+            plan = {"copied_rows": 5 * Handler.asked, "copied_accepted": 3 * Handler.asked}
+            info["internal_states"] = [{"dflash_prefilled": Handler.computed, "dflash_plan": plan}]
+        return info
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
@@ -59,6 +68,7 @@ class Handler(BaseHTTPRequestHandler):
     def _complete(self, body: dict[str, Any]) -> None:
         with Handler.lock:
             Handler.asked += 1
+            Handler.computed += len(body["prompt"]) - 4
             number = Handler.asked
         if self.options.refuse_every and number % self.options.refuse_every == 0:
             return self._json({"message": "not this one"}, 400)
@@ -124,6 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dying-ms", type=float, default=0.0, help="time from its last byte to its end")
     parser.add_argument("--stall-at", type=int, help="number of the request whose stream stops for 60 s")
     parser.add_argument("--refuse-every", type=int, help="a request whose number is a multiple gets a 400")
+    parser.add_argument("--copies", action="store_true", help="report a worker's counters in /server_info")
     parser.add_argument("--refuse-start", action="store_true")
     parser.add_argument("--mark", help="a word by which a test finds this process")
     return parser

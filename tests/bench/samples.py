@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_dflash.bench.records import Cell, CellKey, Equality, Record, Run, total_acceptance
 from sglang_dflash.serving import AcceptanceStats
+from sglang_dflash.serving.counters import WorkerCounts
 
 SPEED = {"off": 1.0, "builtin": 2.1, "dflash": 2.9, "eagle3": 1.7, "vllm": 2.0}
 HARD = {"gsm8k": 1.0, "humaneval": 1.15, "mt-bench": 0.7}
@@ -109,7 +110,11 @@ def _histogram(rng: random.Random, share: float, drafts: int) -> tuple[int, list
 
 
 def agent(
-    arms: tuple[str, ...] = ("off", "dflash"), turns: int = 6, repeats: int = 2, loads: tuple[float, ...] = (4,)
+    arms: tuple[str, ...] = ("off", "dflash"),
+    turns: int = 6,
+    repeats: int = 2,
+    loads: tuple[float, ...] = (4,),
+    workload: str = "agent",
 ) -> Run:
     """Sessions whose prompts grow by 800 tokens per turn; without the prefix cache, TTFT grows with them."""
     rng = random.Random(1)
@@ -119,7 +124,7 @@ def agent(
             for radix in (True, False):
                 for arm in arms:
                     cells.append(_sessions(rng, key(arm, load, repeat, dataset="agent", radix=radix), turns))
-    return run(cells, "agent")
+    return run(cells, workload)
 
 
 def _sessions(rng: random.Random, where: CellKey, turns: int) -> Cell:
@@ -136,4 +141,6 @@ def _sessions(rng: random.Random, where: CellKey, turns: int) -> Cell:
             fields |= {"cached_tokens": cached, "steps": steps, "drafted": steps * 15, "accept_histogram": histogram}
             held.append(record(f"s{session}", turn, now, **fields))
             now = end_s
-    return Cell(where, held, max(one.end_s for one in held), total_acceptance(held))
+    computed = sum(one.prompt_tokens - one.cached_tokens for one in held)
+    counts = WorkerCounts(computed, 60, 45) if where.arm == "dflash" else None
+    return Cell(where, held, max(one.end_s for one in held), total_acceptance(held), counts=counts)

@@ -48,12 +48,13 @@ def test_the_command_line_people_know(monkeypatch):
         ({"arms": "eagle3"}, "--eagle3-draft"),
         ({"arms": "vllm"}, "--vllm-python"),
         ({"arms": ""}, "--arms is empty"),
-        ({"arms": "transformers", "workload": "agent"}, "--workload closed"),
-        ({"workload": "burst"}, "--workload has burst; it must be one of closed, open-loop, agent"),
+        ({"arms": "transformers", "workload": "agent-open-loop"}, "--workload closed"),
+        ({"workload": "burst"}, "--workload has burst; it must be one of closed, open-loop, agent, agent-open-loop"),
         ({"radix_cache": "maybe"}, "--radix-cache has maybe"),
         ({"concurrencies": "1,two"}, "--concurrencies is 1,two"),
         ({"concurrencies": "0"}, "--concurrencies is 0"),
         ({"workload": "open-loop", "request_rate": "-1"}, "--request-rate is -1"),
+        ({"workload": "agent-open-loop", "request_rate": ""}, "--request-rate is ;"),
         ({"repeats": 0}, "--repeats is 0; it must be at least 1"),
         ({"temperature": -1.0}, "--temperature is -1.0"),
         ({"top_p": 0.0}, "--top-p is 0.0"),
@@ -88,6 +89,27 @@ def test_no_words_run_the_embedded_pair():
     assert str(TINY_TARGET) in off.arguments and "--speculative-algorithm" not in off.arguments
     assert str(TINY_DRAFT) in on.arguments
     assert plan.sampling.max_new_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("workload", "loads", "counts"),
+    [
+        ("closed", (1, 2, 4, 8), (16, 16, 16, 32)),
+        ("open-loop", (1, 2, 4), (32, 32, 64)),
+        ("agent", (1, 2, 4, 8), (4, 4, 8, 16)),
+        ("agent-open-loop", (0.25, 0.5, 1), (8, 8, 16)),
+    ],
+)
+def test_every_workload_has_its_loads(workload, loads, counts):
+    """Fails where an open loop reads --concurrencies, or a workload plays sessions or answers of another one."""
+    plan = make_plan(options(workload=workload, dataset_name="code"))
+    assert (plan.loads, tuple(plan.counts.values())) == (loads, counts)
+    agent = "agent" in workload
+    assert {len(session.turns) > 1 for session in plan.datasets["code"]} == {agent}
+    assert plan.sampling.max_new_tokens == (48 if agent else 128)
+    assert plan.open_loop == ("open-loop" in workload)
+    given = options(workload=workload, request_rate="0.1,3", concurrencies="5", dataset_name="code")
+    assert given.loads() == ((0.1, 3) if plan.open_loop else (5,))
 
 
 def test_every_arm_gets_its_command():

@@ -43,7 +43,8 @@ def test_done_leaves_out_failures() -> None:
         ("{}", "schema"),
         (json.dumps({"schema": SCHEMA + 1, "cells": []}), f"schema {SCHEMA}"),
         (json.dumps({"schema": SCHEMA, "cells": [{"key": {}}], "command": "", "workload": "", "options": {}}), "arm"),
-        (json.dumps({"schema": SCHEMA, "cells": [], "command": "", "workload": "", "options": {}, "new": 1}), "new"),
+        (json.dumps({"schema": SCHEMA, "cells": [], "command": "", "workload": "agent", "options": {}, "x": 1}), "'x'"),
+        (json.dumps({"schema": SCHEMA, "cells": [], "command": "", "workload": "burst", "options": {}}), "'burst'"),
     ],
 )
 def test_foreign_files_are_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -12,6 +12,7 @@ from samples import accepting, key, record
 from sglang_dflash.bench.measures import by_turn, measure
 from sglang_dflash.bench.records import Cell, Limits, Record, total_acceptance
 from sglang_dflash.serving.completion import drafted
+from sglang_dflash.serving.counters import WorkerCounts
 
 
 def failed(session: str = "broken") -> Record:
@@ -110,8 +111,21 @@ def test_acceptance_measures() -> None:
     assert (got["drafted"], got["accepted"]) == (30, 13)
 
 
+def test_what_was_not_computed() -> None:
+    """Fails if a draft's share is taken from the target's, or exists without counters or after a failed request."""
+    requests = [record(prompt_tokens=30, cached_tokens=12), record("b", prompt_tokens=50, cached_tokens=8)]
+    got = measure(Cell(key(), requests, 1.0, counts=WorkerCounts(48, 9, 7)))
+    assert (got["cached_share"], got["draft_cached_share"]) == (20 / 80, pytest.approx(32 / 80))
+    assert (got["copied_rows"], got["copied_accepted"]) == (9, 7)
+    broken = measure(Cell(key(), [*requests, failed()], 1.0, counts=WorkerCounts(48, 9, 7)))
+    unknown = measure(Cell(key(), requests, 1.0))
+    assert math.isnan(broken["draft_cached_share"]) and broken["copied_rows"] == 9
+    assert math.isnan(unknown["draft_cached_share"]) and math.isnan(unknown["copied_accepted"])
+    assert math.isnan(measured()["cached_share"])
+
+
 def test_by_turn() -> None:
-    """Fails if turns are mixed, failures are counted, or tau is a mean over requests."""
+    """Fails if turns are mixed, failures are counted, or tau or the cached share is a mean over requests."""
     requests = [
         record("a", 0, prompt_tokens=10, cached_tokens=0, steps=4, accept_histogram=[4]),
         record("b", 0, prompt_tokens=30, cached_tokens=4, steps=1, accept_histogram=[0, 0, 1]),
@@ -121,11 +135,11 @@ def test_by_turn() -> None:
     table = by_turn(Cell(key(), requests, 6.0))
     assert list(table.index) == [0, 1]
     turns = table.to_dict("index")
-    assert (turns[0]["prompt_tokens"], turns[0]["cached_tokens"]) == (20, 2)
+    assert (turns[0]["prompt_tokens"], turns[0]["cached_share"]) == (20, 4 / 40)
     assert turns[0]["tau"] == pytest.approx(1 + 2 / 5)
     assert turns[1]["ttft_ms_p50"] == pytest.approx(400)
     assert turns[1]["tok_s"] == pytest.approx(5.0)
-    assert math.isnan(turns[1]["tau"]) and math.isnan(turns[1]["cached_tokens"])
+    assert math.isnan(turns[1]["tau"]) and math.isnan(turns[1]["cached_share"])
 
 
 def test_drafts_of_steps_with_widths_of_their_own():

@@ -43,6 +43,14 @@ def test_agent(tmp_path: Path) -> None:
     assert "turns" in drawn(agent(turns=2, repeats=1), tmp_path)
 
 
+def test_agent_loads_have_their_unit() -> None:
+    """Fails if a plot calls a rate of sessions a number of sessions."""
+    held = agent(turns=2, repeats=1, loads=(0.5,), workload="agent-open-loop")
+    figure, speedup = plots._turns(held, turn_frame(held), panels(held))["turns"], plots._speedup(held, panels(held))
+    assert figure is not None and figure.get_suptitle() == "Turn by turn, 0.5 sessions/s"
+    assert speedup is not None and speedup.axes[0].get_xlabel() == "sessions/s"
+
+
 def test_no_data_no_plot(tmp_path: Path) -> None:
     """Fails if an empty plot is drawn: without a baseline, without speculation, or without measured cells."""
     assert drawn(run([cell("off", 100)]), tmp_path / "off") == {"pareto"}
@@ -65,7 +73,7 @@ def test_withheld_turns_are_not_drawn() -> None:
     held = agent(turns=2, repeats=1)
     for one in held.cells:
         one.equality = unequal() if one.key.arm == "dflash" else None
-    figure = plots._turns(turn_frame(held), panels(held))["turns"]
+    figure = plots._turns(held, turn_frame(held), panels(held))["turns"]
     assert figure is not None
     shown = [{line.get_label() for line in axis.get_lines()} for axis in figure.axes]
     assert shown == [{"off", "off, prefix cache off"}, {"dflash", "dflash, prefix cache off"}]

@@ -17,6 +17,7 @@ from fakes import fake_arm, go, key, make_plan, render
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.measures import measure
 from sglang_dflash.bench.records import Run
+from sglang_dflash.serving.counters import WorkerCounts
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Session
 
@@ -42,6 +43,17 @@ def test_every_cell_is_measured_and_kept(tmp_path):
     assert [server["arm"] for server in run.servers] == ["off", "dflash"]
 
 
+def test_a_cell_has_its_own_part_of_the_workers_counters(tmp_path):
+    """Fails where a cell's counts include the warm-up or other cells, or a server without them gets some."""
+    plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--copies"), warm_up=True)
+    cells = cells_of(go(plan, tmp_path))
+    for load in (1.0, 2.0):
+        prompts = sum(record.prompt_tokens for record in cells[key("off", load)].records)
+        assert cells[key("off", load)].counts is None
+        assert cells[key("dflash", load)].counts == WorkerCounts(prompts - 4 * 4, 5 * 4, 3 * 4)
+    assert Run.load(tmp_path / "run.json").cells == list(cells.values())
+
+
 def test_times_are_those_of_the_stream(tmp_path):
     """Fails where TTFT or TPOT are not the server's delays: 80 ms to the first token, 30 ms between chunks."""
     plan = make_plan(tmp_path, fake_arm("off", "--first-ms", "80", "--step-ms", "30"), loads=(2.0,))
@@ -50,6 +62,20 @@ def test_times_are_those_of_the_stream(tmp_path):
     assert 30 <= values["tpot_ms_p50"] < 45
     # Two at a time, two rounds of 80 + 5 * 30 ms for 4 * 6 tokens.
     assert 24 / 0.80 < values["tok_s"] <= 24 / 0.46
+
+
+def test_agent_sessions_start_at_a_rate(tmp_path):
+    """Fails where sessions of an open loop lack turns, start together, wait for each other, or are not compared; or
+    where the warm-up asks for no session at a rate below one half."""
+    sessions = [Session.of_texts(f"s{i}", ["task", "go on", "more"]) for i in range(4)]
+    fields = {"workload": "agent-open-loop", "loads": (0.4, 40.0), "counts": {0.4: 1, 40.0: 4}, "warm_up": True}
+    arms = fake_arm("off", "--first-ms", "150"), fake_arm("dflash", "--first-ms", "150", "--wrong-from", "4")
+    cells = cells_of(go(make_plan(tmp_path, *arms, datasets={"letters": sessions}, **fields), tmp_path))
+    assert [len(cells[key(arm, load)].records) for arm in ("off", "dflash") for load in (0.4, 40.0)] == [3, 12, 3, 12]
+    starts = [record.start_s for record in cells[key("off", 40.0)].records]
+    assert starts[3] > starts[0] + 0.01 and starts[9] < starts[2]
+    equality = cells[key("dflash", 40.0)].equality
+    assert (equality.compared, equality.different, equality.unjudged, equality.withheld) == (4, 4, 8, True)
 
 
 def test_tokens_that_differ_withhold_speeds(tmp_path):

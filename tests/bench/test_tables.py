@@ -14,6 +14,7 @@ from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.layout import number
 from sglang_dflash.bench.records import Equality, Run
 from sglang_dflash.bench.tables import console, csv, markdown
+from sglang_dflash.serving.counters import WorkerCounts
 
 
 def report(held: Run) -> str:
@@ -130,7 +131,7 @@ def test_withheld_turns_show_no_speed() -> None:
     for one in held.cells:
         if one.key.arm == "dflash":
             one.equality = unequal(1, 24)
-    rows = [line for line in report(held).splitlines() if re.match(r"\| dflash \| (on|off) \|", line)]
+    rows = [line for line in report(held).splitlines() if re.match(r"\| dflash \| (on|off) \| \d \|", line)]
     assert len(rows) == 12
     assert all("| withheld | withheld | withheld |" in row for row in rows)
 
@@ -207,7 +208,30 @@ def test_agent_turns() -> None:
     table = text[text.index("## agent turn by turn, 4 sessions") :]
     keys = re.findall(r"^\| (\w+) \| (on|off) \| (\d) \|", table, re.M)
     assert keys == [(arm, cache, str(n)) for cache in ("on", "off") for arm in ("off", "dflash") for n in (1, 2, 3)]
-    assert "| method | prefix cache | turn | prompt tokens | cached tokens | TTFT p50 (ms) |" in table
+    assert "| method | prefix cache | turn | prompt tokens | cached (%) | TTFT p50 (ms) |" in table
+    assert "| off | on | 3 | 2,600 | 69.2 |" in table and "| off | off | 3 | 2,600 | 0 |" in table
+
+
+def test_agent_sessions_at_rates_say_so() -> None:
+    """Fails if a rate of sessions is called a number of sessions or a rate of requests, in a table or above one."""
+    text = report(agent(turns=2, loads=(0.5,), workload="agent-open-loop"))
+    assert "# Benchmark: agent sessions at given rates" in text and "| method | 0.5 sessions/s (tok/s) |" in text
+    assert "## agent turn by turn, 0.5 sessions/s" in text and "requests/s" not in text
+
+
+def test_agent_savings() -> None:
+    """Fails if a load's table lacks what was cached and copied, has it of another load, or shows it where unknown."""
+    held = agent(turns=3, loads=(1, 2))
+    for one in held.cells:
+        if one.key.load == 2 and one.counts:
+            one.counts = WorkerCounts(21_600 if one.key.radix else 0, 8, 4)
+    first, second = report(held).split("All turns:")[1:]
+    header = "| prompt tokens | cached (%) | cached in draft (%) | tau | copied rows | copied accepted |"
+    assert header in first and header in second
+    assert "| off | on | 21,600 | 51.9 | - | - | - | - |" in first
+    assert re.search(r"\| dflash \| on \| 21,600 \| 51.9 \| 51.9 \| [\d.]+ \| 60 \| 45 \|", first)
+    assert re.search(r"\| dflash \| on \| 21,600 \| 51.9 \| 0 \| [\d.]+ \| 8 \| 4 \|", second)
+    assert re.search(r"\| dflash \| off \| 21,600 \| 0 \| 100 \|", second)
 
 
 def test_csv_reads_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from fakes import render
 
@@ -88,6 +89,17 @@ def test_a_session_ends_where_the_context_does():
     endpoint = FakeEndpoint(context=50)
     played = asyncio.run(Player(endpoint, render, Sampling(4)).closed([SESSION], 1))
     assert (len(played.records), played.unasked) == (1, 2)
+
+
+def test_turns_go_on_in_an_open_loop():
+    """Fails where a turn waits for other sessions, keeps no pause, or starts as if it were an arrival of its own."""
+    endpoint = FakeEndpoint(seconds=0.05)
+    sessions = [replace(SESSION, id=f"s{i}") for i in range(3)]
+    records = asyncio.run(Player(endpoint, render, Sampling(4)).open_loop(sessions, 50.0, seed=3)).records
+    assert [record.id for record in records] == [f"s{i}/{turn}" for i in range(3) for turn in range(3)]
+    for first, second, third in (records[place : place + 3] for place in (0, 3, 6)):
+        assert second.start_s - first.end_s >= 0.2 and third.start_s >= second.end_s
+    assert records[6].start_s < records[2].start_s  # the last session starts before the first one ends
 
 
 def test_arrivals_are_poisson_and_the_same_for_every_arm():

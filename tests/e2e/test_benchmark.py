@@ -77,7 +77,10 @@ def benchmark_here(folder: Path, *words: str) -> None:
 
 
 def test_agent_sessions_hit_the_prefix_cache(tmp_path):
-    """Fails where sessions do not grow, cache hits are not recorded, or `--radix-cache off` leaves the cache on."""
+    """Fails where sessions do not grow, cache hits are not recorded, or `--radix-cache off` leaves the cache on.
+
+    Also fails where draft KV is computed of prompt tokens that the target finds in the cache.
+    """
     words = ["--arms", "dflash", "--workload", "agent", "--radix-cache", "both", "--dataset-name", "code"]
     words += ["--concurrencies", "2", "--num-prompts", "3", "--max-new-tokens", "24", "--think-s", "0.05"]
     benchmark_here(tmp_path, *words)
@@ -86,4 +89,7 @@ def test_agent_sessions_hit_the_prefix_cache(tmp_path):
     late = [record for record in on.records if record.turn >= 4]
     assert late and sum(r.cached_tokens for r in late) > 0.5 * sum(r.prompt_tokens for r in late)
     assert sum(record.cached_tokens or 0 for record in off.records) == 0
+    for cell in (on, off):
+        computed = sum(record.prompt_tokens - (record.cached_tokens or 0) for record in cell.records)
+        assert cell.counts.prefilled == computed
     assert off.equality.identical + off.equality.ties + off.equality.unjudged >= off.equality.compared - 1

@@ -55,7 +55,7 @@ def worker_of(
     worker._sharded_logits = worker._plan_stream = worker._turns = worker._direct = worker._recurrent_state = None
     worker._kernels = kernels
     worker._acceptor = Acceptor(worker._sampler, kernels, worker._tp_sync, None, one_rank=True)
-    worker._planned, worker._verified_rows = None, BLOCK
+    worker._planned, worker._verified_rows, worker.prefilled = None, BLOCK, 0
     return worker
 
 

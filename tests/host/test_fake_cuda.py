@@ -270,10 +270,12 @@ def test_the_penalties_of_a_running_batch_are_uploaded_once(watch):
 
 @pytest.mark.parametrize("asked", [{}, ASKED["all"]], ids=["greedy", "all"])
 def test_a_prefill(asked, watch):
-    """Fails where a prefill waits for the device: the start of penalties did so twice per request."""
+    """Fails where a prefill waits for the device: the start of penalties did so twice per request. Also fails where its
+    tokens are not counted."""
     one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32), make_sampler())
     run(watch, one, prefill_batch("cuda", **asked))
     assert not watch.waits
+    assert one.prefilled == 5 + 9
 
 
 class HostLens(list):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 
-from sglang_dflash.core.plan_counts import STATE, DepthCounts, PlanCounts
+from sglang_dflash.core.plan_counts import PREFILLED, STATE, DepthCounts, PlanCounts
 from sglang_dflash.host import plan_report
 
 
@@ -74,3 +74,13 @@ def test_server_info_has_the_counts(observability):
         plan_report._add_plan(lambda *arguments: calls.append(arguments), controller, state)
         assert calls.pop() == (controller, state)
         assert PlanCounts.from_json(state[STATE]).steps == 5 if getattr(worker, "plan_report", None) else not state
+
+
+def test_server_info_has_the_prefilled_tokens():
+    """Fails where `/server_info` lacks how many prompt tokens got draft KV, with whole blocks or before any prompt."""
+    for prefilled in (0, 7):
+        state: dict = {}
+        worker = SimpleNamespace(plan_report=None, prefilled=prefilled)
+        controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker))
+        plan_report._add_plan(lambda *arguments: None, controller, state)
+        assert state == {PREFILLED: prefilled}

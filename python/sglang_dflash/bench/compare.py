@@ -15,7 +15,7 @@ from rich.text import Text
 from scipy.stats import t as student
 
 from sglang_dflash.bench.frame import GROUP, cell_frame
-from sglang_dflash.bench.layout import escaped, grid, load_words, number
+from sglang_dflash.bench.layout import escaped, grid, number
 from sglang_dflash.bench.records import Run
 
 # Measure -> its title, and whether higher is better.
@@ -228,7 +228,7 @@ def _names(rows: pd.DataFrame) -> list[str]:
 
 
 def _key(run: Run, row: pd.Series, names: list[str]) -> list[str]:
-    words = {"load": load_words(run, row["load"]), "radix": "on" if row["radix"] else "cache off"}
+    words = {"load": run.kind.words(row["load"]), "radix": "on" if row["radix"] else "cache off"}
     return [words.get(name, str(row[name])) or "-" for name in names]
 
 

@@ -13,7 +13,6 @@ from sglang_dflash.bench.layout import (
     escaped,
     grid,
     limit_words,
-    load_words,
     number,
     spread,
     value,
@@ -30,7 +29,7 @@ def blocks(run: Run, section: Section) -> list[str]:
 def _goodput(run: Run, section: Section) -> list[str]:
     if "goodput_rps" not in section.rows or not run.options.get("limits"):
         return []
-    header = ["method", *(f"{load_words(run, load)} (good requests/s)" for load in section.loads())]
+    header = ["method", *(f"{run.kind.words(load)} (good requests/s)" for load in section.loads())]
     rows = []
     for arm in section.arms():
         cells = [section.row(arm, load) for load in section.loads()]
@@ -49,7 +48,7 @@ def _details(run: Run, section: Section) -> list[str]:
         for load in section.loads():
             row = section.row(arm, load)
             if row is not None and row["repeats"]:
-                rows.append([escaped(arm), load_words(run, load), *_speeds(row, baselines), *_counts(row)])
+                rows.append([escaped(arm), run.kind.words(load), *_speeds(row, baselines), *_counts(row)])
     note = "TTFT: time to the first token. TPOT: time per token after the first. Counts are medians over the repeats."
     return ["### Latency and acceptance", note, grid(header, rows)] if rows else []
 

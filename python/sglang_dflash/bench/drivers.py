@@ -14,9 +14,9 @@ from pathlib import Path
 from sglang_dflash.bench.equality import Gap
 from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import Cell, CellKey, Record, total_acceptance
-from sglang_dflash.serving import AcceptanceStats, Arm, Server, ServerError, ServerInfo, TiePolicy
+from sglang_dflash.serving import Arm, Server, ServerError, ServerInfo, TiePolicy
 from sglang_dflash.serving.batches import TransformersProcess, transformers_up
-from sglang_dflash.serving.counters import acceptance_between
+from sglang_dflash.serving.counters import acceptance_between, worker_counts_between
 from sglang_dflash.serving.endpoint import Endpoint, Sampling
 from sglang_dflash.serving.info import detect_engine
 from sglang_dflash.serving.rendering import Renderer
@@ -95,34 +95,41 @@ class ServerDriver(Driver):
         sessions = next(iter(self._plan.datasets.values()))
         short = [replace(session, turns=session.turns[:1]) for session in sessions]
         sampling = Sampling(WARM_TOKENS)
-        most = min(len(short), round(max(self._plan.loads))) if self._plan.workload != "open-loop" else 1
-        for load in sorted({1, most, *(round(load) for load in self._plan.loads if load <= most)}):
-            played, _ = asyncio.run(self._ask(short[:load], sampling, load, lambda record: None, "closed"))
+        loads = {1}
+        if not self._plan.open_loop:
+            most = min(len(short), round(max(self._plan.loads)))
+            loads |= {most, *(round(load) for load in self._plan.loads if load <= most)}
+        for load in sorted(loads):
+            played, *_ = asyncio.run(self._ask(short[:load], sampling, load, lambda record: None, False))
             if all(record.failure for record in played.records):
                 raise ServerError(played.records[0].failure)
 
     def play(self, key: CellKey, sessions: Sequence[Session], on_answer: OnAnswer) -> Cell:
-        played, acceptance = asyncio.run(
-            self._ask(sessions, self._plan.sampling, key.load, on_answer, self._plan.workload)
+        played, before, after = asyncio.run(
+            self._ask(sessions, self._plan.sampling, key.load, on_answer, self._plan.open_loop)
         )
         self._stalled = played.stalled
-        acceptance = total_acceptance(played.records) or acceptance
-        return Cell(key, played.records, played.wall_s, acceptance, unasked=played.unasked)
+        acceptance, counts = total_acceptance(played.records), None
+        if self._engine == "vllm":
+            acceptance = acceptance or acceptance_between(before, after)
+        elif self._engine == "sglang":
+            counts = worker_counts_between(before, after)
+        return Cell(key, played.records, played.wall_s, acceptance, counts=counts, unasked=played.unasked)
 
     async def _ask(
-        self, sessions: Sequence[Session], sampling: Sampling, load: float, on_answer: OnAnswer, workload: str
-    ) -> tuple[Played, AcceptanceStats | None]:
+        self, sessions: Sequence[Session], sampling: Sampling, load: float, on_answer: OnAnswer, open_loop: bool
+    ) -> tuple[Played, str, str]:
+        """What was played, and the server's counters before and after."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
         async with Endpoint(self._server.url, self._engine, self._plan.stall_s, headers) as endpoint:
             self.flushes = await endpoint.flush() or not self._radix
-            before = await endpoint.metrics() if self._engine == "vllm" else ""
+            before = await endpoint.counters()
             player = Player(endpoint, self._renderer, sampling, on_answer)
-            if workload == "open-loop":
+            if open_loop:
                 played = await player.open_loop(sessions, load, self._plan.seed)
             else:
                 played = await player.closed(sessions, round(load))
-            after = await endpoint.metrics() if self._engine == "vllm" else ""
-            return played, acceptance_between(before, after)
+            return played, before, await endpoint.counters()
 
     def lost(self, cell: Cell) -> str:
         broken = any(record.failure for record in cell.records)

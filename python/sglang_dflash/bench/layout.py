@@ -12,8 +12,6 @@ import pandas as pd
 
 from sglang_dflash.bench.records import Run
 
-LOADS = {"closed": "concurrency", "open-loop": "requests/s", "agent": "sessions"}
-
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -72,12 +70,6 @@ def value(row: Mapping[str, Any] | None, name: str) -> float:
     """NaN if the row or the column is missing."""
     held = math.nan if row is None else row.get(name, math.nan)
     return math.nan if held is None else float(held)
-
-
-def load_words(run: Run, load: float) -> str:
-    """For example `concurrency 4` or `0.5 requests/s`."""
-    unit = LOADS.get(run.workload, "load")
-    return f"concurrency {load:g}" if unit == "concurrency" else f"{load:g} {unit}"
 
 
 def number(held: float) -> str:

@@ -32,7 +32,10 @@ def measure(cell: Cell, limits: Limits | None = None) -> dict[str, float]:
 
     `tok_s`: output tokens of all requests per second of the cell's wall time. `user_tok_s`: tokens per second of a
     request's own time, including the wait for its first token; median over requests. `goodput_rps`: requests per second
-    that meet `limits`. `accept_1`, `accept_2`, ...: share of verify steps that accepted that draft.
+    that meet `limits`. `cached_share`, `draft_cached_share`: share of the prompts' tokens whose KV of target and draft
+    was in the prefix cache. The draft's exists only if all requests were answered; what is computed again after a
+    retraction lowers it. `copied_rows`, `copied_accepted`: see `WorkerCounts`. `accept_1`, `accept_2`, ...: share of
+    verify steps that accepted that draft.
     """
     table, wall_s = answers(cell), cell.wall_s or math.nan
     measures = {
@@ -47,8 +50,7 @@ def measure(cell: Cell, limits: Limits | None = None) -> dict[str, float]:
         measures |= {f"{name}_p{share}": value for name, value in row.items()}
     if limits is not None:
         measures["goodput_rps"] = sum(map(limits.kept, cell.records)) / wall_s
-    measures["cached_tokens"] = table["cached_tokens"].sum(min_count=1)
-    measures["prompt_tokens"] = table["prompt_tokens"].sum()
+    measures |= _prompts(cell, table)
     held = cell.acceptance
     if held is None or not held.steps:
         return measures | dict.fromkeys(("tau", "drafted", "accepted"), math.nan)
@@ -56,10 +58,25 @@ def measure(cell: Cell, limits: Limits | None = None) -> dict[str, float]:
     return {**measures, "tau": held.tau, "drafted": float(held.drafted), "accepted": float(held.accepted), **shares}
 
 
+def _prompts(cell: Cell, table: pd.DataFrame) -> dict[str, float]:
+    """What was not computed, because it was in the prefix cache; and what was not drafted, because it was copied."""
+    cached, prompts = table["cached_tokens"].sum(min_count=1), table["prompt_tokens"].sum()
+    held, all_answered = cell.counts, len(table) == len(cell.records)
+    return {
+        "cached_tokens": cached,
+        "prompt_tokens": prompts,
+        "cached_share": cached / (prompts or math.nan),
+        "draft_cached_share": 1 - held.prefilled / (prompts or math.nan) if held and all_answered else math.nan,
+        "copied_rows": float(held.copied_rows) if held else math.nan,
+        "copied_accepted": float(held.copied_accepted) if held else math.nan,
+    }
+
+
 def by_turn(cell: Cell) -> pd.DataFrame:
     """Measures by turn, 0 first. Here `tok_s` is that of the median request, including the wait for its first token."""
     turns = answers(cell).groupby("turn")
-    found = turns[["prompt_tokens", "cached_tokens"]].median()
+    found = turns[["prompt_tokens"]].median()
+    found["cached_share"] = turns["cached_tokens"].sum(min_count=1) / turns["prompt_tokens"].sum()
     for share in PERCENTILES[:2]:
         found[f"ttft_ms_p{share}"] = turns["ttft_ms"].quantile(share / 100)
     found["tok_s"] = turns["user_tok_s"].median()

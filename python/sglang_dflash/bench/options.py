@@ -14,9 +14,9 @@ import typer
 
 from sglang_dflash.bench.hub_datasets import HUB
 from sglang_dflash.bench.records import Limits
+from sglang_dflash.bench.workloads import WORKLOADS
 from sglang_dflash.serving.arms import ARMS, VLLM_ARMS
 
-WORKLOADS = ("closed", "open-loop", "agent")
 RADIX = {"on": (True,), "off": (False,), "both": (True, False)}
 _NOT_KEPT = (
     *("vllm_python", "interleave", "stall_s", "start_s", "output_md", "resume", "overwrite", "logs", "compare"),
@@ -75,7 +75,8 @@ class Options:
         str,
         _workload(
             help="closed: a fixed number of requests in flight; open-loop: Poisson arrivals; agent: growing "
-            "sessions of several turns."
+            "sessions of several turns, a fixed number of them at once; agent-open-loop: such sessions, with Poisson "
+            "arrivals."
         ),
     ] = "closed"
     dataset_name: Annotated[
@@ -88,8 +89,8 @@ class Options:
     num_prompts: Annotated[
         int | None,
         _workload(
-            help="Prompts (agent: sessions) per cell. Default: the load times 4 (open-loop 16, agent 2), at least "
-            "16 (open-loop 32, agent 4)."
+            help="Prompts (agent: sessions) per cell. Default: the load times 4 (open-loop 16, agent 2, "
+            "agent-open-loop 16), at least 16 (open-loop 32, agent 4, agent-open-loop 8)."
         ),
     ] = None
     max_new_tokens: Annotated[
@@ -108,8 +109,12 @@ class Options:
         str, _workload(help="closed, agent: comma-separated numbers of requests (agent: sessions) in flight.")
     ] = "1,2,4,8"
     request_rate: Annotated[
-        str, _workload(help="open-loop: comma-separated arrival rates, in requests per second.")
-    ] = "1,2,4"
+        str | None,
+        _workload(
+            help="Comma-separated arrival rates. open-loop: requests per second, default 1,2,4; agent-open-loop: "
+            "sessions per second, default 0.25,0.5,1."
+        ),
+    ] = None
     ttft_limit_ms: Annotated[float | None, _workload(help="Goodput limit: time to the first token of a request.")] = (
         None
     )
@@ -225,9 +230,11 @@ class Options:
         return ["off", "dflash", *(name for name, given in extra.items() if given)]
 
     def loads(self) -> tuple[float, ...]:
-        """Concurrencies, or request rates if the workload is open-loop."""
-        if self.workload == "open-loop":
-            return _numbers("--request-rate", self.request_rate, float)
+        """Concurrencies, or the rates of an open loop."""
+        workload = WORKLOADS[self.workload]
+        if workload.open_loop:
+            rates = workload.rates if self.request_rate is None else self.request_rate
+            return _numbers("--request-rate", rates, float)
         return tuple(float(number) for number in _numbers("--concurrencies", self.concurrencies, int))
 
     def urls(self) -> dict[str, str]:

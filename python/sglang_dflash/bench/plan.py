@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from sglang_dflash.bench.records import CellKey
+from sglang_dflash.bench.workloads import WORKLOADS
 from sglang_dflash.serving import Arm
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Session
@@ -18,8 +19,8 @@ class Plan:
     """
     Fields:
         arms: in the order of their start.
-        workload: closed, open-loop or agent.
-        loads: requests (agent: sessions) in flight, or requests per second.
+        workload: a key of WORKLOADS.
+        loads: requests (agent: sessions) in flight, or those that start per second.
         datasets: sessions by dataset name; a cell plays the first `counts[load]` of them.
         repeats: number of repeats of every cell.
         interleave: run every arm once per repeat, instead of all repeats of an arm in a row.
@@ -41,6 +42,10 @@ class Plan:
     start_s: float
     warm_up: bool
     logs: Path
+
+    @property
+    def open_loop(self) -> bool:
+        return WORKLOADS[self.workload].open_loop
 
     def servers(self, done: set[CellKey]) -> list[tuple[Arm, list[CellKey]]]:
         """The servers to start, in order, each with the cells that it still has to run."""

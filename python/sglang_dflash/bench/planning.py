@@ -12,6 +12,7 @@ from sglang_dflash.bench.agent import AgentShape, agent_sessions
 from sglang_dflash.bench.datasets import load
 from sglang_dflash.bench.options import RADIX, Options, words
 from sglang_dflash.bench.plan import Plan
+from sglang_dflash.bench.workloads import WORKLOADS
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 from sglang_dflash.serving.arms import VLLM_ARMS, Models, Serving, arms_of, reference_arm, split_flags
@@ -32,12 +33,15 @@ def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None
     """
     tiny = options.target_model is None
     target = options.target_model or str(TINY_TARGET)
-    tokens = options.max_new_tokens or _answer_tokens(options.workload, tiny)
-    counts = {load_: _count(options, load_) for load_ in options.loads()}
+    workload = WORKLOADS[options.workload]
+    tokens = options.max_new_tokens or _answer_tokens(workload.agent, tiny)
+    counts = {
+        load_: options.num_prompts or max(workload.least, round(workload.per_load * load_)) for load_ in options.loads()
+    }
     names = words(options.dataset_name or (TINY_DATASETS if tiny else "gsm8k"))
     most = max(counts.values())
     datasets = {name: load(name, most, options.seed) for name in names}
-    if options.workload == "agent":
+    if workload.agent:
         context = options.context_tokens or min(_context(target), AGENT_CONTEXT)
         shape = AgentShape.fitting(context, tokens, count_tokens, options.think_s)
         datasets = {name: agent_sessions(tasks, most, shape, options.seed) for name, tasks in datasets.items()}
@@ -68,18 +72,10 @@ def digests(plan: Plan) -> dict[str, str]:
     }
 
 
-def _answer_tokens(workload: str, tiny: bool) -> int:
-    if workload == "agent":
+def _answer_tokens(agent: bool, tiny: bool) -> int:
+    if agent:
         return 48 if tiny else 512
     return 128 if tiny else 2048
-
-
-def _count(options: Options, load_: float) -> int:
-    """Number of sessions of a cell: enough that the cell's start and end hardly affect its numbers."""
-    if options.num_prompts is not None:
-        return options.num_prompts
-    least, per_load = {"closed": (16, 4), "open-loop": (32, 16), "agent": (4, 2)}[options.workload]
-    return max(least, round(per_load * load_))
 
 
 def _context(target: str) -> int:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from sglang_dflash.bench.details import positions
 from sglang_dflash.bench.frame import turn_frame
-from sglang_dflash.bench.layout import LOADS, Section, identical_share, limit_words, must_agree, sections, value
+from sglang_dflash.bench.layout import Section, identical_share, limit_words, must_agree, sections, value
 from sglang_dflash.bench.records import Run
 
 COLOURS = {
@@ -76,8 +76,8 @@ def draw(run: Run, table: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
         "acceptance": _acceptance(panels),
         "tau": _tau(panels),
     }
-    if run.workload == "agent":
-        figures |= _turns(turn_frame(run), panels)
+    if run.kind.agent:
+        figures |= _turns(run, turn_frame(run), panels)
     written = []
     for name, figure in figures.items():
         for suffix in ("png", "svg") if figure is not None else ():
@@ -160,8 +160,9 @@ def _pareto(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
     drawn = _with_points(panels, lambda line: line.points("user_tok_s", "tok_s"))
     if not drawn:
         return None
-    unit = LOADS.get(run.workload, "load")
-    figure, axes = _grid(list(drawn), f"Total against per-user speed (up and right is better; numbers: {unit})")
+    figure, axes = _grid(
+        list(drawn), f"Total against per-user speed (up and right is better; numbers: {run.kind.unit})"
+    )
     for axis, lines in zip(axes, drawn.values(), strict=True):
         for line, points in lines:
             users, totals = [point[1] for point in points], [point[2] for point in points]
@@ -230,23 +231,24 @@ def _tau(panels: dict[str, list[Line]]) -> Figure | None:
     return _with_legend(figure, [axis])
 
 
-def _turns(table: pd.DataFrame, panels: dict[str, list[Line]]) -> dict[str, Figure | None]:
+def _turns(run: Run, table: pd.DataFrame, panels: dict[str, list[Line]]) -> dict[str, Figure | None]:
     """One figure per load: TTFT and tau over the turns, one row of panels per dataset."""
     loads = list(dict.fromkeys(table["load"]))
     names = ["turns"] if len(loads) == 1 else [f"turns-{load:g}" for load in loads]
     return {
-        name: _turn_figure(table[table["load"] == load], panels, load) for name, load in zip(names, loads, strict=True)
+        name: _turn_figure(table[table["load"] == load], panels, run.kind.words(load))
+        for name, load in zip(names, loads, strict=True)
     }
 
 
-def _turn_figure(table: pd.DataFrame, panels: dict[str, list[Line]], load: float) -> Figure | None:
+def _turn_figure(table: pd.DataFrame, panels: dict[str, list[Line]], words: str) -> Figure | None:
     columns = [("ttft_ms_p50", "TTFT p50 (ms), lower is better"), ("tau", "tau, higher is better")]
     columns = [(name, label) for name, label in columns if name in table and table[name].notna().any()]
     datasets = [dataset for dataset in panels if dataset in set(table["dataset"])]
     if not columns or not datasets:
         return None
     figure = Figure(figsize=(_WIDTH_IN, 1.0 + 2.8 * len(datasets)), layout="constrained")
-    figure.suptitle(f"Turn by turn, {load:g} sessions", fontsize=11)
+    figure.suptitle(f"Turn by turn, {words}", fontsize=11)
     grid = figure.subplots(len(datasets), len(columns), squeeze=False)
     for axes, dataset in zip(grid, datasets, strict=True):
         for axis, (name, label) in zip(axes, columns, strict=True):
@@ -307,7 +309,7 @@ def _load_axis(axis: Axes, loads: list[float], run: Run) -> None:
         axis.set_xscale("log", base=2)
     axis.set_xticks(loads, [f"{load:g}" for load in loads])
     axis.set_xticks([], minor=True)
-    axis.set_xlabel(LOADS.get(run.workload, "load"))
+    axis.set_xlabel(run.kind.unit)
 
 
 def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.bench.workloads import WORKLOADS, Workload
 from sglang_dflash.serving import AcceptanceStats
+from sglang_dflash.serving.counters import WorkerCounts
 from sglang_dflash.serving.records import Record
 
 SCHEMA = 1
@@ -38,7 +40,7 @@ class CellKey:
         arm: off, dflash, builtin, eagle3, standalone, ngram, transformers, vllm, vllm-off, or a name from --base-url.
         backend: attention backend; "" for the server's own choice.
         radix: whether the prefix cache is on.
-        load: requests (or sessions) in flight; requests per second if the workload is open-loop.
+        load: requests (or sessions) in flight; in an open loop, those that start per second.
         repeat: 0 first.
     """
 
@@ -87,6 +89,7 @@ class Cell:
         wall_s: seconds from the first request sent to the last token received.
         acceptance: total of its requests; None without speculation, or if the server does not report it.
         unasked: number of turns that were left out because the context was full.
+        counts: what our worker did; None of another one.
         failure: why the cell has no result, or ""; a failed cell's records may be incomplete.
         log_tail: the last lines of the server's log, if the cell failed.
     """
@@ -97,6 +100,7 @@ class Cell:
     acceptance: AcceptanceStats | None = None
     equality: Equality | None = None
     unasked: int = 0
+    counts: WorkerCounts | None = None
     failure: str = ""
     log_tail: list[str] = field(default_factory=list)
 
@@ -107,7 +111,7 @@ class Run:
 
     Fields:
         command: the command line that started it.
-        workload: closed (N requests in flight), open-loop or agent.
+        workload: a key of WORKLOADS.
         options: everything that affects the numbers; see `options.check_resumable`.
         versions, machine: software and hardware.
         servers: command, environment, URL and seconds to start of each server.
@@ -122,6 +126,10 @@ class Run:
     servers: list[dict[str, Any]] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> Workload:
+        return WORKLOADS[self.workload]
 
     def done(self) -> set[CellKey]:
         """Keys of the cells that need not be run again."""
@@ -147,6 +155,8 @@ class Run:
             if held.pop("schema") != SCHEMA:
                 raise ValueError(f"it does not have schema {SCHEMA}")
             cells = [_cell(row) for row in held.pop("cells")]
+            if held["workload"] not in WORKLOADS:
+                raise ValueError(f"its workload is {held['workload']!r}")
             return cls(**held, cells=cells)
         except FileNotFoundError:
             raise ValueError(f"The results file {path} does not exist.") from None
@@ -162,6 +172,7 @@ def _cell(row: dict[str, Any]) -> Cell:
         acceptance=AcceptanceStats(**row["acceptance"]) if row["acceptance"] else None,
         equality=Equality(**row["equality"]) if row["equality"] else None,
         unasked=row["unasked"],
+        counts=WorkerCounts(**row["counts"]) if row.get("counts") else None,
         failure=row["failure"],
         log_tail=row["log_tail"],
     )

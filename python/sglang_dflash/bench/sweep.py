@@ -90,7 +90,7 @@ class Sweep:
     def _play(self, arm: Arm, driver: Driver, key: CellKey, board: Board) -> tuple[Cell, bool]:
         """Runs one cell. Returns it, and whether the arm is lost."""
         sessions = self._plan.sessions(key)
-        if self._plan.workload != "open-loop" and len(sessions) < key.load:
+        if not self._plan.open_loop and len(sessions) < key.load:
             self._note(
                 f"{key.dataset} at {key.load:g}: only {len(sessions)} sessions in flight, because there are no more."
             )

@@ -20,7 +20,6 @@ from sglang_dflash.bench.layout import (
     escaped,
     grid,
     identical_share,
-    load_words,
     must_agree,
     number,
     sections,
@@ -30,11 +29,6 @@ from sglang_dflash.bench.layout import (
 from sglang_dflash.bench.records import Run
 from sglang_dflash.bench.turns import turn_tables
 
-TITLES = {
-    "closed": "requests in flight",
-    "open-loop": "requests at given rates",
-    "agent": "agent sessions",
-}
 _EXAMPLES = 2
 
 
@@ -44,11 +38,11 @@ def markdown(run: Run, table: pd.DataFrame) -> str:
     Args:
         table: `frame(run)`.
     """
-    blocks = [f"# Benchmark: {TITLES.get(run.workload, run.workload)}", _command(run), *_setting(run)]
+    blocks = [f"# Benchmark: {run.kind.title}", _command(run), *_setting(run)]
     for section in sections(table):
         blocks += [f"## {escaped(section.title)}", *_main(run, section), *details.blocks(run, section)]
-    if run.workload == "agent":
-        blocks += turn_tables(run)
+    if run.kind.agent:
+        blocks += turn_tables(run, table)
     if table.empty:
         blocks.append("Nothing was measured.")
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -66,7 +60,7 @@ def console(run: Run, table: pd.DataFrame) -> RenderableType:
         grid_ = Table(title=Text(section.title), title_justify="left", header_style="bold")
         grid_.add_column("method")
         for load in section.loads():
-            grid_.add_column(f"{load_words(run, load)}\ntok/s", justify="right")
+            grid_.add_column(f"{run.kind.words(load)}\ntok/s", justify="right")
         identical = not must_agree(section.rows)
         for name in ["identical"] * identical + ["average\ntau"]:
             grid_.add_column(name, justify="right")
@@ -100,7 +94,7 @@ def _flat(fact: object) -> str:
 
 def _main(run: Run, section: Section) -> list[str]:
     identical = not must_agree(section.rows)
-    header = ["method", *(f"{load_words(run, load)} (tok/s)" for load in section.loads())]
+    header = ["method", *(f"{run.kind.words(load)} (tok/s)" for load in section.loads())]
     header += ["identical"] * identical + ["average tau"]
     rows = []
     for arm in section.arms():
@@ -153,7 +147,7 @@ def _below(run: Run, section: Section) -> list[str]:
     """Sentences below the table: failures, and requests whose tokens differ."""
     said = []
     for _, row in section.rows.iterrows():
-        where = f"{row['arm']}, {load_words(run, row['load'])}"
+        where = f"{row['arm']}, {run.kind.words(row['load'])}"
         if row["failure"]:
             of = f" ({row['failed_repeats']} of {row['repeats'] + row['failed_repeats']} repeats)"
             said.append(f"{where}: failed{of if row['repeats'] else ''}: {row['failure']}")

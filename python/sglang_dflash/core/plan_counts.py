@@ -9,6 +9,8 @@ from typing import Any
 
 STATE = "dflash_plan"
 """Name of the counts in `/server_info`, in each of `internal_states`."""
+PREFILLED = "dflash_prefilled"
+"""Beside them: the number of prompt tokens whose draft KV prefills have computed, that is, not found in the cache."""
 
 
 @dataclass(frozen=True, slots=True)

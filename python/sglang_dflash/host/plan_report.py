@@ -1,4 +1,4 @@
-"""Reports what the plan does: in the log, for Prometheus, and in `/server_info`."""
+"""Reports what the plan does: in the log, for Prometheus, and in `/server_info`, with what prefills have done."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_observability, get_serving
 
-from sglang_dflash.core.plan_counts import STATE, PlanCounts
+from sglang_dflash.core.plan_counts import PREFILLED, STATE, PlanCounts
 from sglang_dflash.host.hooking import AROUND, hook
 
 logger = logging.getLogger(__name__)
@@ -85,11 +85,14 @@ def _prometheus() -> Callable[[PlanCounts], None]:
 @hook(
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
     AROUND,
-    why="`/server_info` knows nothing of a plan",
+    why="`/server_info` knows nothing of a plan and of the draft's prefills",
     until="stays",
 )
 def _add_plan(original: Any, controller: Any, state: dict[str, Any]) -> None:
     original(controller, state)
-    report = getattr(controller.scheduler.draft_worker, "plan_report", None)
+    worker = controller.scheduler.draft_worker
+    report = getattr(worker, "plan_report", None)
     if report is not None:
         state[STATE] = report.state()
+    if hasattr(worker, "prefilled"):
+        state[PREFILLED] = worker.prefilled

@@ -81,6 +81,7 @@ class DFlashWorker(BaseSpecWorker):
         self._turns: Turns | None = None
         self._direct: DirectForward | None = None
         self._planned: PlannedStep | FixedTreeStep | None = None
+        self.prefilled = 0  # prompt tokens whose draft KV was computed; `/server_info` reports it
         copying = widths.choose_copying(self.block_size, vocab_size)
         planner = widths.choose_planner(self.block_size, self.device, get_parallel().tp_group, copying)
         if tree_rows is not None:
@@ -220,6 +221,7 @@ class DFlashWorker(BaseSpecWorker):
         # Within this call: once prefill returns, another request may hit these tokens in the radix tree.
         positions = upload(ops.extend_positions(batch.prefix_lens, batch.extend_lens), self.device)
         self._draft.write_context(result.logits_output.hidden_states, positions, self._draft.slots_of(kv_plan))
+        self.prefilled += len(positions)
         logger.debug("draft KV of %d prompt tokens written", len(positions))
         self._hidden_states.put(batch, result.logits_output, [n - 1 for n in accumulate(batch.extend_lens)])
         result.next_draft_input = DraftInput.create(result.next_token_ids, batch.seq_lens)

@@ -136,10 +136,13 @@ class Endpoint:
         except httpx.HTTPError:
             return False
 
-    async def metrics(self) -> str:
-        """The server's Prometheus text; "" if it has none."""
+    async def counters(self) -> str:
+        """The page with the server's own counters, which `serving.counters` reads; "" if it has none."""
+        path = {"sglang": "/server_info", "vllm": "/metrics"}.get(self.engine)
+        if path is None:
+            return ""
         try:
-            response = await self._http.get("/metrics")
+            response = await self._http.get(path)
             return response.text if response.status_code == 200 else ""
         except httpx.HTTPError:
             return ""
