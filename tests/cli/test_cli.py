@@ -109,7 +109,7 @@ def test_train_refuses_in_a_sentence(changes, said, call, tmp_path):
     [
         ([{"prompt": "Hi"}, {"prompt": "Ho"}], "holds nothing to learn"),
         ([GOOD], "holds 1 conversation; one is held out"),
-        ([GOOD, {"text": "Hi"}], "conversation 2: it has the keys ['text']"),
+        ([GOOD, {"text": "Hi"}], "line 2: it has the keys ['text']"),
     ],
 )
 def test_train_refuses_data_in_a_sentence(rows, said, call, tmp_path):

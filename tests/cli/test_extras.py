@@ -38,7 +38,7 @@ CLI = "python/sglang_dflash/cli/__main__.py"
     [
         ("pandas", "benchmark_sglang.py", ["--compare", "a.json", "b.json"], 2),
         ("matplotlib", "benchmark_sglang.py", ["--compare", "a.json", "b.json"], 2),
-        ("datasets", CLI, ["regenerate", "DATA", "out.jsonl", "--target", "t"], 1),
+        ("datasets", CLI, ["train", "--target", "t", "--data", "DATA", "--output", "o"], 1),
         ("accelerate", CLI, ["train", "--target", "t", "--data", "DATA", "--output", "o"], 1),
     ],
 )

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from sglang_dflash.cli import regenerate as module
 from sglang_dflash.cli.regenerate import Asking, RegenerateOptions, Regeneration, regenerate
 from sglang_dflash.serving import TINY_TARGET, Completion, ServerError
+from sglang_dflash.serving.rendering import Renderer
 
 END = "<|im_end|>"
 
@@ -347,3 +348,80 @@ def test_a_line_with_template_arguments_is_refused(client, tmp_path):
     data.write_text(json.dumps({"prompt": "First?", "chat_template_kwargs": {"enable_thinking": False}}) + "\n")
     with pytest.raises(ValueError, match=r"DATA .*odd\.jsonl.*line 1.*--chat-template-kwargs"):
         _run(data, tmp_path / "out.jsonl")
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path": "a.txt"}'}}
+LOGGED = [
+    _user("What is in a.txt?"),
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "63"},
+    _assistant("What the log says."),
+    _user("Thanks?"),
+]
+READ = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
+KNOWS_TOOLS = (
+    "{%- for tool in tools or [] %}{{- 'tool ' + tool.function.name + '\n' }}{%- endfor %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{%- for call in message.tool_calls or [] %}{{- 'call ' + call.function.arguments.path }}{%- endfor %}"
+    "{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch) -> Path:
+    """A log with one line per request of a session; the target's chat template knows tools."""
+    monkeypatch.setattr(module, "Renderer", lambda *given: _with_tools(Renderer(*given)))
+    rows = [{"messages": LOGGED[:count], "tools": [READ]} for count in (1, 3, 5)]
+    return _lines(tmp_path / "log.jsonl", *rows)
+
+
+def _with_tools(renderer: Renderer) -> Renderer:
+    renderer.tokenizer.chat_template = KNOWS_TOOLS
+    return renderer
+
+
+def test_a_log_is_asked_once_with_its_tools(log, client, tokenizer, tmp_path):
+    """Fails if a turn is asked again for every later line of its session, if tools or results do not reach the target,
+    or if a target that gives the logged call does not get one sample of the session."""
+    client.odd = lambda prompt: client.said("call a.txt") if "<|im_start|>tool" not in prompt else None
+    _run(log, tmp_path / "out.jsonl")
+    (sample,) = _samples(tmp_path / "out.jsonl")
+    assert len(client.prompts) == 3 and all(prompt.startswith("tool read\n") for prompt in client.prompts)
+    assert "<|im_start|>tool\n63<|im_end|>" in client.prompts[1]
+    assert not any("What the log says." in prompt for prompt in client.prompts)
+    assert _spans(tokenizer, sample) == [f"call a.txt{END}", f"Answer 1.{END}", f"Answer 2.{END}"]
+    assert [tool["function"]["name"] for tool in sample["tools"]] == ["read"]
+    assert [turn["role"] for turn in sample["messages"]] == [turn["role"] for turn in LOGGED] + ["assistant"]
+
+
+def test_a_result_stays_behind_the_call_that_it_answers(log, client, tokenizer, tmp_path):
+    """Fails if another call of the target comes before the logged call's result, or is not learned."""
+    client.odd = lambda prompt: client.said("call b.txt") if "<|im_start|>tool" not in prompt else None
+    _run(log, tmp_path / "out.jsonl")
+    first, second = _samples(tmp_path / "out.jsonl")
+    assert _spans(tokenizer, first) == [f"call b.txt{END}"]
+    assert _spans(tokenizer, second) == [f"Answer 1.{END}", f"Answer 2.{END}"]
+    assert not any("b.txt" in prompt.partition("<|im_start|>tool")[0] for prompt in client.prompts[1:])
+    assert "call a.txt" in client.prompts[1]
+
+
+def test_a_call_that_is_too_long_ends_no_session(log, client, tokenizer, tmp_path):
+    """Fails if the turns behind a logged call are lost where the target's own call is cut."""
+    client.odd = lambda prompt: client.said("call b", "length") if "<|im_start|>tool" not in prompt else None
+    _run(log, tmp_path / "out.jsonl")
+    first, second = _samples(tmp_path / "out.jsonl")
+    assert _spans(tokenizer, first) == ["call b"] and len(second["spans"]) == 2
+
+
+def test_the_output_can_be_asked_again(log, client, tmp_path):
+    """Fails if the written messages and tools are no input."""
+    _run(log, tmp_path / "out.jsonl")
+    _run(tmp_path / "out.jsonl", tmp_path / "again.jsonl")
+    assert _samples(tmp_path / "again.jsonl")[-1]["messages"] == _samples(tmp_path / "out.jsonl")[-1]["messages"]
+
+
+def test_equal_lines_are_all_asked(client, tmp_path):
+    """Fails if a question that stands twice, to be answered twice at a temperature, is asked once."""
+    _run(_lines(tmp_path / "twice.jsonl", {"prompt": "One?"}, {"prompt": "One?"}), tmp_path / "out.jsonl")
+    assert len(_samples(tmp_path / "out.jsonl")) == len(client.prompts) == 2

@@ -16,12 +16,12 @@ from sglang_dflash.training.conversations import (
     collate,
     epoch_batches,
     lengths,
-    messages_of,
     micro_batches,
     read,
     tokenize,
     trim,
 )
+from sglang_dflash.training.messages import messages_of
 
 ASKED = {"role": "user", "content": "Compute 9 * 7."}
 SAID = {"role": "assistant", "content": "First: 9 * 7 = 63.\nThe answer is 63."}
@@ -77,6 +77,8 @@ WRONG = [
     ({"input_ids": [1, 2, 3], "spans": [[1, 9]]}, "within its 3 input_ids"),
     ({"input_ids": [1, 2, 3], "spans": [[2, 1]]}, "within its 3 input_ids"),
     ({"input_ids": [1, 2, 3], "spans": [[1]]}, "within its 3 input_ids"),
+    ({"input_ids": [1, 2, 3], "spans": [["1", 3]]}, "within its 3 input_ids"),
+    ({"input_ids": [1, 2.5, 3], "spans": [[1, 3]]}, "a list of token ids"),
 ]
 
 
@@ -91,27 +93,48 @@ def _read(paths: str | list[str], tokenizer: Any, end_ids: set[int], max_length:
 
 @pytest.mark.parametrize(("row", "said"), WRONG)
 def test_a_wrong_row_is_refused_with_its_place(row, said, tokenizer, end_ids, tmp_path):
-    """Fails if a wrong conversation is skipped, or the error is not one sentence that names the conversation."""
+    """Fails if a wrong conversation is skipped, or the error is not one sentence that names the line."""
     good = [{"prompt": "Hi", "response": "Hello"}] * 2 if "prompt" not in row else [{"messages": [ASKED, SAID]}] * 2
     path = _write(tmp_path / "data.jsonl", [*good, row])
     with pytest.raises(ValueError) as refused:
         _read(path, tokenizer, end_ids)
     sentence = str(refused.value)
-    assert sentence.startswith(f"{path}, conversation 3: ") and said in sentence
+    assert sentence.startswith(f"{path}, line 3: ") and said in sentence
     assert "\n" not in sentence and sentence.endswith(".")
 
 
 @pytest.mark.parametrize(
-    "text", ["{'messages': 3}\n", '{"prompt": "Hi"\n', "", "Hi\n"], ids=["python", "cut", "empty", "text"]
+    ("content", "said"),
+    [
+        (b"{'messages': 3}\n", ", line 1: it is not valid JSON: "),
+        (b'{"prompt": "Hi"\n', ", line 1: it is not valid JSON: "),
+        (b"Hi\n", ", line 1: it is not valid JSON: "),
+        (b"[1]\n", ", line 1: it must be a JSON object."),
+        (b"", " cannot be read as JSONL: there are no lines."),
+        (b"\xff\xfe\n", " cannot be read as JSONL: "),
+    ],
+    ids=["python", "cut", "text", "list", "empty", "bytes"],
 )
-def test_no_jsonl_is_refused(text, tokenizer, end_ids, tmp_path):
+def test_no_jsonl_is_refused(content, said, tokenizer, end_ids, tmp_path):
     """Fails if a file without JSON lines gives a traceback of the reader."""
     path = tmp_path / "data.jsonl"
-    path.write_text(text)
+    path.write_bytes(content)
     with pytest.raises(ValueError) as refused:
         _read(str(path), tokenizer, end_ids)
-    assert str(refused.value).startswith(f"{path} cannot be read as JSONL: ")
+    assert str(refused.value).startswith(f"{path}{said}")
     assert "\n" not in str(refused.value)
+
+
+def test_a_line_is_what_ends_with_a_newline(tokenizer, end_ids, tmp_path):
+    """Fails if a separator within a text ends a line, or an empty line is refused or not counted."""
+    path = tmp_path / "data.jsonl"
+    row = json.dumps({"prompt": "Hi\u2028there\x85", "response": "Hello"}, ensure_ascii=False)
+    path.write_text(f"{row}\n\n{row}\n", encoding="utf-8")
+    first, second = _read(str(path), tokenizer, end_ids)
+    assert first == second and "\u2028" in tokenizer.decode(first["input_ids"])
+    path.write_text(f"{row}\n\n{{}}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 3: "):
+        _read(str(path), tokenizer, end_ids)
 
 
 def test_nothing_to_learn_is_refused(tokenizer, end_ids, tmp_path):
@@ -122,11 +145,11 @@ def test_nothing_to_learn_is_refused(tokenizer, end_ids, tmp_path):
 
 
 def test_a_template_that_refuses_is_named(tokenizer, end_ids, tmp_path):
-    """Fails if the template's error gives a traceback, or a message that does not name the conversation."""
+    """Fails if the template's error gives a traceback, or a message that does not name the line."""
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = "{{ raise_exception('Roles must alternate.') }}"
     path = _write(tmp_path / "data.jsonl", [{"messages": [ASKED, SAID]}])
-    with pytest.raises(ValueError, match="conversation 1: the chat template refuses it: Roles must alternate"):
+    with pytest.raises(ValueError, match="line 1: the chat template refuses it: Roles must alternate"):
         _read(path, strict, end_ids)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +16,13 @@ import httpx
 import typer
 from rich.console import Console
 
-from sglang_dflash.serving import Client, Progress, Server, ServerError
+from sglang_dflash.serving import Client, Completion, Progress, Server, ServerError
 from sglang_dflash.serving.arms import START_S
 from sglang_dflash.serving.errors import first_line
 from sglang_dflash.serving.prompts import read_rows, session_of
 from sglang_dflash.serving.rendering import Renderer
-from sglang_dflash.serving.sessions import Message
+from sglang_dflash.training.folding import holders
+from sglang_dflash.training.messages import messages_of, render, tools_of
 from sglang_dflash.training.options import template_kwargs
 
 _PATIENCE_S = 24 * 3600.0  # a request may wait long in the server's queue
@@ -35,6 +37,19 @@ class Asking:
     max_new_tokens: int
     temperature: float
     chat_template_kwargs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One line of DATA.
+
+    Fields:
+        messages: as `messages_of` makes them.
+        tools: {"tools": ...} for the chat template, or {}.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +106,7 @@ class Regeneration:
         """
         self.output, self.asking = output, asking
         self.partial = output.with_name(output.name + ".partial")
-        self.conversations = _read_conversations(data)
+        self.conversations = _continued_by_none(_read_conversations(data))
         self.done = self._recover()
         self.renderer = Renderer(asking.target, json.loads(asking.chat_template_kwargs), "--target")
 
@@ -111,7 +126,7 @@ class Regeneration:
         if begun != asdict(self.asking):
             raise ValueError(f"{made} was made from other data or with other options; remove it or name another file.")
         if made == self.output:
-            return {index: [] for index in range(len(self.conversations))}
+            return {index: [] for index in self.conversations}
         # A line without a newline at its end is incomplete: the process stopped while it wrote it.
         rows = [json.loads(line) for line in lines[1:] if line.endswith("\n")]
         return {row["index"]: row["samples"] for row in rows}
@@ -119,7 +134,7 @@ class Regeneration:
     def run(self, concurrency: int, server_args: Sequence[str]) -> None:
         """Gets the missing answers, then writes the whole output."""
         console = Console(stderr=True)
-        missing = [index for index in range(len(self.conversations)) if index not in self.done]
+        missing = [index for index in self.conversations if index not in self.done]
         if self.output.is_file():
             console.print(
                 f"{self.output} already exists, made from the same data with the same options.", highlight=False
@@ -146,7 +161,8 @@ class Regeneration:
             server.start(START_S, on_wait)
         with server, ThreadPoolExecutor(concurrency) as pool, self.partial.open("a", encoding="utf-8") as file:
             client = server.client(timeout_s=_PATIENCE_S)
-            waiting = {pool.submit(self.answer, client, self.conversations[index]): index for index in missing}
+            asked = {index: self.conversations[index] for index in missing}
+            waiting = {pool.submit(self.answer, client, one.messages, one.tools): index for index, one in asked.items()}
 
             def keep(future: Future[list[dict[str, Any]]]) -> None:
                 index, self.done[waiting[future]] = waiting[future], future.result()
@@ -170,42 +186,64 @@ class Regeneration:
                     if index not in self.done and not future.cancelled() and future.exception() is None:
                         keep(future)
 
-    def answer(self, client: Client, messages: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
-        """Samples with the target's answers; a prompt that does not extend the last sample starts a new one."""
-        history: list[dict[str, str]] = []
+    def answer(
+        self, client: Client, messages: Sequence[dict[str, Any]], tools: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Samples with the target's answers; a prompt that does not extend the last sample starts a new one.
+
+        The history keeps a turn whose call has a result as it was logged: the result answers that call, whatever the
+        target calls. If the target gives the same call, the next prompt extends the sample.
+        """
+        history: list[dict[str, Any]] = []
         samples: list[dict[str, Any]] = []
         turns = list(messages)
         if turns[-1]["role"] != "assistant":
             turns.append({"role": "assistant", "content": ""})
-        for turn in turns:
+        for turn, following in pairwise([*turns, {"role": ""}]):
             if turn["role"] != "assistant":
                 history.append(turn)
                 continue
-            try:
-                prompt = self.renderer([Message(**message) for message in history], {})
-            except ValueError:
-                break  # the chat template refuses the conversation
-            try:
-                answer = client.generate(
-                    prompt, max_new_tokens=self.asking.max_new_tokens, temperature=self.asking.temperature
-                )
-            except httpx.HTTPStatusError as error:
-                if error.response.status_code != 400:
-                    raise
-                break  # refused, most likely longer than the context: keep the turns so far
-            if answer.finish_reason == "abort":
+            asked = self._ask_one(client, history, tools or {})
+            if asked is None:
                 break
-            content = self.renderer.tokenizer.decode(answer.ids, skip_special_tokens=True)
-            history.append({"role": "assistant", "content": content})
+            prompt, answer = asked
+            said = {
+                "role": "assistant",
+                "content": self.renderer.tokenizer.decode(answer.ids, skip_special_tokens=True),
+            }
+            row = {"messages": [*history, said], **(tools or {})}
             span = [len(prompt), len(prompt) + len(answer.ids)]
             before = samples[-1]["input_ids"] if samples else None
             if before is not None and prompt[: len(before)] == before:
-                samples[-1] = _sample(history, prompt + answer.ids, [*samples[-1]["spans"], span])
+                spans = [*samples[-1]["spans"], span]
+                samples[-1] = {**row, "input_ids": prompt + answer.ids, "spans": spans}
             else:
-                samples.append(_sample(history, prompt + answer.ids, [span]))
-            if answer.finish_reason != "stop":
+                samples.append({**row, "input_ids": prompt + answer.ids, "spans": [span]})
+            called = following["role"] == "tool"
+            if answer.finish_reason != "stop" and not called:
                 break
+            history.append(turn if called else said)
         return samples
+
+    def _ask_one(
+        self, client: Client, history: Sequence[dict[str, Any]], tools: Mapping[str, Any]
+    ) -> tuple[list[int], Completion] | None:
+        """The prompt's ids and the target's answer to it; None where the chat template or the server refuses."""
+        tokenizer = self.renderer.tokenizer
+        try:
+            text = render(tokenizer, history, True, **{**json.loads(self.asking.chat_template_kwargs), **tools})
+        except ValueError:
+            return None
+        prompt = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            answer = client.generate(
+                prompt, max_new_tokens=self.asking.max_new_tokens, temperature=self.asking.temperature
+            )
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != 400:
+                raise
+            return None  # most likely longer than the context: the turns so far are kept
+        return None if answer.finish_reason == "abort" else (prompt, answer)
 
     def _finish(self, console: Console) -> None:
         rows = [sample for index in sorted(self.done) for sample in self.done[index]]
@@ -226,22 +264,24 @@ class Regeneration:
         )
 
 
-def _sample(messages: list[dict[str, str]], ids: list[int], spans: list[list[int]]) -> dict[str, Any]:
-    return {"messages": list(messages), "input_ids": ids, "spans": spans}
-
-
-def _read_conversations(data: Path) -> list[list[dict[str, str]]]:
-    from sglang_dflash.training.conversations import messages_of
-
-    def conversation(row: dict[str, Any], number: int) -> list[dict[str, str]]:
+def _read_conversations(data: Path) -> list[Conversation]:
+    def conversation(row: dict[str, Any], number: int) -> Conversation:
         if row.get("chat_template_kwargs"):
             raise ValueError("it has `chat_template_kwargs`; give --chat-template-kwargs, which holds for all lines.")
         if "turns" not in row:
-            return messages_of(row)
+            return Conversation(messages_of(row), tools_of(row))
         asked = [[asdict(message) for message in turn.messages] for turn in session_of(row, number).turns]
-        return [message for turn in asked for message in (*turn, {"role": "assistant", "content": ""})]
+        messages = [message for turn in asked for message in (*turn, {"role": "assistant", "content": ""})]
+        return Conversation(messages, tools_of(row))
 
     conversations = list(read_rows(data, "DATA", conversation))
     if not conversations:
         raise ValueError(f"DATA {data} holds no conversation.")
     return conversations
+
+
+def _continued_by_none(conversations: Sequence[Conversation]) -> dict[int, Conversation]:
+    """By index, without those that another line goes on with: a log may have one line per request of a session."""
+    keys = [(json.dumps(one.tools), *map(json.dumps, one.messages)) for one in conversations]
+    # Equal lines all stay: at a temperature, each gets an answer of its own.
+    return {index: conversations[index] for index, holder in enumerate(holders(keys)) if keys[index] == keys[holder]}

@@ -2,88 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow.compute
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Features, List, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from jinja2 import TemplateError
 
 from sglang_dflash import __version__
+from sglang_dflash.training.messages import messages_of, render, tools_of
 
-_FROM = {"human": "user", "gpt": "assistant"}
 # Number of batches that are sorted by length together: little padding, and still a shuffled order.
 _SORTED_BATCHES = 32
 # From this number of conversations on, several processes tokenize.
 _MANY = 20_000
-FORMS = (
-    '"messages": [{"role", "content"}], "conversations": [{"from", "value"}], "prompt" and "response", or '
-    '"input_ids" and "spans"'
-)
-
-
-def messages_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The conversation of one JSONL object.
-
-    Raises:
-        ValueError: it has none of the known forms, no user turn, or a turn without role or content.
-    """
-    if row.get("messages"):
-        pairs = [(turn.get("role"), turn.get("content")) for turn in _turns(row["messages"])]
-    elif row.get("conversations"):
-        turns = _turns(row["conversations"])
-        pairs = [(_FROM.get(turn.get("from"), turn.get("from")), turn.get("value")) for turn in turns]
-    elif row.get("prompt") is not None:
-        pairs = [("user", row["prompt"])]
-        pairs += [("assistant", row["response"])] if row.get("response") is not None else []
-    else:
-        raise ValueError(f"it has the keys {sorted(row)}; it must have {FORMS}.")
-    if row.get("system"):
-        pairs = [("system", row["system"]), *pairs]
-    if not pairs or not all(isinstance(role, str) and isinstance(content, str) for role, content in pairs):
-        raise ValueError("every turn must have a role and a content, both text.")
-    first_user = next((i for i, (role, _) in enumerate(pairs) if role == "user"), len(pairs))
-    # Assistant turns before the first user turn (ShareGPT has such rows) answer no question: they are dropped.
-    kept = [turn for i, turn in enumerate(pairs) if i >= first_user or turn[0] != "assistant"]
-    if first_user == len(pairs):
-        raise ValueError("it has no user turn.")
-    return [{"role": role, "content": content} for role, content in kept]
-
-
-def _turns(value: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
-        raise ValueError("its turns must be a list of objects.")
-    return value
+_FEATURES = Features({"input_ids": List(Value("int64")), "spans": List(List(Value("int64")))})
 
 
 def tokenize(
-    tokenizer: Any, messages: list[dict[str, str]], end_ids: set[int], **template: Any
+    tokenizer: Any, messages: list[dict[str, Any]], end_ids: set[int], **template: Any
 ) -> list[dict[str, Any]]:
     """One sample with all assistant turns if the chat template only appends text, else one sample per assistant turn.
 
     Args:
         end_ids: the target's end tokens; a turn is learned up to and including the first of them.
-        template: keyword arguments of the chat template.
+        template: keyword arguments of the chat template, `tools` among them.
 
     Returns:
         Samples with `input_ids` and `spans`; a span [start, end) holds the tokens of one answer.
 
     Raises:
-        ValueError: the chat template refuses this conversation.
+        ValueError: the chat template refuses this conversation, or does not write a tool call where it was made.
     """
-
-    def text(turns: list[dict[str, str]], asks: bool) -> str:
-        try:
-            return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks, **template)
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from None
-
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    texts = [(text(messages[:i], True), text(messages[: i + 1], False)) for i in turns]
+    texts = [
+        (render(tokenizer, messages[:i], True, **template), render(tokenizer, messages[: i + 1], False, **template))
+        for i in turns
+    ]
+    for i, (prompt, full) in zip(turns, texts, strict=True):
+        _check_calls(messages[i], prompt, full)
     whole = texts[-1][1] if texts else ""
     if all(whole.startswith(full) and full.startswith(prompt) for prompt, full in texts):
         samples = [(whole, [(len(prompt), len(full)) for prompt, full in texts])]
@@ -97,12 +59,24 @@ def tokenize(
     return [sample for text, spans in samples if (sample := _encode(tokenizer, text, spans, end_ids))["spans"]]
 
 
+def _check_calls(message: Mapping[str, Any], prompt: str, full: str) -> None:
+    for call in message.get("tool_calls") or ():
+        name = call["function"]["name"]
+        if not full.startswith(prompt) or name not in full[len(prompt) :]:
+            raise ValueError(
+                f"the chat template does not write the call of {name} behind its prompt, so it cannot be learned; "
+                "`sglang-dflash regenerate` makes data that can."
+            )
+
+
 def _encode(tokenizer: Any, text: str, spans: list[tuple[int, int]], end_ids: set[int]) -> dict[str, Any]:
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    begins = [begin for begin, _ in offsets]
     learned = []
     for first, last in spans:
-        inside = [i for i, (begin, end) in enumerate(offsets) if begin >= first and end <= last and end > begin]
+        places = range(bisect_left(begins, first), bisect_left(begins, last))
+        inside = [i for i in places if begins[i] < offsets[i][1] <= last]
         if inside:
             stop = next((i for i in inside if ids[i] in end_ids), inside[-1])
             learned.append([inside[0], stop + 1])
@@ -124,35 +98,40 @@ def read(
     Raises:
         ValueError: a file is not JSONL, a line has no conversation, or nothing is left to learn.
     """
+    arguments = (tokenizer, end_ids, max_length, template)
+    data = concatenate_datasets([_read_file(path, *arguments) for path in paths])
+    if not len(data):
+        raise ValueError(f"{', '.join(paths)} holds nothing to learn: no assistant turn has two tokens or more.")
+    return data
 
-    def convert(rows: dict[str, list[Any]], indices: list[int], version: str) -> dict[str, list[Any]]:
+
+def _read_file(path: str, tokenizer: Any, end_ids: set[int], max_length: int, template: Mapping[str, Any]) -> Dataset:
+    def convert(rows: dict[str, list[str]], indices: list[int], version: str) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {"input_ids": [], "spans": []}
-        for place, index in enumerate(indices):
-            row = {key: values[place] for key, values in rows.items() if values[place] is not None}
-            for sample in _samples(row, tokenizer, end_ids, template, f"{', '.join(paths)}, conversation {index + 1}"):
+        for line, index in zip(rows["text"], indices, strict=True):
+            for sample in _samples(line, tokenizer, end_ids, template, f"{path}, line {index + 1}"):
                 if (kept := trim(sample, max_length)) is not None:
                     found["input_ids"].append(kept["input_ids"])
                     found["spans"].append(kept["spans"])
         return found
 
+    if not os.path.getsize(path):
+        raise ValueError(f"{path} cannot be read as JSONL: there are no lines.")
     try:
-        raw = load_dataset("json", data_files=list(paths), split="train")
+        # Lines as text: read as JSON, the objects of all rows would get the keys of all others, with null as value.
+        raw = load_dataset("text", data_files=path, split="train")
     except (DatasetGenerationError, ValueError) as error:
-        raise ValueError(f"{', '.join(paths)} cannot be read as JSONL: {_first_line(error)}") from None
-    except StopIteration:  # the reader's error for an empty file
-        raise ValueError(f"{', '.join(paths)} cannot be read as JSONL: there are no lines.") from None
-    data = raw.map(
+        raise ValueError(f"{path} cannot be read as JSONL: {_first_line(error)}") from None
+    return raw.map(
         convert,
         batched=True,
         with_indices=True,
         remove_columns=raw.column_names,
+        features=_FEATURES,
         num_proc=min(os.cpu_count() or 1, 16) if len(raw) >= _MANY else None,
         fn_kwargs={"version": __version__},  # part of the cache's key: another version tokenizes again
         desc="Tokenizing",
     )
-    if not len(data):
-        raise ValueError(f"{', '.join(paths)} holds nothing to learn: no assistant turn has two tokens or more.")
-    return data
 
 
 def lengths(data: Dataset) -> list[int]:
@@ -171,19 +150,36 @@ def check_ids(data: Dataset, vocab_size: int, where: str) -> None:
 
 
 def _samples(
-    row: dict[str, Any], tokenizer: Any, end_ids: set[int], template: Mapping[str, Any], where: str
+    line: str, tokenizer: Any, end_ids: set[int], template: Mapping[str, Any], where: str
 ) -> Iterable[Mapping[str, Any]]:
+    if not line.strip():
+        return []
     try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError("it must be a JSON object.")
         if row.get("input_ids") and row.get("spans"):
+            _check_ids(row["input_ids"])
             _check_spans(row["spans"], len(row["input_ids"]))
             return [row]
-        return tokenize(tokenizer, messages_of(row), end_ids, **template)
+        return tokenize(tokenizer, messages_of(row), end_ids, **{**template, **tools_of(row)})
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: it is not valid JSON: {error}.") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _check_spans(spans: Sequence[Sequence[int]], length: int) -> None:
-    if not all(len(span) == 2 and 0 <= span[0] <= span[1] <= length for span in spans):
+def _check_ids(ids: Any) -> None:
+    if not isinstance(ids, list) or not all(type(token) is int and abs(token) < 1 << 31 for token in ids):
+        raise ValueError("its input_ids must be a list of token ids.")
+
+
+def _check_spans(spans: Any, length: int) -> None:
+    def within(span: Any) -> bool:
+        pair = isinstance(span, list) and len(span) == 2 and all(type(place) is int for place in span)
+        return pair and 0 <= span[0] <= span[1] <= length
+
+    if not isinstance(spans, list) or not all(map(within, spans)):
         raise ValueError(f"its spans are {spans}; each must be [start, end] within its {length} input_ids.")
 
 

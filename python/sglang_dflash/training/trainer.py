@@ -23,6 +23,7 @@ from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.training.blocks import Blocks, dense_mask, flex_mask, make_blocks, sample_anchors
 from sglang_dflash.training.conversations import check_ids, collate, lengths, micro_batches, read
 from sglang_dflash.training.evaluation import Acceptance, held_out_acceptance
+from sglang_dflash.training.folding import fold
 from sglang_dflash.training.frozen import FrozenTarget, check_target, mask_token_id
 from sglang_dflash.training.layout import new_config, save_draft, with_dflash2_head
 from sglang_dflash.training.loss import decay_weights, dpace_weights, row_losses, selected_losses, weighted_mean
@@ -69,7 +70,7 @@ class Trainer:
             torch._dynamo.config.recompile_limit = 64
             torch._dynamo.config.fail_on_recompile_limit_hit = True
         with self.accelerator.main_process_first():
-            self.data, self.held_out = self._read()
+            self.data, self.held_out, self.folded = self._read()
         self.steps = self._count_steps()
         optimizer = torch.optim.AdamW(
             self.draft.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
@@ -102,14 +103,18 @@ class Trainer:
         draft.draft_config.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
         return draft
 
-    def _read(self) -> tuple[Dataset, Dataset]:
+    def _read(self) -> tuple[Dataset, Dataset, tuple[int, int]]:
+        """Samples to train on, held-out ones, and the numbers of --data's samples before and after folding."""
         options = self.options
         arguments = (self.target.tokenizer, self.target.end_ids, options.max_length, dict(options.chat_template_kwargs))
         data = read(options.data, *arguments)
         check_ids(data, self.target.config.vocab_size, "--data")
+        found, data = len(data), fold(data)
+        folded = found, len(data)
         if options.held_out_data is not None:
             held_out = read([options.held_out_data], *arguments)
             check_ids(held_out, self.target.config.vocab_size, "--held-out-data")
+            held_out = fold(held_out)
         else:
             if len(data) < 2:
                 raise ValueError(
@@ -118,7 +123,7 @@ class Trainer:
             count = min(len(data) - 1, max(1, round(len(data) * options.held_out)))
             split = data.train_test_split(test_size=count, seed=options.seed)
             data, held_out = split["train"], split["test"]
-        return data, held_out.select(range(min(len(held_out), options.held_out_limit)))
+        return data, held_out.select(range(min(len(held_out), options.held_out_limit))), folded
 
     def _count_steps(self) -> int:
         options, ranks = self.options, self.accelerator.num_processes
@@ -242,12 +247,14 @@ class Trainer:
 
     def _opening(self) -> str:
         config, mixed = self.draft.draft_config, self.accelerator.mixed_precision
+        before, after = self.folded
         lines = [
             f"Training a draft for {self.options.target}",
             f"  draft: {'plain DFlash' if config.selector is None else 'DFlash2'}, {config.num_layers} layers, "
             f"block size {config.block_size}",
             f"  target layers read: {', '.join(map(str, config.target_layer_ids))}",
             f"  data: {len(self.data):,} samples to train on, {len(self.held_out)} held out",
+            *([f"  shared beginnings: {before:,} samples folded into {after:,}"] if after < before else []),
             f"  steps: {self.steps:,}" + (f", resumed after step {self.done:,}" if self.done else ""),
             f"  processes: {self.accelerator.num_processes}",
             f"  device: {self.device.type}",
