@@ -35,7 +35,7 @@ from tools.tiny_pair import agents, corpus
 from tools.tiny_pair.card import Making, tau, write_card
 from tools.tiny_pair.conversations import Conversation, make_conversations, training_prompts
 from tools.tiny_pair.evaluate import MAX_NEW_TOKENS, evaluate, heldout_talks, turn_by_turn
-from tools.tiny_pair.shapes import SHAPES
+from tools.tiny_pair.shapes import MAX_POSITIONS, SHAPES
 from tools.tiny_pair.target import load_target
 from tools.tiny_pair.target_stage import make_target, train_on_sessions
 from tools.tiny_pair.tokenizer import load_tokenizer, save_chat_template
@@ -223,7 +223,7 @@ def _train_draft(args: argparse.Namespace, settings: Settings, answers: Path) ->
         anchors=settings.draft_anchors,
         batch_size=settings.draft_batch,
         init=str(args.out / "draft") if args.go_on else None,
-        max_length=2048,
+        max_length=MAX_POSITIONS,
         epochs=1000,
         max_steps=settings.draft_steps,
         learning_rate=settings.draft_peak,

@@ -43,6 +43,10 @@ class Exchange:
     answer: str
     lines: int = 0
 
+    @classmethod
+    def of_result(cls, result: str, answer: str) -> Exchange:
+        return cls(tool_response(result), answer, result.count("\n") + 1)
+
 
 def tool_call(name: str, **arguments: str) -> str:
     """A call as Qwen's chat templates write it."""
@@ -153,7 +157,7 @@ class Script:
 
     def _result(self, lines: Iterator[str], answer: Callable[[str], str]) -> Exchange:
         result = filled(lines, next(self._sizes))
-        return Exchange(tool_response(result), answer(result), result.count("\n") + 1)
+        return Exchange.of_result(result, answer(result))
 
     def _source(self) -> list[str]:
         return self._project.source(self._rng, next(self._sizes))
@@ -166,12 +170,14 @@ class Script:
         old = rng.choice(sorted(set(re.findall(r"\b\d\d\b", text))))
         new = str(rng.randint(10, 99))
         asked = self._ask(f"Please change {old} to {new} in {path}.", f"In {path}, {old} must be {new}.")
-        yield Exchange(asked, f"I will read {path}.\n{tool_call('read_file', path=path)}")
-        yield Exchange(tool_response(text), _edited(path, text, old, new), text.count("\n") + 1)
+        yield Exchange(asked, _reading(path))
+        changed = _replaced(text, old, new)
+        yield Exchange.of_result(text, _edited(path, changed, old, new))
         yield self._result(self._project.report(rng), _verdict)
         if rng.random() < 0.5:
-            text, old, new = re.sub(rf"\b{old}\b", new, text), new, str(rng.randint(10, 99))
-            yield Exchange(self._ask(f"Sorry, make it {new}.", f"No, I meant {new}."), _edited(path, text, old, new))
+            newer = str(rng.randint(10, 99))
+            asked = self._ask(f"Sorry, make it {newer}.", f"No, I meant {newer}.")
+            yield Exchange(asked, _edited(path, _replaced(changed, new, newer), new, newer))
             yield self._result(self._project.report(rng), _verdict)
 
     def _show(self) -> Iterator[Exchange]:
@@ -180,9 +186,8 @@ class Script:
         wanted = self._rng.choice(functions)
         name = wanted[len("def ") : wanted.index("(")]
         asked = self._ask(f"Show me {name} of {path}.", f"How is {name} of {path} written?")
-        yield Exchange(asked, f"I will read {path}.\n{tool_call('read_file', path=path)}")
-        text = "\n\n".join(functions)
-        yield Exchange(tool_response(text), f"Here is {name}:\n```python\n{wanted}\n```", text.count("\n") + 1)
+        yield Exchange(asked, _reading(path))
+        yield Exchange.of_result("\n\n".join(functions), f"Here is {name}:\n```python\n{wanted}\n```")
 
     def _find(self) -> Iterator[Exchange]:
         wanted = self._project.function(self._rng)
@@ -193,7 +198,7 @@ class Script:
     def _test(self) -> Iterator[Exchange]:
         path = self._project.path(self._rng)
         asked = self._ask(f"Run the tests of {path}.", f"Good. Now check {path}.")
-        yield Exchange(asked, f"I will run the tests.\n{tool_call('run_tests', path=path)}")
+        yield Exchange(asked, _testing(path))
         yield self._result(self._project.report(self._rng), _verdict)
 
     def _list(self) -> Iterator[Exchange]:
@@ -209,20 +214,20 @@ class Script:
         asked = self._ask(f"What is {expression}? Save it in {path}.", f"Compute {expression} and save it in {path}.")
         yield Exchange(asked, f"I will compute it.\n{tool_call('calculate', expression=expression)}")
         save = f"{expression} = {value}. I will save it.\n{tool_call('write_file', path=path, text=value)}"
-        yield Exchange(tool_response(value), save, 1)
-        yield Exchange(tool_response("saved"), f"{expression} = {value}. It is saved in {path}.", 1)
+        yield Exchange.of_result(value, save)
+        yield Exchange.of_result("saved", f"{expression} = {value}. It is saved in {path}.")
 
     def _note(self) -> Iterator[Exchange]:
         rng, path = self._rng, f"{self._rng.choice(NOUNS)}.txt"
         note = rng.choice((str(rng.randint(2, 999)), f"{rng.choice(NOUNS)}: {rng.randint(2, 99)}"))
         asked = self._ask(f"What is in {path}?", f"Please read {path}.")
-        yield Exchange(asked, f"I will read {path}.\n{tool_call('read_file', path=path)}")
-        yield Exchange(tool_response(note), f"{path} says: {note}", 1)
+        yield Exchange(asked, _reading(path))
+        yield Exchange.of_result(note, f"{path} says: {note}")
 
     def _trace(self) -> Iterator[Exchange]:
         path = self._project.path(self._rng)
         asked = self._ask(f"Why does {path} fail?", f"Find the error in {path}.")
-        yield Exchange(asked, f"I will run the tests.\n{tool_call('run_tests', path=path)}")
+        yield Exchange(asked, _testing(path))
         yield self._result(self._project.trace(self._rng), _cause)
 
 
@@ -236,8 +241,19 @@ def filled(lines: Iterator[str], chars: int) -> str:
     return text.rstrip("\n")
 
 
-def _edited(path: str, text: str, old: str, new: str) -> str:
-    changed = re.sub(rf"\b{old}\b", new, text)
+def _reading(path: str) -> str:
+    return f"I will read {path}.\n{tool_call('read_file', path=path)}"
+
+
+def _testing(path: str) -> str:
+    return f"I will run the tests.\n{tool_call('run_tests', path=path)}"
+
+
+def _replaced(text: str, old: str, new: str) -> str:
+    return re.sub(rf"\b{old}\b", new, text)
+
+
+def _edited(path: str, changed: str, old: str, new: str) -> str:
     lead = f"Here is {path} with {new} in place of {old}:"
     return f"{lead}\n```python\n{changed}\n```\n{tool_call('run_tests', path=path)}"
 
