@@ -23,7 +23,7 @@ ALLOWED = {
     "ops": set(),
     "serving": {"core"},
     "reference": {"core", "ops"},
-    "training": {"reference"},
+    "training": {"serving", "reference"},
     "bench": {"serving", "core", "reference"},
     "checking": {"serving", "core", "reference"},
     "fuzz": {"serving", "checking"},

@@ -53,6 +53,8 @@ class Handler(BaseHTTPRequestHandler):
             self._gap(body)
         elif self.path == "/v1/completions":
             self._complete(body)
+        elif self.path == "/v1/chat/completions":
+            self._chat(body)
         else:
             self._json(None)
 
@@ -65,6 +67,34 @@ class Handler(BaseHTTPRequestHandler):
         }
         self._json({"text": "", "meta_info": meta})
 
+    def _chat(self, body: dict[str, Any]) -> None:
+        """Answers a user with a tool call in pieces, and a tool result without one; one prompt token per character."""
+        asked = body["messages"]
+        prompt = [ord(letter) for message in asked for letter in f"{message['role']}:{message['content']}\n"]
+        prompt += [0] * self.options.more_prompt
+        if not body["tools"] or (asked[-1]["role"] == "tool" and not asked[-2]["tool_calls"]):
+            return self._json({"error": {"message": "a result needs a call, and a call its tools"}}, 400)
+        ids = answer_ids(prompt, body["max_tokens"])
+        self._begin_stream()
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, {"content": "I will."}]
+        if asked[-1]["role"] == "user":
+            begun = {"index": 0, "id": f"call-{len(asked)}", "type": "function", "function": {"name": "read"}}
+            pieces = [{"index": 0, "function": {"arguments": piece}} for piece in ('{"path": ', '"a"}')]
+            deltas += [{"tool_calls": [call]} for call in (begun, *pieces)]
+        for delta in deltas:
+            self._event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        self._event({"choices": [], "sglext": {"output_ids": [ids]}})
+        self._event({"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}})
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def _begin_stream(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+
     def _complete(self, body: dict[str, Any]) -> None:
         with Handler.lock:
             Handler.asked += 1
@@ -75,10 +105,7 @@ class Handler(BaseHTTPRequestHandler):
         ids = answer_ids(body["prompt"], body["max_tokens"])
         if self.options.wrong_from is not None:
             ids = [token + 1 if index >= self.options.wrong_from else token for index, token in enumerate(ids)]
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
+        self._begin_stream()
         time.sleep(self.options.first_ms / 1e3)
         for start in range(0, len(ids), self.options.chunk):
             if number == self.options.die_at and start:
@@ -135,6 +162,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--stall-at", type=int, help="number of the request whose stream stops for 60 s")
     parser.add_argument("--refuse-every", type=int, help="a request whose number is a multiple gets a 400")
     parser.add_argument("--copies", action="store_true", help="report a worker's counters in /server_info")
+    parser.add_argument("--more-prompt", type=int, default=0, help="tokens that its chat template adds")
     parser.add_argument("--refuse-start", action="store_true")
     parser.add_argument("--mark", help="a word by which a test finds this process")
     return parser

@@ -15,14 +15,17 @@ from sglang_dflash.bench.records import CellKey, Run
 from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.serving import Arm
 from sglang_dflash.serving.endpoint import Sampling
-from sglang_dflash.serving.sessions import Message, Session
+from sglang_dflash.serving.sessions import Session
 
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 
 
-def render(messages: Sequence[Message], template: dict[str, object]) -> list[int]:
-    """Renders a chat with one token per character."""
-    return [ord(letter) for message in messages for letter in f"{message.role}:{message.content}\n"]
+def render(messages: Sequence[dict[str, Any]], template: dict[str, object], tools: Sequence[object] = ()) -> list[int]:
+    """Renders a chat with one token per character, as the fake server does."""
+    return [ord(letter) for message in messages for letter in f"{message['role']}:{message['content']}\n"]
+
+
+render.template = {}
 
 
 def fake_arm(name: str, *flags: str, engine: str = "sglang", **fields: Any) -> Arm:

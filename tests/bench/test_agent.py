@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.bench.agent import AgentShape, agent_sessions
+from sglang_dflash.bench.agent import AgentShape, agent_sessions, with_tools
 from sglang_dflash.bench.datasets import load
 from sglang_dflash.bench.script import (
     LEAST_RESULT_CHARS,
@@ -24,10 +24,11 @@ from sglang_dflash.bench.script import (
     tool_call,
     tool_lines,
     tool_response,
+    tools,
 )
 from sglang_dflash.serving import TINY_TARGET
 from sglang_dflash.serving.rendering import Renderer
-from sglang_dflash.serving.sessions import Message, Session, Turn
+from sglang_dflash.serving.sessions import Message, Session, ToolCall, Turn, as_openai
 
 CONTEXT = 2_048
 SEEDS = load("tiny", 40, 0)
@@ -162,7 +163,7 @@ def test_the_longest_session_fits_the_embedded_pair(renderer: Renderer, max_new_
     assert shape.turns == (6, 12)
     totals = []
     for session in agent_sessions(load("tiny", None, 0), 60, replace(shape, turns=(12, 12)), 1):
-        sizes = [len(renderer(chat, {})) + max_new_tokens for chat in prompts(session, answer)]
+        sizes = [len(renderer(as_openai(chat), {})) + max_new_tokens for chat in prompts(session, answer)]
         totals.append(max(sizes))
     assert max(totals) <= CONTEXT
     assert max(totals) > CONTEXT * (0.65 if measured else 0.5)
@@ -173,7 +174,7 @@ def test_the_worst_texts_fit_the_embedded_pair(renderer: Renderer) -> None:
     shape = replace(SMALL, turns=(SMALL.turns[1],) * 2, edit_share=0.0)
     answer = " result" * 64
     worst = max(agent_sessions(SEEDS, 300, shape, 9), key=lambda s: str(s).count(" lines"))
-    assert len(renderer(prompts(worst, answer)[-1], {})) + 64 <= CONTEXT
+    assert len(renderer(as_openai(prompts(worst, answer)[-1]), {})) + 64 <= CONTEXT
 
 
 def test_small_contexts_get_fewer_turns_then_a_sentence() -> None:
@@ -259,17 +260,6 @@ def test_scripts_are_coherent() -> None:
 
 def test_the_embedded_template_writes_tools_as_the_scripts_do(renderer: Renderer) -> None:
     """Fails where real tools, calls and results reach the embedded pair in another form than it was trained on."""
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": what,
-                "parameters": {"properties": {key: {} for key in arguments}},
-            },
-        }
-        for name, (what, arguments) in TOOLS.items()
-    ]
     call = {"type": "function", "function": {"name": "read_file", "arguments": {"path": "a.txt"}}}
     said = [
         {"role": "user", "content": "Read."},
@@ -284,6 +274,32 @@ def test_the_embedded_template_writes_tools_as_the_scripts_do(renderer: Renderer
     for system in ("", "Be brief."):
         head = [{"role": "system", "content": system}] if system else []
         lines = "\n".join([*([system] if system else []), *tool_lines()])
-        given = renderer.tokenizer.apply_chat_template([*head, *said], tools=tools, tokenize=False)
+        given = renderer.tokenizer.apply_chat_template([*head, *said], tools=list(tools()), tokenize=False)
         wanted = [{"role": "system", "content": lines}, *scripted]
         assert given == renderer.tokenizer.apply_chat_template(wanted, tokenize=False)
+
+
+def test_with_tools_the_prompts_stay_the_same(renderer: Renderer) -> None:
+    """Fails where a session with tools asks the embedded pair anything else than the same session as text."""
+    call, edits = ToolCall("1", "read_file", '{"path": "a.txt"}'), 0
+    for session in MANY[:40]:
+        real = with_tools(session)
+        texts: list[Message] = []
+        chat: list[Message] = []
+        for turn, real_turn in zip(session.turns, real.turns, strict=True):
+            for messages, edited in ((texts, turn.edits), (chat, real_turn.edits)):
+                for edit in edited:
+                    messages[edit.index] = replace(messages[edit.index], content=edit.content)
+                    edits += 1
+            texts += turn.messages
+            chat += real_turn.messages
+            assert renderer(as_openai(chat), {}, real.tools) == renderer(as_openai(texts), {})
+            # A call comes only where its result follows.
+            index = real.turns.index(real_turn) + 1
+            if index < len(real.turns) and real.turns[index].messages[0].role == "tool":
+                texts.append(Message("assistant", "I will.\n" + tool_call("read_file", path="a.txt")))
+                chat.append(Message("assistant", "I will.", (call,)))
+            else:
+                texts.append(Message("assistant", "Yes."))
+                chat.append(Message("assistant", "Yes.", (call,)))
+    assert edits > 10

@@ -49,6 +49,7 @@ def test_the_command_line_people_know(monkeypatch):
         ({"arms": "vllm"}, "--vllm-python"),
         ({"arms": ""}, "--arms is empty"),
         ({"arms": "transformers", "workload": "agent-open-loop"}, "--workload closed"),
+        ({"tool_call_parser": "qwen"}, "--tool-call-parser is qwen, but --workload is closed"),
         ({"workload": "burst"}, "--workload has burst; it must be one of closed, open-loop, agent, agent-open-loop"),
         ({"radix_cache": "maybe"}, "--radix-cache has maybe"),
         ({"concurrencies": "1,two"}, "--concurrencies is 1,two"),

@@ -19,7 +19,7 @@ from sglang_dflash.bench.measures import measure
 from sglang_dflash.bench.records import Run
 from sglang_dflash.serving.counters import WorkerCounts
 from sglang_dflash.serving.endpoint import Sampling
-from sglang_dflash.serving.sessions import Session
+from sglang_dflash.serving.sessions import Message, Session, Turn, as_openai
 
 
 def cells_of(run: Run) -> dict:
@@ -35,7 +35,7 @@ def test_every_cell_is_measured_and_kept(tmp_path):
     ]
     assert all(not cell.failure and len(cell.records) == 4 for cell in run.cells)
     record = cells_of(run)[key("dflash")].records[2]
-    assert record.ids == answer_ids(render(plan.datasets["letters"][2].turns[0].messages, {}), 6)
+    assert record.ids == answer_ids(render(as_openai(plan.datasets["letters"][2].turns[0].messages), {}), 6)
     assert (record.tokens, record.cached_tokens, record.steps, record.accept_histogram) == (6, 4, 2, [0, 0, 2])
     acceptance = cells_of(run)[key("dflash")].acceptance
     assert (acceptance.tau, acceptance.by_position, acceptance.drafted) == (3.0, [8, 8], 24)
@@ -76,6 +76,37 @@ def test_agent_sessions_start_at_a_rate(tmp_path):
     assert starts[3] > starts[0] + 0.01 and starts[9] < starts[2]
     equality = cells[key("dflash", 40.0)].equality
     assert (equality.compared, equality.different, equality.unjudged, equality.withheld) == (4, 4, 8, True)
+
+
+TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_sessions_with_tools_are_asked_through_the_chat_endpoint(tmp_path):
+    """Fails where tools, a call or a result do not reach the server, a call's pieces are lost, or ids are not read."""
+    said = (("user", "task"), ("tool", "12"), ("user", "go on"), ("user", "more"))
+    session = Session("s", tuple(Turn((Message(*one),)) for one in said), tools=(TOOL,))
+    plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash"), datasets={"letters": [session]}, loads=(1.0,))
+    run = go(plan, tmp_path)
+    off, dflash = run.cells
+    assert [record.failure for record in off.records] == [""] * 4
+    assert [[call[1:] for call in record.calls] for record in off.records] == [
+        [("read", '{"path": "a"}')],
+        [],
+        *[[("read", '{"path": "a"}')]] * 2,
+    ]
+    # The call of the third turn got no result, so the fourth request does not have it.
+    last = "user:task\nassistant:I will.\ntool:12\nassistant:I will.\nuser:go on\nassistant:I will.\nuser:more\n"
+    assert off.records[3].ids == answer_ids([ord(letter) for letter in last], 6)
+    assert (dflash.equality.compared, dflash.equality.identical) == (4, 4)
+    assert Run.load(tmp_path / "run.json").cells == run.cells
+
+
+def test_a_server_that_renders_a_chat_otherwise_is_refused(tmp_path):
+    """Fails where answers to other prompts are compared as if they were to the same."""
+    session = Session("s", (Turn((Message("user", "task"),)),), tools=(TOOL,))
+    plan = make_plan(tmp_path, fake_arm("off", "--more-prompt", "3"), datasets={"letters": [session]}, loads=(1.0,))
+    failed = go(plan, tmp_path).cells[0]
+    assert "made 13 tokens of this chat, the target's chat template 10" in failed.records[0].failure
 
 
 def test_tokens_that_differ_withhold_speeds(tmp_path):

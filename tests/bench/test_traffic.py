@@ -25,7 +25,7 @@ class FakeEndpoint:
         self.asked: list[list[int]] = []
         self.under_way = self.most = 0
 
-    async def ask(self, prompt: list[int], sampling: Sampling, begin: float) -> Completion:
+    async def ask(self, prompt: list[int], sampling: Sampling, begin: float, chat: object = None) -> Completion:
         self.asked.append(prompt)
         number = text(prompt).count("assistant:")
         self.under_way += 1

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionMessageGenericParam, Tool
 from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments
 
-from sglang_dflash.training.messages import messages_of, tools_of
+from sglang_dflash.serving.messages import messages_of, tools_of
 
 ASKED = {"role": "user", "content": "What is in a.txt?"}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "63"}

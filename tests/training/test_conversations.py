@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from sglang_dflash.serving.messages import messages_of
 from sglang_dflash.training.conversations import (
     collate,
     epoch_batches,
@@ -21,7 +22,6 @@ from sglang_dflash.training.conversations import (
     tokenize,
     trim,
 )
-from sglang_dflash.training.messages import messages_of
 
 ASKED = {"role": "user", "content": "Compute 9 * 7."}
 SAID = {"role": "assistant", "content": "First: 9 * 7 = 63.\nThe answer is 63."}

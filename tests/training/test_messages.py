@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from sglang_dflash.serving.messages import messages_of, tools_of
 from sglang_dflash.training.conversations import read, tokenize
-from sglang_dflash.training.messages import messages_of, tools_of
 
 END = "<|im_end|>"
 # Writes tools, calls and results as many templates do: the objects as JSON.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from sglang_dflash.bench.script import (
@@ -14,8 +14,10 @@ from sglang_dflash.bench.script import (
     Project,
     Script,
     filled,
+    result_of,
     tool_lines,
     tool_response,
+    tools,
 )
 from sglang_dflash.serving.sessions import Edit, Message, Session, Turn
 
@@ -29,6 +31,7 @@ SLACK = 0.04
 """Share of the context left free: an answer, tokenized again as text, may have a few more tokens."""
 CUT = " [...]"
 CORRECTION = "\nCorrection: change no tests."
+_TOOL_LINES = "\n".join(tool_lines())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def agent_sessions(seeds: Sequence[Session], count: int, shape: AgentShape, seed
     """Makes sessions of one shape. Session N does not depend on `count`, and its texts do not depend on `think_s`.
 
     Each turn has one user message: the task, a tool result in <tool_response> tags, or a request. So every chat
-    template that supports a system message accepts them.
+    template that supports a system message accepts them. `with_tools` makes the same session for a server with tools.
 
     Args:
         seeds: sessions of a dataset; the last user message of a session's first turn is a task. They are used again if
@@ -146,16 +149,38 @@ def agent_sessions(seeds: Sequence[Session], count: int, shape: AgentShape, seed
     return sessions
 
 
+def with_tools(session: Session) -> Session:
+    """The same session with tools as OpenAI's API has them: the server lists them, and results have their own role.
+
+    The embedded pair's chat template makes the same prompts of both.
+    """
+
+    def message(one: Message) -> Message:
+        if one.role == "system":
+            return replace(one, content=one.content.removesuffix(f"\n{_TOOL_LINES}"))
+        result = result_of(one.content)
+        return one if result is None else Message("tool", result)
+
+    def edit(one: Edit) -> Edit:
+        result = result_of(one.content)
+        return one if result is None else replace(one, content=result)
+
+    turns = [
+        replace(turn, messages=tuple(map(message, turn.messages)), edits=tuple(map(edit, turn.edits)))
+        for turn in session.turns
+    ]
+    return replace(session, turns=tuple(turns), tools=tools())
+
+
 def system_message(rng: random.Random, project: Project, chars: int) -> str:
     """The project, its files and a part of its source in `chars` characters; the tools are last.
 
     It differs between projects from the first line on.
     """
-    tools = "\n".join(tool_lines())
     listing = islice(project.listing(rng), len(VERBS) * len(NOUNS))
     source = chain.from_iterable(function.split("\n") for function in project.source(rng, chars))
     head = [f"Project {project.name}: you are a coding agent. Files:"]
-    return f"{filled(chain(head, listing, source), chars - len(tools) - 1)}\n{tools}"
+    return f"{filled(chain(head, listing, source), chars - len(_TOOL_LINES) - 1)}\n{_TOOL_LINES}"
 
 
 def _cut(text: str, chars: int) -> str:
@@ -212,5 +237,5 @@ def _chars_per_token(count_tokens: Callable[[str], int]) -> float:
     rng = random.Random(0)
     project = Project(rng, 0)
     kinds = (project.listing(rng), project.report(rng), project.hits(rng, project.function(rng)), project.trace(rng))
-    texts = ["\n".join(tool_lines()), "\n\n".join(project.source(rng, 2_000)), *(filled(kind, 2_000) for kind in kinds)]
+    texts = [_TOOL_LINES, "\n\n".join(project.source(rng, 2_000)), *(filled(kind, 2_000) for kind in kinds)]
     return min(len(text) / count_tokens(text) for text in texts)

@@ -34,8 +34,8 @@ def measure(cell: Cell, limits: Limits | None = None) -> dict[str, float]:
     request's own time, including the wait for its first token; median over requests. `goodput_rps`: requests per second
     that meet `limits`. `cached_share`, `draft_cached_share`: share of the prompts' tokens whose KV of target and draft
     was in the prefix cache. The draft's exists only if all requests were answered; what is computed again after a
-    retraction lowers it. `copied_rows`, `copied_accepted`: see `WorkerCounts`. `accept_1`, `accept_2`, ...: share of
-    verify steps that accepted that draft.
+    retraction lowers it. `tool_calls`: calls that the server parsed. `copied_rows`, `copied_accepted`: see
+    `WorkerCounts`. `accept_1`, `accept_2`, ...: share of verify steps that accepted that draft.
     """
     table, wall_s = answers(cell), cell.wall_s or math.nan
     measures = {
@@ -44,6 +44,7 @@ def measure(cell: Cell, limits: Limits | None = None) -> dict[str, float]:
         "tokens": table["tokens"].sum(),
         "tok_s": (table["tokens"].sum() or math.nan) / wall_s,
         "user_tok_s": table["user_tok_s"].median(),
+        "tool_calls": float(sum(len(record.calls) for record in cell.records)),
     }
     quantiles = table[["ttft_ms", "tpot_ms"]].quantile([share / 100 for share in PERCENTILES])
     for share, row in zip(PERCENTILES, quantiles.to_dict("records"), strict=True):

@@ -123,6 +123,14 @@ class Options:
     context_tokens: Annotated[
         int | None, _workload(help="agent: limit of a session. Default: the model's context, at most 32768.")
     ] = None
+    tool_call_parser: Annotated[
+        str,
+        _workload(
+            help="agent: parser of tool calls, as SGLang names it (embedded pair: qwen). Sessions are then asked as "
+            "agents ask: through the OpenAI client, with tools, and the server parses the calls. Default: prompts are "
+            "token ids, and tools are text in them."
+        ),
+    ] = ""
     attention_backends: Annotated[
         str, _servers(help="Comma-separated attention backends of the SGLang arms. Default: SGLang's choice.")
     ] = ""
@@ -193,6 +201,11 @@ class Options:
                 raise ValueError(f"{flag} is {number}; it must be more than 0.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
+        if self.tool_call_parser and not WORKLOADS[self.workload].agent:
+            raise ValueError(
+                f"--tool-call-parser is {self.tool_call_parser}, but --workload is {self.workload}; only agents' "
+                "sessions have tools: give --workload agent or agent-open-loop."
+            )
         self._check_arms()
         self.loads()
         self.urls()

@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_dflash.bench.agent import AgentShape, agent_sessions
+from sglang_dflash.bench.agent import AgentShape, agent_sessions, with_tools
 from sglang_dflash.bench.datasets import load
 from sglang_dflash.bench.options import RADIX, Options, words
 from sglang_dflash.bench.plan import Plan
+from sglang_dflash.bench.script import tools
 from sglang_dflash.bench.workloads import WORKLOADS
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
@@ -20,6 +21,7 @@ from sglang_dflash.serving.endpoint import Sampling
 
 TINY_DATASETS = "arithmetic,code,chat"
 TINY_FLAGS = ("--max-total-tokens", "32768")
+TOOL_PREAMBLE = 200  # tokens with which a chat template may introduce tools
 AGENT_CONTEXT = 32768  # tokens of an agent session at most, if the model's context is longer
 
 
@@ -43,8 +45,12 @@ def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None
     datasets = {name: load(name, most, options.seed) for name in names}
     if workload.agent:
         context = options.context_tokens or min(_context(target), AGENT_CONTEXT)
+        if options.tool_call_parser and not tiny and count_tokens:
+            context -= count_tokens(json.dumps(tools())) + TOOL_PREAMBLE
         shape = AgentShape.fitting(context, tokens, count_tokens, options.think_s)
         datasets = {name: agent_sessions(tasks, most, shape, options.seed) for name, tasks in datasets.items()}
+        if options.tool_call_parser:
+            datasets = {name: list(map(with_tools, sessions)) for name, sessions in datasets.items()}
     arms = arms_of(options.arm_names(), _models(options, target), _serving(options, tiny), options.urls())
     return Plan(
         arms=tuple(sorted(arms, key=lambda arm: arm.name != reference_arm(arms).name)),  # reference first
@@ -123,6 +129,7 @@ def _serving(options: Options, tiny: bool) -> Serving:
         backends=options.backends(),
         radix=RADIX[options.radix_cache],
         tp_size=options.tp_size,
+        tool_call_parser=options.tool_call_parser,
         vllm_python=options.vllm_python,
         dtype=dtype,
         device="cuda" if cuda else "cpu",

@@ -13,6 +13,7 @@ from sglang_dflash.bench.workloads import WORKLOADS, Workload
 from sglang_dflash.serving import AcceptanceStats
 from sglang_dflash.serving.counters import WorkerCounts
 from sglang_dflash.serving.records import Record
+from sglang_dflash.serving.sessions import ToolCall
 
 SCHEMA = 1
 
@@ -167,7 +168,7 @@ class Run:
 def _cell(row: dict[str, Any]) -> Cell:
     return Cell(
         key=CellKey(**row["key"]),
-        records=[Record(**record) for record in row["records"]],
+        records=[_record(record) for record in row["records"]],
         wall_s=row["wall_s"],
         acceptance=AcceptanceStats(**row["acceptance"]) if row["acceptance"] else None,
         equality=Equality(**row["equality"]) if row["equality"] else None,
@@ -176,6 +177,10 @@ def _cell(row: dict[str, Any]) -> Cell:
         failure=row["failure"],
         log_tail=row["log_tail"],
     )
+
+
+def _record(row: dict[str, Any]) -> Record:
+    return Record(**{**row, "calls": [ToolCall(*call) for call in row.get("calls", [])]})
 
 
 def total_acceptance(records: Sequence[Record]) -> AcceptanceStats | None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count as counting
+from typing import Any
 
 LEAST_RESULT_CHARS = 64
 """At least as long as the longest request, and longer than the text that replaces a removed result."""
@@ -53,14 +54,42 @@ def tool_call(name: str, **arguments: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+_RESPONSE = ("<tool_response>\n", "\n</tool_response>")
+
+
 def tool_response(result: str) -> str:
     """A result as Qwen's chat templates write it."""
-    return f"<tool_response>\n{result}\n</tool_response>"
+    return result.join(_RESPONSE)
+
+
+def result_of(said: str) -> str | None:
+    """The result in a `tool_response`; None if it is another text."""
+    start, end = _RESPONSE
+    return said[len(start) : -len(end)] if said.startswith(start) and said.endswith(end) else None
 
 
 def tool_lines() -> list[str]:
     """The tools as the embedded pair's chat template lists them."""
     return ["Tools:", *(f"- {name}({', '.join(arguments)}): {what}" for name, (what, arguments) in TOOLS.items())]
+
+
+def tools() -> tuple[dict[str, Any], ...]:
+    """The tools as OpenAI's API has them."""
+    return tuple(
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": what,
+                "parameters": {
+                    "type": "object",
+                    "properties": {argument: {"type": "string"} for argument in arguments},
+                    "required": list(arguments),
+                },
+            },
+        }
+        for name, (what, arguments) in TOOLS.items()
+    )
 
 
 class Project:

@@ -25,7 +25,8 @@ def turn_tables(run: Run, cells: pd.DataFrame) -> list[str]:
         header += ["TTFT p50 (ms)", "TTFT p90 (ms)", "per request (tok/s)", "tau"]
         lines = [_line(row, backends) for _, row in rows.iterrows()]
         blocks += [f"## {escaped(dataset)} turn by turn, {run.kind.words(load)}", grid(header, lines)]
-        blocks += _savings(cells[(cells["dataset"] == dataset) & (cells["load"] == load)], backends)
+        called = bool(run.options.get("tool_call_parser"))
+        blocks += _savings(cells[(cells["dataset"] == dataset) & (cells["load"] == load)], backends, called)
     note = (
         "By turn, prompt tokens, TTFT and tok/s are medians over the requests; cached and tau are of all of them. Then "
         "medians over the repeats. tok/s includes the wait for the first token."
@@ -33,10 +34,10 @@ def turn_tables(run: Run, cells: pd.DataFrame) -> list[str]:
     return [*blocks, note] if blocks else []
 
 
-def _savings(rows: pd.DataFrame, backends: bool) -> list[str]:
-    """What all turns together found in the prefix cache, and what was copied instead of drafted."""
+def _savings(rows: pd.DataFrame, backends: bool, called: bool) -> list[str]:
+    """What all turns together found in the prefix cache, what was copied instead of drafted, and the tool calls."""
     header = ["method", *["backend"] * backends, "prefix cache", "prompt tokens", "cached (%)", "cached in draft (%)"]
-    header += ["tau", "copied rows", "copied accepted"]
+    header += ["tau", "copied rows", "copied accepted", *["tool calls"] * called]
     lines = [
         [
             *_place(row, backends),
@@ -46,6 +47,7 @@ def _savings(rows: pd.DataFrame, backends: bool) -> list[str]:
             number(row["tau"]),
             count(row["copied_rows"]),
             count(row["copied_accepted"]),
+            *[count(row["tool_calls"])] * called,
         ]
         for _, row in rows[rows["repeats"] > 0].iterrows()
     ]

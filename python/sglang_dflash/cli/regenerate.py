@@ -19,10 +19,11 @@ from rich.console import Console
 from sglang_dflash.serving import Client, Completion, Progress, Server, ServerError
 from sglang_dflash.serving.arms import START_S
 from sglang_dflash.serving.errors import first_line
+from sglang_dflash.serving.messages import messages_of, tools_of
 from sglang_dflash.serving.prompts import read_rows, session_of
 from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.serving.sessions import as_openai
 from sglang_dflash.training.folding import holders
-from sglang_dflash.training.messages import messages_of, render, tools_of
 from sglang_dflash.training.options import template_kwargs
 
 _PATIENCE_S = 24 * 3600.0  # a request may wait long in the server's queue
@@ -229,12 +230,10 @@ class Regeneration:
         self, client: Client, history: Sequence[dict[str, Any]], tools: Mapping[str, Any]
     ) -> tuple[list[int], Completion] | None:
         """The prompt's ids and the target's answer to it; None where the chat template or the server refuses."""
-        tokenizer = self.renderer.tokenizer
         try:
-            text = render(tokenizer, history, True, **{**json.loads(self.asking.chat_template_kwargs), **tools})
+            prompt = self.renderer(history, {}, **tools)
         except ValueError:
             return None
-        prompt = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         try:
             answer = client.generate(
                 prompt, max_new_tokens=self.asking.max_new_tokens, temperature=self.asking.temperature
@@ -270,7 +269,7 @@ def _read_conversations(data: Path) -> list[Conversation]:
             raise ValueError("it has `chat_template_kwargs`; give --chat-template-kwargs, which holds for all lines.")
         if "turns" not in row:
             return Conversation(messages_of(row), tools_of(row))
-        asked = [[asdict(message) for message in turn.messages] for turn in session_of(row, number).turns]
+        asked = [as_openai(turn.messages) for turn in session_of(row, number).turns]
         messages = [message for turn in asked for message in (*turn, {"role": "assistant", "content": ""})]
         return Conversation(messages, tools_of(row))
 

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from sglang_dflash.serving.errors import sentence
+from sglang_dflash.serving.sessions import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Completion:
         failure: why the server failed or aborted the request; a part of the answer may exist.
         start_s, first_s, end_s: of streamed requests, in seconds: sent, first token, last token. `first_s` is None if
             no token came.
+        calls: tool calls that the server parsed; `text` does not contain them.
         meta: SGLang's whole `meta_info`.
     """
 
@@ -92,6 +94,7 @@ class Completion:
     start_s: float = 0.0
     first_s: float | None = None
     end_s: float = 0.0
+    calls: list[ToolCall] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -149,13 +152,19 @@ class Completion:
 
 @dataclass(slots=True)
 class CompletionStream:
-    """The part of one answer of POST /v1/completions that has arrived so far; `start_s`: when it was asked for."""
+    """The part of one answer of POST /v1/completions or /v1/chat/completions that has arrived so far.
+
+    Fields:
+        start_s: when it was asked for.
+        calls: by index, the id, name and arguments of a tool call as they arrive.
+    """
 
     start_s: float
     first_s: float | None = None
     last_s: float = 0.0
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    calls: dict[int, list[str]] = field(default_factory=dict)
     finish: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
@@ -171,15 +180,22 @@ class CompletionStream:
         if event.get("error"):
             raise ValueError(_message(event))
         for choice in event.get("choices") or []:
-            ids, text = choice.get("token_ids") or [], choice.get("text") or ""
-            if ids or text:
+            delta = choice.get("delta") or {}
+            ids, text = choice.get("token_ids") or [], choice.get("text") or delta.get("content") or ""
+            called = delta.get("tool_calls") or []
+            if ids or text or called or delta.get("reasoning_content"):
                 self.first_s = now if self.first_s is None else self.first_s
                 self.last_s = now
             self.ids += ids
             self.texts.append(text)
+            for call in called:
+                parts, function = self.calls.setdefault(call["index"], ["", "", ""]), call.get("function") or {}
+                for place, part in enumerate((call.get("id"), function.get("name"), function.get("arguments"))):
+                    parts[place] += part or ""
             self.finish = choice.get("finish_reason") or self.finish
         self.usage = event.get("usage") or self.usage
         extension = event.get("sglext") or {}
+        self.ids = (extension.get("output_ids") or [self.ids])[0]
         self.details = extension.get("spec_tokens_details") or self.details
         self.cached = extension.get("cached_tokens_details") or self.cached
 
@@ -196,6 +212,7 @@ class CompletionStream:
         return Completion(
             ids=self.ids,
             text="".join(self.texts),
+            calls=[ToolCall(*parts) for _, parts in sorted(self.calls.items())],
             finish={} if failure else {"type": self.finish},
             prompt_tokens=self.usage.get("prompt_tokens") or 0,
             tokens=counted,

@@ -1,23 +1,34 @@
-"""Requests streamed completions from an OpenAI-compatible server and records when tokens arrive."""
+"""Requests streamed answers from an OpenAI-compatible server and records when tokens arrive."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from sglang_dflash.serving.completion import Completion, CompletionStream
 from sglang_dflash.serving.errors import sentence
 
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
 # Request fields beyond OpenAI's that make each engine report token ids, acceptance and cached tokens.
 EXTRAS: dict[str, dict[str, Any]] = {
     "sglang": {"return_token_ids": True, "return_spec_tokens_details": True, "return_cached_tokens_details": True},
     "vllm": {"return_token_ids": True},
     "other": {},
+}
+CHAT_EXTRAS = {
+    **EXTRAS,
+    "sglang": {
+        "return_output_ids_in_sglext": True,
+        "return_spec_tokens_details": True,
+        "return_cached_tokens_details": True,
+    },
 }
 
 
@@ -47,6 +58,20 @@ class Sampling:
         return body | ({"ignore_eos": True} if self.ignore_eos else {})
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A request with tools. The server renders it and parses the answer's calls.
+
+    Fields:
+        messages, tools: as OpenAI's API has them.
+        template: keyword arguments of the chat template.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: Sequence[dict[str, Any]]
+    template: dict[str, Any]
+
+
 class Endpoint:
     """One running server. Use it as an asynchronous context manager."""
 
@@ -72,6 +97,7 @@ class Endpoint:
             timeout=httpx.Timeout(stall_s, connect=30.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
+        self._openai: AsyncOpenAI | None = None
 
     async def __aenter__(self) -> Endpoint:
         """
@@ -90,11 +116,14 @@ class Endpoint:
     async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
 
-    async def ask(self, prompt_ids: list[int], sampling: Sampling, begin: float) -> Completion:
-        """Requests one streamed completion. A failure is part of it, not raised.
+    async def ask(
+        self, prompt_ids: list[int], sampling: Sampling, begin: float, chat: Chat | None = None
+    ) -> Completion:
+        """Requests one streamed answer. A failure is part of it, not raised.
 
         Args:
             begin: value of `time.perf_counter()` from which the completion's times count.
+            chat: asked at /v1/chat/completions, if there is one. It fails unless the server renders it as `prompt_ids`.
         """
         stream = CompletionStream(time.perf_counter() - begin)
         room = self.context - len(prompt_ids) if self.context else sampling.max_new_tokens
@@ -102,13 +131,10 @@ class Endpoint:
         if room < 1:
             failure = f"the prompt has {len(prompt_ids)} tokens, but the context has {self.context}"
             return stream.completion(failure, stream.start_s)
-        body = {
-            **{"model": self.model, "prompt": prompt_ids, "stream": True, "stream_options": {"include_usage": True}},
-            **sampling.body(room),
-            **EXTRAS[self.engine],
-        }
+        body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **sampling.body(room)}
+        events = self._chat_events(body, chat) if chat else self._events({**body, "prompt": prompt_ids})
         try:
-            async for event in self._events(body):
+            async for event in events:
                 self._heard_at = time.perf_counter()
                 stream.take(event, self._heard_at - begin)
         except httpx.ReadTimeout:
@@ -116,15 +142,40 @@ class Endpoint:
             self.stalled = time.perf_counter() - self._heard_at >= self.stall_s
         except (httpx.HTTPError, ValueError) as error:
             failure = sentence(error, 300)
+        rendered = stream.usage.get("prompt_tokens")
+        if chat and not failure and rendered != len(prompt_ids):
+            failure = f"the server made {rendered} tokens of this chat, the target's chat template {len(prompt_ids)}"
         return stream.completion(failure, time.perf_counter() - begin)
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        async with self._http.stream("POST", "/v1/completions", json=body) as response:
+        async with self._http.stream("POST", "/v1/completions", json=body | EXTRAS[self.engine]) as response:
             if response.status_code != 200:
                 raise ValueError(f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')}")
             async for line in response.aiter_lines():
                 if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
                     yield json.loads(data)
+
+    async def _chat_events(self, body: dict[str, Any], chat: Chat) -> AsyncIterator[dict[str, Any]]:
+        from openai import APITimeoutError, AsyncOpenAI, OpenAIError  # of the extra [bench]
+
+        if self._openai is None:
+            key = self._http.headers.get("authorization", "").removeprefix("Bearer ") or "none"
+            base_url = f"{self.url}/v1"
+            self._openai = AsyncOpenAI(base_url=base_url, api_key=key, http_client=self._http, max_retries=0)
+        extra = {**CHAT_EXTRAS[self.engine], "chat_template_kwargs": chat.template}
+        ignores_eos = body.pop("ignore_eos", None)
+        extra |= {} if ignores_eos is None else {"ignore_eos": ignores_eos}
+        try:
+            answer: Any = self._openai.chat.completions.create(
+                **body, messages=chat.messages, tools=chat.tools, tool_choice="auto", extra_body=extra
+            )
+            async with await answer as stream:
+                async for chunk in stream:
+                    yield chunk.model_dump()
+        except APITimeoutError as error:
+            raise httpx.ReadTimeout(str(error)) from None
+        except OpenAIError as error:
+            raise ValueError(str(error)) from None
 
     async def flush(self) -> bool:
         """Empties the prefix cache; False if the server cannot do that."""

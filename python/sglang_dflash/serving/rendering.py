@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from sglang_dflash.serving.errors import sentence
-from sglang_dflash.serving.sessions import Message
+from sglang_dflash.serving.messages import messages_of, render, tools_of
 
 
 class Renderer:
@@ -35,27 +32,29 @@ class Renderer:
             raise ValueError(f"{flag} {model}: its tokenizer cannot be read: {sentence(error, 200)}") from None
         if not self.tokenizer.chat_template:
             raise ValueError(f"{flag} {model}: its tokenizer has no chat template, which the prompts need.")
-        self._template = template
+        self.template = template
 
-    def __call__(self, messages: Sequence[Message], template: dict[str, Any]) -> list[int]:
-        """The prompt for the next answer to `messages`, as token ids.
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """The prompt for the next answer, as token ids: those that SGLang's chat endpoint makes.
 
         Args:
+            messages, tools: as OpenAI's API has them.
             template: more keyword arguments of the chat template; they override those of the run.
 
         Raises:
             ValueError: the template rejects the chat.
         """
+        given = {**self.template, **template, **tools_of({"tools": list(tools)})}
         try:
-            text = self.tokenizer.apply_chat_template(
-                [asdict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-                **{**self._template, **template},
-            )
-        except TemplateError as error:
-            roles = ", ".join(message.role for message in messages)
-            raise ValueError(f"The target's chat template rejects a chat with the roles {roles}: {error}") from None
+            text = render(self.tokenizer, messages_of({"messages": list(messages)}), True, **given)
+        except ValueError as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ValueError(f"The target's chat template gets a chat with the roles {roles}: {error}") from None
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def plain(self, text: str) -> list[int]:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+
+class ToolCall(NamedTuple):
+    """A tool call that the server parsed. `arguments`: JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat. `role`: system, user or assistant."""
+    """One message of a chat.
+
+    Fields:
+        role: system, user, assistant or tool.
+        calls: tool calls of an assistant's message.
+    """
 
     role: str
     content: str
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,7 @@ class Session:
         template: keyword arguments of the chat template, in addition to those of the run.
         input_ids: the prompt of the only turn, if it is given as token ids.
         text: the prompt of the only turn, if it is a text without a chat template.
+        tools: as OpenAI's API has them. With tools, the server renders the chat and parses the calls.
     """
 
     id: str
@@ -58,6 +76,7 @@ class Session:
     template: dict[str, object] = field(default_factory=dict)
     input_ids: tuple[int, ...] = ()
     text: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def of_texts(cls, id: str, texts: list[str], system: str = "") -> Session:
@@ -66,3 +85,24 @@ class Session:
         turns = [Turn((Message("user", text),)) for text in texts]
         turns[0] = Turn((*first, *turns[0].messages))
         return cls(id, tuple(turns))
+
+
+def as_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The chat as OpenAI's API has it. A tool result answers the first call of the message before it.
+
+    A call without a result is left out, and a result without a call becomes a user's message, because templates and
+    servers may refuse either.
+    """
+    chat: list[dict[str, Any]] = []
+    call: ToolCall | None = None
+    for message, following in zip_longest(messages, messages[1:]):
+        role = "user" if message.role == "tool" and call is None else message.role
+        made: dict[str, Any] = {"role": role, "content": message.content}
+        if role == "tool" and call is not None:
+            made["tool_call_id"] = call.id
+        call = message.calls[0] if message.calls and following is not None and following.role == "tool" else None
+        if call is not None:
+            function = {"name": call.name, "arguments": call.arguments}
+            made["tool_calls"] = [{"id": call.id, "type": "function", "function": function}]
+        chat.append(made)
+    return chat

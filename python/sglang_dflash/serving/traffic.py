@@ -6,12 +6,12 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from sglang_dflash.serving.endpoint import Endpoint, Sampling
+from sglang_dflash.serving.endpoint import Chat, Endpoint, Sampling
 from sglang_dflash.serving.records import Record
 from sglang_dflash.serving.rendering import Renderer
-from sglang_dflash.serving.sessions import Message, Session
+from sglang_dflash.serving.sessions import Message, Session, as_openai
 
 
 @dataclass(slots=True)
@@ -108,21 +108,25 @@ class Player:
             if number and self._endpoint.context and len(prompt) >= self._endpoint.context:
                 played.unasked += len(session.turns) - number
                 return
-            reply = await self._endpoint.ask(prompt, self._sampling, self._begin)
+            chat = None
+            if session.tools:
+                template = {**self._renderer.template, **session.template}
+                chat = Chat(as_openai(messages), session.tools, template)
+            reply = await self._endpoint.ask(prompt, self._sampling, self._begin, chat)
             record = Record.of(session.id, number, reply)
             records.append(record)
             self._on_answer(record)
             if record.failure:
                 self._stalled = self._stalled or (record.failure if self._endpoint.stalled else "")
                 return
-            messages = [*messages, Message("assistant", record.text)]
+            messages = [*messages, _answer(record)]
 
 
 def prompt_of(session: Session, messages: Sequence[Message], renderer: Renderer) -> list[int]:
     """The prompt for the next answer to `messages`, as token ids."""
     if session.text:
         return renderer.plain(session.text)
-    return list(session.input_ids) or renderer(messages, session.template)
+    return list(session.input_ids) or renderer(as_openai(messages), session.template, session.tools)
 
 
 def prompts_of(sessions: Sequence[Session], records: Sequence[Record], renderer: Renderer) -> dict[str, list[int]]:
@@ -140,13 +144,17 @@ def prompts_of(sessions: Sequence[Session], records: Sequence[Record], renderer:
         for record in by_session.get(session.id, []):
             messages = _after(session, record.turn, messages)
             prompts[record.id] = prompt_of(session, messages, renderer)
-            messages = [*messages, Message("assistant", record.text)]
+            messages = [*messages, _answer(record)]
     return prompts
+
+
+def _answer(record: Record) -> Message:
+    return Message("assistant", record.text, tuple(record.calls))
 
 
 def _after(session: Session, number: int, messages: Sequence[Message]) -> list[Message]:
     """The chat after turn `number` has edited it and added its messages."""
     turn = session.turns[number]
     edits = {edit.index: edit.content for edit in turn.edits}
-    edited = [Message(m.role, edits.get(index, m.content)) for index, m in enumerate(messages)]
+    edited = [replace(m, content=edits.get(index, m.content)) for index, m in enumerate(messages)]
     return [*edited, *turn.messages]

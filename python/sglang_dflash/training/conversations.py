@@ -15,7 +15,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets, load_
 from datasets.exceptions import DatasetGenerationError
 
 from sglang_dflash import __version__
-from sglang_dflash.training.messages import messages_of, render, tools_of
+from sglang_dflash.serving.messages import messages_of, render, tools_of
 
 # Number of batches that are sorted by length together: little padding, and still a shuffled order.
 _SORTED_BATCHES = 32
