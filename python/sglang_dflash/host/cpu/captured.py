@@ -9,7 +9,7 @@ layers, are compiled once. Inductor keeps the compiled pieces on disk for the ne
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +102,9 @@ class CapturedLayers:
     def _trace(
         self, call: Layers, rows: torch.Tensor, mode: ForwardMode, fakes: FakeTensorMode, sections: bool
     ) -> torch.fx.Graph:
-        any_rows = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (rows.dim() - 1))
+        any_rows: StatelessSymbolicContext = StatelessSymbolicContext(
+            dynamic_sizes=[DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (rows.dim() - 1)
+        )
         fake_rows = fakes.from_tensor(rows, symbolic_context=any_rows)
         weights = [fakes.from_tensor(tensor, static_shapes=True) for tensor in self._weights]
         with fakes:
@@ -133,7 +135,8 @@ class CapturedLayers:
         context = forward_context(ForwardContext(attn_backend=backend))
         with context, fakes, torch.no_grad(), _KeepRows(), _symbolic_len(self._module):
             graph = make_fx(run, decomposition_table=select_decomp_table())(weights, fake_rows, positions).graph
-        if fake_rows.shape[0].node.expr.is_number:  # a size became a number: the trace holds for the example alone
+        rows_traced: Any = fake_rows.shape[0]
+        if rows_traced.node.expr.is_number:  # a size became a number: the trace holds for the example alone
             raise ValueError(f"the model's code fixes the number of rows, to {ROWS_HINT}")
         return graph
 
@@ -149,10 +152,10 @@ class CapturedLayers:
             for node in piece.outputs:
                 places[node] = len(places)
             if piece.graph is None:
-                call, run = piece.inputs[0], None
-                tensors = 4 if call.target is _ATTEND else 3
-                layer = self._layers[call.args[tensors]]
-                inputs = [None if node is None else places[node] for node in call.args[:tensors]]
+                run = None
+                *tensors, place = _arguments(piece.inputs[0])
+                layer = self._layers[place]
+                inputs = [None if node is None else places[node] for node in tensors]
             else:
                 layer, inputs = None, [places[node] for node in piece.inputs]
                 if piece.signature not in compiled:
@@ -160,15 +163,16 @@ class CapturedLayers:
                     compiled[piece.signature] = _build(piece, weights)
                 run = compiled[piece.signature]
             self._steps.append(_Step(run, layer, inputs, [places[node] for node in piece.outputs]))
-        self._outputs = [places[node] for node in graph.output_node().args[0]]
+        outputs: Any = graph.output_node().args[0]
+        self._outputs = [places[node] for node in outputs]
         self._places = len(places)
         self.distinct_pieces = len(compiled)
 
     def run(self, rows: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch) -> list[torch.Tensor]:
         """The hidden states, then the tapped ones. The attention backend must have prepared `forward_batch`."""
-        backend = get_attn_backend() if self._layers else None
-        attend = getattr(backend, "full_attn_backend", backend)  # a hybrid backend has one for each kind of layer
-        recur = getattr(backend, "linear_attn_backend", None)
+        backend: Any = get_attn_backend() if self._layers else None
+        attend: Any = getattr(backend, "full_attn_backend", backend)  # a hybrid backend has one for each kind of layer
+        recur: Any = getattr(backend, "linear_attn_backend", None)
         values: list[Any] = [*self._weights, rows, positions]
         values += [None] * (self._places - len(values))
         for step in self._steps:
@@ -186,6 +190,11 @@ class CapturedLayers:
                 for place, value in zip(step.outputs, step.run(inputs), strict=True):
                     values[place] = value
         return [values[place] for place in self._outputs]
+
+
+def _arguments(call: torch.fx.Node) -> Sequence[Any]:
+    """The nodes of a recorded op's tensors (None where it has none), and the index of its layer."""
+    return call.args[: 5 if call.target is _ATTEND else 4]
 
 
 def _build(piece: Piece, weights: int) -> Any:
