@@ -240,6 +240,23 @@ def test_learning_counts_tokens_up_to_the_first_wrong_one():
     assert request.misses == 1 and 0.5 < request.expected_misses < 2.5
 
 
+def test_tokens_that_the_host_gets_later_are_taken_once():
+    """Fails where a turn's tokens are not copied from, or are taken again when the host has them."""
+    copies, answer = Copying(4, VOCAB), array("q")
+    for known, newest, offered in (
+        ([], [], [4, 5, 6, 1]),
+        ([], [4, 5, 6], [1, 2, 3, 4]),
+        ([], [4, 5, 6, 1, 9], None),
+        ([4, 5, 6, 1, 9], [], None),
+        ([4, 5, 6, 1, 9], [5, 6, 1], [9, 5, 6, 1]),
+    ):
+        answer[:] = array("q", known)
+        copies.see({"a": Text([1, 2, 3, 4, 5, 6, 1, 2, 3], answer, newest)})
+        offer = copies.offer("a")
+        assert (offer and offer.ids) == offered, newest
+        assert copies._requests["a"].index.tokens == [1, 2, 3, 4, 5, 6, 1, 2, 3, *known, *newest]
+
+
 # Copy or draft.
 
 

@@ -76,6 +76,29 @@ def test_every_step_of_a_turn_commits_plain_decoding(seed):
         assert max(lengths) == 3, lengths
 
 
+def test_copies_see_what_a_turn_has_committed():
+    """Fails where a step of a turn copies from a text that lacks the tokens of the steps before, or has them twice."""
+    shown: list[list[int]] = []
+
+    def see(texts: dict[str, Any]) -> None:
+        shown.extend([*text.prompt, *text.answer, *text.newest] for text in texts.values())
+
+    with configured():
+        rig = Taking(0, PLAIN)
+        rig.policy.copying = SimpleNamespace(see=see)
+        for _ in range(2):
+            before = [list(one.text) for one in rig.running]
+            steps = rig.turn(3)
+            lengths = [[int(step.accept_lens[place]) for step in steps] for place in range(len(PLAIN))]
+            expected = [
+                list(one.text[: len(text) + sum(lengths[place][:number])])
+                for number in range(len(steps))
+                for place, (one, text) in enumerate(zip(rig.running, before, strict=True))
+            ]
+            assert shown == expected and len(steps) == 3
+            shown.clear()
+
+
 def batch_of(**sampling: Any) -> Any:
     batch = decode_batch(**{"ignore_eos": True, "max_new_tokens": 50} | sampling)
     for req in batch.reqs:

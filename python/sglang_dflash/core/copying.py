@@ -163,10 +163,16 @@ class Offer(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What the host knows of a running request; the answer grows in place, its newest token is the bonus."""
+    """The text of a running request. Its last token is the bonus.
+
+    Fields:
+        answer: what the host knows of it; grows in place.
+        newest: tokens behind it, which the host gets later.
+    """
 
     prompt: Sequence[int]
     answer: Sequence[int]
+    newest: Sequence[int] = ()
 
 
 def best_copies(
@@ -202,7 +208,7 @@ class _Request:
     """What is kept of a request.
 
     Fields:
-        text: of which `index` has the prompt and `taken` tokens of the answer.
+        text: of which `index` has the prompt and `taken` tokens behind it.
         ids, groups: of an offer that is not learned from yet: its tokens, and the group of each one's match length. It
             was made for the end of the indexed text.
         misses, expected_misses: decaying sums over copied tokens.
@@ -249,7 +255,7 @@ class Copying:
         """A copy behind the text of a running request, to be asked for at most once in a step."""
         request = self._request(name)
         if not request.wait:
-            self._learn(request)
+            self._learn(request, self._texts[name])
         if request.wait:
             request.wait -= 1
             return None
@@ -279,14 +285,14 @@ class Copying:
         text = self._texts[name]
         request = self._requests.get(name)
         same = request is not None and request.text.prompt is text.prompt and request.text.answer is text.answer
-        if request is None or not same or len(text.answer) < request.taken:
+        if request is None or not same or len(text.answer) + len(text.newest) < request.taken:
             request = self._requests[name] = _Request(text, TextIndex(text.prompt[-MOST_TOKENS:]))
         return request
 
-    def _learn(self, request: _Request) -> None:
+    def _learn(self, request: _Request, text: Text) -> None:
         """Takes the new tokens into the index, and learns from the offer that was made before them."""
-        answer, tuning = request.text.answer, self._tuning
-        new = list(answer[request.taken :])
+        known, tuning = len(text.answer), self._tuning
+        new = [*text.answer[request.taken :], *text.newest[max(0, request.taken - known) :]]
         request.index.extend(new)
         request.taken += len(new)
         if not request.ids or not new:

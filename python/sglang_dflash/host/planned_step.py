@@ -62,6 +62,8 @@ class PlannedStep:
         self._policy, self._target, self._draft, self._lay_out = policy, target_runner, draft, lay_out
         self._kernels = ops.choose_kernels("cpu").plans
         self.report = report
+        self.newest: list[list[int]] | None = None
+        """Within a turn of several steps: each request's tokens of the turn, which the host gets at its end."""
         reason = why_chains(target_runner, draft)
         self._candidates = CANDIDATES if reason is None else 1
         shape = "trees" if reason is None else f"chains ({reason})"
@@ -70,18 +72,15 @@ class PlannedStep:
         if policy.copying is not None:
             logger.info("Repeated text is copied, not drafted, where that pays (%s=1).", widths.COPY)
 
-    @property
-    def copies(self) -> bool:
-        """Whether it reads the requests' newest tokens before each step."""
-        return self._policy.copying is not None
-
     def interrupt(self) -> None:
         self._policy.interrupt()
 
     def propose(self, batch: ScheduleBatch) -> tuple[VerifyPlan, Any]:
         """Runs the draft where it pays. Returns the rows to verify and the host's KV plan over their slots."""
         if self._policy.copying is not None:
-            self._policy.copying.see({req.rid: Text(req.origin_input_ids, req.output_ids) for req in batch.reqs})
+            newest = self.newest or [[]] * len(batch.reqs)
+            texts = zip(batch.reqs, newest, strict=True)
+            self._policy.copying.see({req.rid: Text(req.origin_input_ids, req.output_ids, new) for req, new in texts})
         drafting = self._policy.begin([req.rid for req in batch.reqs])
         requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
         proposal: ops.Proposal | None = None

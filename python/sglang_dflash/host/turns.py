@@ -84,6 +84,8 @@ class Turn:
         self._begun_s = turns.clock()
         self._steps: list[GenerationBatchResult] = []
         reqs = batch.reqs
+        self.tokens: list[list[int]] = [[] for _ in reqs]
+        """Of each request, what the steps so far have committed."""
         self._tokens_left = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in reqs]
         self._slots_left = [req.kv.kv_allocated_len - req.kv.kv_committed_len for req in reqs]
         self._stops = [_stop_ids(req) for req in reqs]
@@ -110,6 +112,7 @@ class Turn:
             self._tokens_left[place] -= commit_len
             self._slots_left[place] -= commit_len
             committed = ids[place * stride : place * stride + commit_len]
+            self.tokens[place] += committed
             ended = self._tokens_left[place] <= 0 or not self._stops[place].isdisjoint(committed)
             ends = ends or ended or self._slots_left[place] < most
         return ends

@@ -96,9 +96,8 @@ class DFlashWorker(BaseSpecWorker):
         """Allows several steps in one turn of the scheduler. messages_wait: whether a message for it has arrived."""
         limit_s = turn_s()
         one_rank = get_parallel().tp_size == 1  # ranks would have to agree when a turn ends
-        copies = isinstance(self._planned, PlannedStep) and self._planned.copies  # they read the newest tokens
         counts_steps = bool(get_schedule().prefill_decode_interval)  # the scheduler counts them between two prefills
-        if self.device != "cpu" or not one_rank or limit_s == 0 or copies or counts_steps:
+        if self.device != "cpu" or not one_rank or limit_s == 0 or counts_steps:
             return
         kept_state = None if self._recurrent_state is None else mamba_track_grid(self._target.page_size)
         self._turns = Turns(messages_wait, self._verified_rows, limit_s, kept_state)
@@ -228,10 +227,15 @@ class DFlashWorker(BaseSpecWorker):
         return result
 
     def _take_turn(self, turn: Turn, batch: ScheduleBatch) -> GenerationBatchResult:
+        planned = self._planned
+        if isinstance(planned, PlannedStep):
+            planned.newest = turn.tokens
         while turn.goes_on(self._decode(batch, None, None)):
             pass
-        if self._planned is not None and turn.steps > 1:
-            self._planned.interrupt()  # what comes until the next turn is no part of a step
+        if isinstance(planned, PlannedStep):
+            planned.newest = None
+        if planned is not None and turn.steps > 1:
+            planned.interrupt()  # what comes until the next turn is no part of a step
         return turn.result()
 
     def _decode(self, batch: ScheduleBatch, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
