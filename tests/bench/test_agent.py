@@ -263,7 +263,7 @@ def test_the_embedded_template_writes_tools_as_the_scripts_do(renderer: Renderer
     call = {"type": "function", "function": {"name": "read_file", "arguments": {"path": "a.txt"}}}
     said = [
         {"role": "user", "content": "Read."},
-        {"role": "assistant", "content": "I will.", "tool_calls": [call]},
+        {"role": "assistant", "content": "I will.\n", "tool_calls": [call]},  # parsers keep the newline
         {"role": "tool", "content": "12"},
     ]
     scripted = [

@@ -107,7 +107,7 @@ def test_every_workload_has_its_loads(workload, loads, counts):
     assert (plan.loads, tuple(plan.counts.values())) == (loads, counts)
     agent = "agent" in workload
     assert {len(session.turns) > 1 for session in plan.datasets["code"]} == {agent}
-    assert plan.sampling.max_new_tokens == (48 if agent else 128)
+    assert plan.sampling.max_new_tokens == (96 if agent else 128)
     assert plan.open_loop == ("open-loop" in workload)
     given = options(workload=workload, request_rate="0.1,3", concurrencies="5", dataset_name="code")
     assert given.loads() == ((0.1, 3) if plan.open_loop else (5,))

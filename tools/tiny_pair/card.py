@@ -89,6 +89,10 @@ Ids drafted and verified equal the argmax of one plain pass over prompt and answ
 held-out prompts. The smallest gap between the two best logits on the way is {least_gap:.2e}."""
 
 
+_AGENT = """,
+and follows a coding agent's sessions with their calls of tools"""
+
+
 def _session_measures(turns: list[TurnOutcome]) -> str:
     """The table of agents' sessions; "" without them."""
     if not turns:
@@ -130,7 +134,8 @@ def write_card(
 
 A tiny target (`target/`) and a plain DFlash draft for it (`draft/`), made from nothing by
 `python -m tools.tiny_pair --pair {making.pair}`, so that a server, its tests and its benchmarks run on any machine.
-The pair knows small sums, short Python functions and a little talk about both; it is no use for anything else.
+The pair knows small sums, short Python functions and a little talk about both{_AGENT if agent_turns else ""};
+it is no use for anything else.
 
 * target: {making.shape.described}; tied embeddings,
   byte-level BPE of 1792 entries, bfloat16.

@@ -20,7 +20,7 @@ class Shape:
         described: the target in words, for the card.
         target_steps: batches of the target's training.
         session_steps: batches of its training on agents' sessions, after that; 0: it learns none.
-        sessions: of agents, for the target; the draft learns from half as many others.
+        sessions: of agents, for the target; the draft learns from a quarter as many others.
         answers: conversations that the target answers for the draft's training.
         draft_steps: batches of the draft's training.
         taps: target layers that the draft reads.

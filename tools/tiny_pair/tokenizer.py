@@ -19,7 +19,8 @@ CHAT_TEMPLATE = """\
     {%- if message['role'] == 'tool' %}
         {{- '<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}
     {%- else %}
-        {{- message['content'] or '' }}
+        {%- set said = message['content'] or '' %}
+        {{- said.rstrip('\\n') if message['tool_calls'] else said }}
     {%- endif %}
     {%- if tools and loop.first %}
         {{- ('\\n' if message['content'] else '') + 'Tools:' }}

@@ -94,7 +94,7 @@ class Options:
         ),
     ] = None
     max_new_tokens: Annotated[
-        int | None, _workload(help="Limit per answer. Default: 2048 (agent 512); embedded pair: 128 (agent 48).")
+        int | None, _workload(help="Limit per answer. Default: 2048 (agent 512); embedded pair: 128 (agent 96).")
     ] = None
     temperature: Annotated[float, _workload(help="Sampling temperature; 0 is greedy.")] = 0.0
     top_p: Annotated[float, _workload(help="Nucleus sampling, if the temperature is above 0.")] = 1.0

@@ -80,7 +80,7 @@ def digests(plan: Plan) -> dict[str, str]:
 
 def _answer_tokens(agent: bool, tiny: bool) -> int:
     if agent:
-        return 48 if tiny else 512
+        return 96 if tiny else 512
     return 128 if tiny else 2048
 
 
