@@ -80,6 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         if asked[-1]["role"] == "user":
             begun = {"index": 0, "id": f"call-{len(asked)}", "type": "function", "function": {"name": "read"}}
             pieces = [{"index": 0, "function": {"arguments": piece}} for piece in ('{"path": ', '"a"}')]
+            pieces = pieces[:1] if self.options.cut_calls else pieces
             deltas += [{"tool_calls": [call]} for call in (begun, *pieces)]
         for delta in deltas:
             self._event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
@@ -162,6 +163,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--stall-at", type=int, help="number of the request whose stream stops for 60 s")
     parser.add_argument("--refuse-every", type=int, help="a request whose number is a multiple gets a 400")
     parser.add_argument("--copies", action="store_true", help="report a worker's counters in /server_info")
+    parser.add_argument("--cut-calls", action="store_true", help="the arguments of tool calls end early")
     parser.add_argument("--more-prompt", type=int, default=0, help="tokens that its chat template adds")
     parser.add_argument("--refuse-start", action="store_true")
     parser.add_argument("--mark", help="a word by which a test finds this process")

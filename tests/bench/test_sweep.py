@@ -101,12 +101,24 @@ def test_sessions_with_tools_are_asked_through_the_chat_endpoint(tmp_path):
     assert Run.load(tmp_path / "run.json").cells == run.cells
 
 
-def test_a_server_that_renders_a_chat_otherwise_is_refused(tmp_path):
+def test_answers_to_a_chat_that_a_server_renders_otherwise_are_not_judged(tmp_path):
     """Fails where answers to other prompts are compared as if they were to the same."""
     session = Session("s", (Turn((Message("user", "task"),)),), tools=(TOOL,))
-    plan = make_plan(tmp_path, fake_arm("off", "--more-prompt", "3"), datasets={"letters": [session]}, loads=(1.0,))
-    failed = go(plan, tmp_path).cells[0]
-    assert "made 13 tokens of this chat, the target's chat template 10" in failed.records[0].failure
+    arms = fake_arm("off"), fake_arm("dflash", "--more-prompt", "3")
+    off, dflash = go(make_plan(tmp_path, *arms, datasets={"letters": [session]}, loads=(1.0,)), tmp_path).cells
+    assert (off.records[0].foreign_prompt, dflash.records[0].foreign_prompt) == (False, True)
+    assert (dflash.equality.compared, dflash.equality.unjudged, dflash.equality.withheld) == (0, 1, False)
+
+
+def test_a_call_that_was_cut_ends_no_session(tmp_path):
+    """Fails where a call whose arguments are no JSON object reaches the next prompt, or ends the cell."""
+    session = Session("s", tuple(Turn((Message(*one),)) for one in (("user", "task"), ("tool", "12"))), tools=(TOOL,))
+    arm = fake_arm("off", "--cut-calls")
+    (off,) = go(make_plan(tmp_path, arm, datasets={"letters": [session]}, loads=(1.0,)), tmp_path).cells
+    assert [record.failure for record in off.records] == ["", ""] and not off.failure
+    assert off.records[0].calls[0].arguments == '{"path": '
+    last = "user:task\nassistant:I will.\nuser:12\n"
+    assert off.records[1].ids == answer_ids([ord(letter) for letter in last], 6)
 
 
 def test_tokens_that_differ_withhold_speeds(tmp_path):

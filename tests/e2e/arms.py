@@ -63,11 +63,12 @@ FEW_IDS = 64  # of the embedded pair's 1,792; an answer holds others
 PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 150}
 
 COPYING = {"SGLANG_DFLASH_COPY": "1"}
+TOOL_CALLS = ["--tool-call-parser", "qwen"]
 PAGES_AND_CHUNKS = ["--page-size", "16", "--chunked-prefill-size", "64"]
 
 # Flags and environment of each arm. "default" is what a user gets on a CPU: widths adapt, compiled, no overlap.
 ON_ARMS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "default": (POOL, TINY_ENVIRONMENT | {"SGLANG_DFLASH_COMPILE": ""}),
+    "default": ([*POOL, *TOOL_CALLS], TINY_ENVIRONMENT | {"SGLANG_DFLASH_COMPILE": ""}),
     "uncompiled": (POOL, TINY_ENVIRONMENT | COPYING),
     "few ids": (POOL, TINY_ENVIRONMENT | EVERY_WIDTH | COPYING | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
     "overlap": ([*POOL, "--log-level", "debug"], TINY_OVERLAPPING | FULL),

@@ -79,13 +79,16 @@ def benchmark_here(folder: Path, *words: str) -> None:
 def test_agent_sessions_hit_the_prefix_cache(tmp_path):
     """Fails where sessions do not grow, cache hits are not recorded, or `--radix-cache off` leaves the cache on.
 
-    Also fails where draft KV is computed of prompt tokens that the target finds in the cache.
+    Also fails where draft KV is computed of prompt tokens that the target finds in the cache, or where a server parses
+    no tool call.
     """
     words = ["--arms", "dflash", "--workload", "agent", "--radix-cache", "both", "--dataset-name", "code"]
-    words += ["--concurrencies", "2", "--num-prompts", "3", "--max-new-tokens", "24", "--think-s", "0.05"]
+    words += ["--concurrencies", "2", "--num-prompts", "3", "--max-new-tokens", "48", "--think-s", "0.05"]
+    words += ["--tool-call-parser", "qwen"]
     benchmark_here(tmp_path, *words)
     on, off = Run.load(tmp_path / "results.json").cells
     assert on.key.radix and not off.key.radix
+    assert all(any(record.calls for record in cell.records) for cell in (on, off))
     late = [record for record in on.records if record.turn >= 4]
     assert late and sum(r.cached_tokens for r in late) > 0.5 * sum(r.prompt_tokens for r in late)
     assert sum(record.cached_tokens or 0 for record in off.records) == 0

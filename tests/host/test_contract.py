@@ -425,6 +425,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
         requests,
         sampler,
         sessions,
+        tool_calls,
         tree_verify,
         turns,
         weights,
@@ -432,7 +433,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
     from sglang_dflash.host.hooking import hooks_of
 
     modules = (block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report)
-    seams = [hooks_of(module) for module in (*modules, fixed_trees, turns)]
+    seams = [hooks_of(module) for module in (*modules, fixed_trees, turns, tool_calls)]
     declared = {target for seam in seams for target, hook in seam.items() if not hook.always}
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *declared}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")

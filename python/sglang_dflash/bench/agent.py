@@ -73,6 +73,7 @@ class AgentShape:
         max_new_tokens: int,
         count_tokens: Callable[[str], int] | None = None,
         think_s: float = 1.0,
+        reserved: int = 0,
     ) -> AgentShape:
         """The largest shape whose longest session fits. Without answers, it has at most LARGEST_PROMPT_TOKENS.
 
@@ -85,6 +86,7 @@ class AgentShape:
                 which fits the embedded pair's small vocabulary; a large vocabulary then leaves half of the room
                 unused. Tasks are assumed to have no more tokens per character than tool results.
             think_s: mean pause in seconds; it does not affect sizes.
+            reserved: tokens that the chat template adds once.
 
         Raises:
             ValueError: FEWEST_TURNS turns do not fit.
@@ -92,7 +94,7 @@ class AgentShape:
         chars_per_token = _chars_per_token(count_tokens) if count_tokens else 1.4
         room = 0
         for most in range(MOST_TURNS, FEWEST_TURNS - 1, -1):
-            tokens = int(context_tokens * (1 - SLACK)) - most * (max_new_tokens + MESSAGE_TOKENS)
+            tokens = int((context_tokens - reserved) * (1 - SLACK)) - most * (max_new_tokens + MESSAGE_TOKENS)
             room = int(min(tokens, LARGEST_PROMPT_TOKENS) * chars_per_token) - len(CORRECTION)
             wrappers = (most - 1) * len(tool_response(""))
             least = LEAST_PREFIX_CHARS + LEAST_TASK_CHARS + (most - 1) * LEAST_RESULT_CHARS + wrappers

@@ -143,7 +143,9 @@ def differences(a: Run, b: Run) -> list[str]:
     ):
         first, second = _flat(one), _flat(other)
         for name in dict.fromkeys([*first, *second]):
-            if first.get(name) != second.get(name) and not (title == "machine" and name in _PASSING):
+            if (first.get(name) or None) != (second.get(name) or None) and not (
+                title == "machine" and name in _PASSING
+            ):
                 said.append(f"{title} {name}: {first.get(name, 'absent')} in a, {second.get(name, 'absent')} in b")
     return said
 

@@ -35,12 +35,17 @@ class Reference:
         """
         Returns:
             The number of requests that both arms answered with the same prompt; the records among them that differ; the
-            number of requests with another prompt, because an earlier turn of their session was answered differently.
+            number of requests with another prompt, because an earlier turn of their session was answered differently,
+            or because a server rendered the chat in another way.
         """
         known = [record for record in records if not record.failure and record.id in self._answers]
-        same = [record for record in known if self._prompts[record.id] == prompts[record.id]]
+        same = [record for record in known if self._same_prompt(record, prompts[record.id])]
         parted = [record for record in same if not same_answer(self._answers[record.id], record)]
         return len(same), parted, len(known) - len(same)
+
+    def _same_prompt(self, record: Record, prompt: list[int]) -> bool:
+        foreign = record.foreign_prompt or self._answers[record.id].foreign_prompt
+        return not foreign and self._prompts[record.id] == prompt
 
     def answer(self, id: str) -> Record:
         return self._answers[id]

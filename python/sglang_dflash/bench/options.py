@@ -322,7 +322,7 @@ def check_resumable(workload: str, options: dict[str, Any], held_workload: str, 
         raise ValueError(f"--workload is {workload}, but the run to --resume has {held_workload}.")
     for name, value in options.items():
         former = held.get(name)
-        more = value == former
+        more = value == former or (name not in held and not value)  # the run is older than the option
         if name == "repeats":
             more = value >= (former or 0)
         elif name in EXTENDABLE:

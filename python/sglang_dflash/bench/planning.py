@@ -45,9 +45,9 @@ def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None
     datasets = {name: load(name, most, options.seed) for name in names}
     if workload.agent:
         context = options.context_tokens or min(_context(target), AGENT_CONTEXT)
-        if options.tool_call_parser and not tiny and count_tokens:
-            context -= count_tokens(json.dumps(tools())) + TOOL_PREAMBLE
-        shape = AgentShape.fitting(context, tokens, count_tokens, options.think_s)
+        listed = options.tool_call_parser and not tiny and count_tokens
+        reserved = count_tokens(json.dumps(tools())) + TOOL_PREAMBLE if listed else 0
+        shape = AgentShape.fitting(context, tokens, count_tokens, options.think_s, reserved)
         datasets = {name: agent_sessions(tasks, most, shape, options.seed) for name, tasks in datasets.items()}
         if options.tool_call_parser:
             datasets = {name: list(map(with_tools, sessions)) for name, sessions in datasets.items()}

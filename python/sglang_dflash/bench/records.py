@@ -63,7 +63,8 @@ class Equality:
         compared, identical: numbers of requests.
         ties: requests whose first difference is between two tokens with equal logits, up to rounding.
         different: requests that differ for another reason.
-        unjudged: requests with another prompt, because an earlier turn of their session differs.
+        unjudged: requests with another prompt, because an earlier turn of their session differs, or because a server
+            rendered the chat in another way.
         examples: a sentence for each of the first few different requests.
     """
 

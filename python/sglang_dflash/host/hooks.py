@@ -52,13 +52,14 @@ def registered_hooks() -> dict[str, Hook]:
         requests,
         sampler,
         sessions,
+        tool_calls,
         tree_verify,
         turns,
         weights,
     )
 
     modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
-    modules += [tree_verify, plan_report, fixed_trees, turns]
+    modules += [tree_verify, plan_report, fixed_trees, turns, tool_calls]
     found = [ours for module in modules for ours in hooks_of(module).values()]
     if builtin_worker_requested():
         found = [ours for ours in found if ours.always]

@@ -18,7 +18,11 @@ SGLANG_ARMS = ("off", "dflash", "builtin", "eagle3", "standalone", "ngram")
 VLLM_ARMS = ("vllm", "vllm-off")
 ARMS = (*SGLANG_ARMS, "transformers", *VLLM_ARMS)
 START_S = 1800.0  # large weights come slowly
-VLLM_PARSERS = {"qwen": "hermes"}
+VLLM_PARSERS = {
+    **{"qwen": "hermes", "qwen25": "hermes", "llama3": "llama3_json", "gpt-oss": "openai", "glm": "glm45"},
+    **{"deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32"},
+    **{"minimax-m2": "minimax_m2", "minimax-m3": "minimax_m3", "interns1": "internlm"},
+}
 """vLLM's names of parsers of tool calls, where they are not SGLang's."""
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTH": "full"}
 

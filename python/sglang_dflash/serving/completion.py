@@ -60,7 +60,7 @@ class Completion:
 
     Fields:
         ids, text: the answer; no ids if the server does not report them.
-        finish: the finish reason in SGLang's form: `type` is "stop", "length" or "abort".
+        finish: the finish reason in SGLang's form: `type` is "stop", "length", "abort", or of a chat "tool_calls".
         prompt_tokens, tokens: of prompt and answer, as the server counts them.
         cached_tokens: prompt tokens from the prefix cache; None if the server does not report them.
         logprobs: of `ids`; empty if none were requested.
@@ -74,6 +74,7 @@ class Completion:
         start_s, first_s, end_s: of streamed requests, in seconds: sent, first token, last token. `first_s` is None if
             no token came.
         calls: tool calls that the server parsed; `text` does not contain them.
+        foreign_prompt: the server made other ids of the chat than the target's chat template.
         meta: SGLang's whole `meta_info`.
     """
 
@@ -95,6 +96,7 @@ class Completion:
     first_s: float | None = None
     end_s: float = 0.0
     calls: list[ToolCall] = field(default_factory=list)
+    foreign_prompt: bool = False
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -157,6 +159,7 @@ class CompletionStream:
     Fields:
         start_s: when it was asked for.
         calls: by index, the id, name and arguments of a tool call as they arrive.
+        prompt_ids: of a chat, if the server reports them.
     """
 
     start_s: float
@@ -165,6 +168,7 @@ class CompletionStream:
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     calls: dict[int, list[str]] = field(default_factory=dict)
+    prompt_ids: list[int] = field(default_factory=list)
     finish: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
@@ -182,22 +186,32 @@ class CompletionStream:
         for choice in event.get("choices") or []:
             delta = choice.get("delta") or {}
             ids, text = choice.get("token_ids") or [], choice.get("text") or delta.get("content") or ""
-            called = delta.get("tool_calls") or []
-            if ids or text or called or delta.get("reasoning_content"):
+            if ids or text or "delta" in choice:  # a parser may hold the text of a chat's tokens back
                 self.first_s = now if self.first_s is None else self.first_s
                 self.last_s = now
             self.ids += ids
             self.texts.append(text)
-            for call in called:
-                parts, function = self.calls.setdefault(call["index"], ["", "", ""]), call.get("function") or {}
-                for place, part in enumerate((call.get("id"), function.get("name"), function.get("arguments"))):
-                    parts[place] += part or ""
+            for call in delta.get("tool_calls") or []:
+                parts, function = (
+                    self.calls.setdefault(call.get("index") or 0, ["", "", ""]),
+                    call.get("function") or {},
+                )
+                parts[0] = parts[0] or call.get("id") or ""
+                parts[1] = parts[1] or function.get("name") or ""
+                parts[2] += function.get("arguments") or ""
             self.finish = choice.get("finish_reason") or self.finish
         self.usage = event.get("usage") or self.usage
         extension = event.get("sglext") or {}
         self.ids = (extension.get("output_ids") or [self.ids])[0]
+        self.prompt_ids = extension.get("input_ids") or event.get("prompt_token_ids") or self.prompt_ids
         self.details = extension.get("spec_tokens_details") or self.details
         self.cached = extension.get("cached_tokens_details") or self.cached
+
+    def rendered_as(self, prompt_ids: list[int]) -> bool:
+        """Whether the server made these ids of a chat; if it reports none, whether it made as many."""
+        if self.prompt_ids:
+            return self.prompt_ids == prompt_ids
+        return self.usage.get("prompt_tokens") == len(prompt_ids)
 
     def completion(self, failure: str, now: float) -> Completion:
         """

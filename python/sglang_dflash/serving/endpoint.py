@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -25,6 +25,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 CHAT_EXTRAS = {
     **EXTRAS,
     "sglang": {
+        "return_input_ids_in_sglext": True,
         "return_output_ids_in_sglext": True,
         "return_spec_tokens_details": True,
         "return_cached_tokens_details": True,
@@ -123,7 +124,7 @@ class Endpoint:
 
         Args:
             begin: value of `time.perf_counter()` from which the completion's times count.
-            chat: asked at /v1/chat/completions, if there is one. It fails unless the server renders it as `prompt_ids`.
+            chat: asked at /v1/chat/completions, if there is one; `prompt_ids` are what the target's template makes.
         """
         stream = CompletionStream(time.perf_counter() - begin)
         room = self.context - len(prompt_ids) if self.context else sampling.max_new_tokens
@@ -142,10 +143,9 @@ class Endpoint:
             self.stalled = time.perf_counter() - self._heard_at >= self.stall_s
         except (httpx.HTTPError, ValueError) as error:
             failure = sentence(error, 300)
-        rendered = stream.usage.get("prompt_tokens")
-        if chat and not failure and rendered != len(prompt_ids):
-            failure = f"the server made {rendered} tokens of this chat, the target's chat template {len(prompt_ids)}"
-        return stream.completion(failure, time.perf_counter() - begin)
+        completion = stream.completion(failure, time.perf_counter() - begin)
+        foreign = chat is not None and completion.answered and not stream.rendered_as(prompt_ids)
+        return replace(completion, foreign_prompt=foreign)
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         async with self._http.stream("POST", "/v1/completions", json=body | EXTRAS[self.engine]) as response:
@@ -155,13 +155,17 @@ class Endpoint:
                 if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
                     yield json.loads(data)
 
-    async def _chat_events(self, body: dict[str, Any], chat: Chat) -> AsyncIterator[dict[str, Any]]:
-        from openai import APITimeoutError, AsyncOpenAI, OpenAIError  # of the extra [bench]
+    def open_chats(self) -> None:
+        """Makes the client of chats, which takes a second; so no request should wait for it."""
+        from openai import AsyncOpenAI
 
-        if self._openai is None:
-            key = self._http.headers.get("authorization", "").removeprefix("Bearer ") or "none"
-            base_url = f"{self.url}/v1"
-            self._openai = AsyncOpenAI(base_url=base_url, api_key=key, http_client=self._http, max_retries=0)
+        key = self._http.headers.get("authorization", "").removeprefix("Bearer ") or "none"
+        self._openai = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, http_client=self._http, max_retries=0)
+
+    async def _chat_events(self, body: dict[str, Any], chat: Chat) -> AsyncIterator[dict[str, Any]]:
+        from openai import OpenAIError
+
+        assert self._openai is not None, "open_chats comes first"
         extra = {**CHAT_EXTRAS[self.engine], "chat_template_kwargs": chat.template}
         ignores_eos = body.pop("ignore_eos", None)
         extra |= {} if ignores_eos is None else {"ignore_eos": ignores_eos}
@@ -172,10 +176,9 @@ class Endpoint:
             async with await answer as stream:
                 async for chunk in stream:
                     yield chunk.model_dump()
-        except APITimeoutError as error:
-            raise httpx.ReadTimeout(str(error)) from None
         except OpenAIError as error:
-            raise ValueError(str(error)) from None
+            cause = error.__cause__
+            raise (cause if isinstance(cause, httpx.HTTPError) else ValueError(str(error))) from None
 
     async def flush(self) -> bool:
         """Empties the prefix cache; False if the server cannot do that."""

@@ -42,13 +42,22 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(f"it has the keys {sorted(row)}; it must have {_FORMS}.")
     if row.get("system"):
         turns = [{"role": "system", "content": row["system"]}, *turns]
-    messages = [_message(turn) for turn in turns]
+    messages = as_served(turns)
     first_user = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
     if first_user == len(messages):
         raise ValueError("it has no user turn.")
     # Assistant turns before the first user turn (ShareGPT has such rows) answer no question: they are dropped.
     answers = ("assistant", "tool")
     return [message for i, message in enumerate(messages) if i >= first_user or message["role"] not in answers]
+
+
+def as_served(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """OpenAI's messages as SGLang gives them to the chat template.
+
+    Raises:
+        ValueError: one of them is malformed.
+    """
+    return [_message(turn) for turn in turns]
 
 
 def tools_of(row: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:

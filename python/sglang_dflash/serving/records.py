@@ -26,6 +26,7 @@ class Record:
         steps: verify steps; 0 without speculation, or if the server does not report them.
         drafted: draft tokens that were verified in those steps.
         calls: tool calls that the server parsed.
+        foreign_prompt: the server made other ids of the chat than the target's chat template.
         accept_histogram: number of steps by accept_len, 0 first.
         failure: why there is no answer; "" if there is one.
     """
@@ -46,6 +47,7 @@ class Record:
     accept_histogram: list[int] = field(default_factory=list)
     failure: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    foreign_prompt: bool = False
 
     @classmethod
     def of(cls, session: str, turn: int, reply: Completion, text: str | None = None) -> Record:

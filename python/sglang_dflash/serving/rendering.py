@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_dflash.serving.errors import sentence
-from sglang_dflash.serving.messages import messages_of, render, tools_of
+from sglang_dflash.serving.messages import as_served, render, tools_of
 
 
 class Renderer:
@@ -51,7 +51,7 @@ class Renderer:
         """
         given = {**self.template, **template, **tools_of({"tools": list(tools)})}
         try:
-            text = render(self.tokenizer, messages_of({"messages": list(messages)}), True, **given)
+            text = render(self.tokenizer, as_served(messages), True, **given)
         except ValueError as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ValueError(f"The target's chat template gets a chat with the roles {roles}: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -27,7 +28,7 @@ class Message:
 
     role: str
     content: str
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[ToolCall, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Session:
     template: dict[str, object] = field(default_factory=dict)
     input_ids: tuple[int, ...] = ()
     text: str = ""
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
     @classmethod
     def of_texts(cls, id: str, texts: list[str], system: str = "") -> Session:
@@ -91,7 +92,7 @@ def as_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The chat as OpenAI's API has it. A tool result answers the first call of the message before it.
 
     A call without a result is left out, and a result without a call becomes a user's message, because templates and
-    servers may refuse either.
+    servers may refuse either. A call that was cut, so that its arguments are no JSON object, counts as none.
     """
     chat: list[dict[str, Any]] = []
     call: ToolCall | None = None
@@ -100,9 +101,17 @@ def as_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
         made: dict[str, Any] = {"role": role, "content": message.content}
         if role == "tool" and call is not None:
             made["tool_call_id"] = call.id
-        call = message.calls[0] if message.calls and following is not None and following.role == "tool" else None
+        answered = following is not None and following.role == "tool"
+        call = message.calls[0] if answered and message.calls and _complete(message.calls[0]) else None
         if call is not None:
             function = {"name": call.name, "arguments": call.arguments}
             made["tool_calls"] = [{"id": call.id, "type": "function", "function": function}]
         chat.append(made)
     return chat
+
+
+def _complete(call: ToolCall) -> bool:
+    try:
+        return isinstance(json.loads(call.arguments), dict)
+    except json.JSONDecodeError:
+        return False

@@ -87,6 +87,8 @@ class Player:
         async def play(index: int, session: Session) -> None:
             await self._play(session, firsts[index], by_session[index], played)
 
+        if any(session.tools for session in sessions):
+            self._endpoint.open_chats()
         self._begin = time.perf_counter()
         await asyncio.gather(*workers(play))
         played.stalled = self._stalled
