@@ -20,6 +20,7 @@ from sglang_dflash.serving import (
     Client,
     Completion,
     HeldOutPrompt,
+    held_out_prompts,
 )
 
 MAX_NEW_TOKENS = 160
@@ -38,17 +39,12 @@ TINY_POOL = [
 # Without this, the host does not admit a new request whose longest answer does not fit.
 ADMIT_ALL = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
 
-# Openings of source text. The target was trained on such text without an end token, so it seldom ends them. With
-# `ignore_eos` instead, the host would plan for the full length and never retract.
+# Source text that the embedded target continues to the end of the tiny context; after other functions it often emits
+# an end token. With `ignore_eos` instead, the host would plan for the full length and never retract.
+_RUN_ON = (16, 145, 148, 14, 71, 49, 24, 172, 37, 175, 63, 15)
 OPENINGS = [
-    f"{head}\n\n\n{body}"
-    for head in ("import os\nimport sys", "import re", "from collections import deque")
-    for body in (
-        "class Parser:\n    def __init__(self",
-        "def main(args):\n    for ",
-        "def read(path, ",
-        "class Node:\n",
-    )
+    held_out_prompts("code")[number].reference.partition("```python\n")[2].partition("```")[0].rstrip() + "\n\n\n"
+    for number in _RUN_ON
 ]
 
 FULL = {"SGLANG_DFLASH_WIDTH": "full"}  # for tests that compare steps with a reference

@@ -15,6 +15,7 @@ from sglang_dflash.serving.errors import ServerError, sentence
 from sglang_dflash.serving.sessions import Message
 
 BEST = 4  # number of alternatives per token that a baseline reports: a token outside them is no tie
+STEADY = 6  # readings of the KV slots in use, until a count that does not fall is believed
 
 
 class Client:
@@ -146,7 +147,8 @@ class Client:
         busy.
 
         The server frees a request's slots shortly after its answer. So the count is read until it is `floor` or less,
-        or has not fallen over three readings.
+        or has not fallen over `STEADY` readings: on a busy machine some of them hold the slot of the request that makes
+        the scheduler publish.
 
         Raises:
             httpx.HTTPError: the server does not answer.
@@ -160,7 +162,8 @@ class Client:
             before, published = published, max(load["timestamp"] for load in loads)
             if published > before and not any(load["num_running_reqs"] for load in loads):
                 seen.append(sum(load["num_used_tokens"] for load in loads))
-                if seen[-1] <= floor or (len(seen) >= 3 and seen[-3] <= seen[-2] <= seen[-1]):
+                steady = len(seen) >= STEADY and seen[-STEADY:] == sorted(seen[-STEADY:])
+                if seen[-1] <= floor or steady:
                     return seen[-1]
             time.sleep(0.3)
         return None

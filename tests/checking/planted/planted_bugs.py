@@ -24,7 +24,7 @@ MASK, SIBLING = "a row sees its parent's rival", "penalties count siblings"
 ORDER, TWICE = "path committed in the order of the tree's rows", "slots exchanged twice"
 TREES = (MASK, SIBLING, ORDER, TWICE)
 EVERY = {ACCEPT: 12, SWAP: 1, LEAK: 8, SKIP_DECODE: 3, SKIP_PREFILL: 1, CRASH: 20, LATE: 9, WINDOW: 5, SNAPSHOT: 1}
-EVERY |= {MASK: 2, SIBLING: 1, ORDER: 2, TWICE: 2}
+EVERY |= {MASK: 1, SIBLING: 1, ORDER: 2, TWICE: 2}
 
 
 def activate() -> None:
@@ -138,9 +138,9 @@ def _decode(original: Any, now: Now) -> Any:
         self._draft.decoding = True
         result = original(self, batch, *rest)
         lens, width = result.accept_lens, result.speculative_num_draft_tokens
-        if len(lens) > 1 and lens[0] == lens[1] and now.strikes(SWAP):
-            rows = result.next_token_ids.view(-1, width).clone()
-            rows[[0, 1]] = rows[[1, 0]]
+        if len(lens) > 1 and now.strikes(SWAP):
+            rows, both = result.next_token_ids.view(-1, width).clone(), int(lens[:2].min())
+            rows[[0, 1], :both] = rows[[1, 0], :both]
             result.next_token_ids = rows.flatten()
         return result
 
