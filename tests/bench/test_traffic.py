@@ -68,6 +68,21 @@ def test_a_session_is_asked_with_its_history():
     assert list(prompts_of([SESSION], played.records, render).values()) == endpoint.asked
 
 
+def test_a_chat_that_the_template_refuses_ends_its_session_alone():
+    """Fails where an answer that the chat template cannot render ends the whole cell, or goes unseen."""
+
+    def picky(messages, *rest):
+        if any("tool result" in message["content"] for message in messages):
+            raise ValueError("a tool's result\nwithout a call")
+        return render(messages, *rest)
+
+    endpoint, other = FakeEndpoint(), Session.of_texts("other", ["x", "y"])
+    played = asyncio.run(Player(endpoint, picky, Sampling(4)).closed([SESSION, other], 1))
+    assert [record.id for record in played.records] == ["s/0", "s/1", "other/0", "other/1"]
+    assert [record.failure for record in played.records] == ["", "a tool's result without a call", "", ""]
+    assert list(prompts_of([SESSION, other], played.records, picky)) == ["s/0", "other/0", "other/1"]
+
+
 def test_so_many_sessions_are_in_flight():
     """Fails where more sessions than `concurrency` run at once, or fewer while others wait."""
     endpoint = FakeEndpoint()

@@ -8,7 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from sglang_dflash.serving.completion import Completion
 from sglang_dflash.serving.endpoint import Chat, Endpoint, Sampling
+from sglang_dflash.serving.errors import sentence
 from sglang_dflash.serving.records import Record
 from sglang_dflash.serving.rendering import Renderer
 from sglang_dflash.serving.sessions import Message, Session, as_openai
@@ -103,10 +105,13 @@ class Player:
             messages = _after(session, number, messages)
             if turn.think_s:
                 await asyncio.sleep(turn.think_s)
-            # In a thread: rendering a long chat takes milliseconds, and other streams must not wait for it.
             prompt = first
             if number:
-                prompt = await asyncio.to_thread(prompt_of, session, messages, self._renderer)
+                try:  # in a thread: rendering a long chat takes milliseconds, and other streams must not wait for it
+                    prompt = await asyncio.to_thread(prompt_of, session, messages, self._renderer)
+                except ValueError as error:  # an answer of this session does not fit into the template
+                    records.append(self._refused(session, number, sentence(error)))
+                    return
             if number and self._endpoint.context and len(prompt) >= self._endpoint.context:
                 played.unasked += len(session.turns) - number
                 return
@@ -123,6 +128,12 @@ class Player:
                 return
             messages = [*messages, _answer(record)]
 
+    def _refused(self, session: Session, number: int, why: str) -> Record:
+        now = time.perf_counter() - self._begin
+        record = Record.of(session.id, number, Completion(start_s=now, end_s=now, failure=why))
+        self._on_answer(record)
+        return record
+
 
 def prompt_of(session: Session, messages: Sequence[Message], renderer: Renderer) -> list[int]:
     """The prompt for the next answer to `messages`, as token ids."""
@@ -132,7 +143,7 @@ def prompt_of(session: Session, messages: Sequence[Message], renderer: Renderer)
 
 
 def prompts_of(sessions: Sequence[Session], records: Sequence[Record], renderer: Renderer) -> dict[str, list[int]]:
-    """The prompt of each record, by record id, rebuilt from the earlier answers of its session.
+    """The prompt of each answered record, by record id, rebuilt from the earlier answers of its session.
 
     Args:
         records: of one cell; a session's turns in order.
@@ -144,6 +155,8 @@ def prompts_of(sessions: Sequence[Session], records: Sequence[Record], renderer:
     for session in sessions:
         messages: list[Message] = []
         for record in by_session.get(session.id, []):
+            if record.failure:  # the session's last record
+                break
             messages = _after(session, record.turn, messages)
             prompts[record.id] = prompt_of(session, messages, renderer)
             messages = [*messages, _answer(record)]
