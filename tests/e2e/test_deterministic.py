@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from arms import ADMIT_ALL, OPENINGS, PLAIN, POOL, TINY_POOL, to_the_limit
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from preloaded import PreloadedServer
-from sglang_dflash.serving import TINY_ENVIRONMENT, Client, Completion, held_out_prompts
+from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Completion, held_out_prompts
 
 pytestmark = pytest.mark.server
 DETERMINISTIC = [*PLAIN, "--enable-deterministic-inference"]
@@ -83,10 +83,11 @@ def off(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFac
     requests = [
         (ids, {"max_new_tokens": MAX_NEW_TOKENS, **SAMPLINGS[i % len(SAMPLINGS)]}) for i, ids in enumerate(prompts)
     ]
-    # Without penalties: the host loses their counts at a retraction.
+    # Without penalties: the host loses their counts at a retraction. Without end tokens, so that the pool runs out.
+    no_end = {str(one): -100.0 for one in GenerationConfig.from_pretrained(TINY_TARGET).eos_token_id}
     samplings = [sampling for sampling in SAMPLINGS if "repetition_penalty" not in sampling]
     long_requests = [
-        (ids, {**to_the_limit(ids), **samplings[i % len(samplings)]})
+        (ids, {**to_the_limit(ids), **samplings[i % len(samplings)], "logit_bias": no_end})
         for i, ids in enumerate(tokenizer(text)["input_ids"] for text in OPENINGS[:8])
     ]
     with PreloadedServer([*DETERMINISTIC, *POOL], logs / "off.log", TINY_ENVIRONMENT) as server:
