@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
-from sglang_dflash.host.cpu.captured import CapturedLayers
+from sglang_dflash.host.cpu.captured import CapturedLayers, rows_of
 from sglang_dflash.host.cpu.compiled import last_rows
 
 ROWS, WIDTH = 9, 8
@@ -50,6 +50,13 @@ def test_rows_that_nobody_reads_are_left_out():
     torch.testing.assert_close(hidden[used], expected[used])
     others = [row for row in range(ROWS) if row not in used.tolist()]
     assert hidden.shape == expected.shape and not hidden[others].any()
+
+
+def test_rows_of_a_view_keep_its_strides():
+    """Fails where a piece gets rows that lie closer together than those it was compiled for."""
+    view = torch.randn(ROWS, 4, 2 * WIDTH)[..., WIDTH:]
+    some = rows_of(view, torch.tensor([1, 8]))
+    assert some.stride() == view.stride() and torch.equal(some, view[[1, 8]])
 
 
 def test_taps_are_of_all_rows():

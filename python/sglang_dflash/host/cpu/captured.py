@@ -215,9 +215,15 @@ class CapturedLayers:
         assert step.run is not None
         inputs = [values[place] for place in step.inputs if place is not None]
         for index in self._inputs_by_row or ():
-            inputs[index] = inputs[index][used]
+            inputs[index] = rows_of(inputs[index], used)
         (hidden,) = step.run(inputs)
         return hidden.new_zeros(count, *hidden.shape[1:]).index_copy_(0, used, hidden)
+
+
+def rows_of(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A copy of some rows with the strides of all: compiled code relies on them, and some values are views."""
+    copy = value.new_empty_strided((len(rows), *value.shape[1:]), value.stride())
+    return copy.copy_(value[rows])
 
 
 def _arguments(call: torch.fx.Node) -> Sequence[Any]:
