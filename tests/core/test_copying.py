@@ -182,6 +182,15 @@ def test_ids_that_are_no_tokens_are_not_copied():
         assert copies.offer("a") is None
 
 
+@pytest.mark.parametrize(("room", "count"), [(None, 6), (9, 6), (6, 6), (2, 2), (1, 1), (0, 0), (-3, 0)])
+def test_a_copy_keeps_to_its_room(room, count):
+    """Fails where a copy has more tokens than its request has slots for, or fewer than it may have."""
+    copies = Copying(6, VOCAB)
+    copies.see({"a": Text([*range(20), *range(5)], array("q"), room=room)})
+    offer = copies.offer("a")
+    assert (offer.ids if offer else []) == [5, 6, 7, 8, 9, 10][:count]
+
+
 def test_a_long_prompt_is_indexed_in_part():
     """Fails where a prompt of any length is indexed as a whole."""
     prompt = [1, 2, 3, 4] + [5] * copying.MOST_TOKENS + [1, 2, 3]

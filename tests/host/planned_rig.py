@@ -97,7 +97,7 @@ class Rig:
         self.worker._planned._candidates = candidates
         self.worker._sampler.sampled_rows = self.rng.choice([3, 512])
         events = ("tree", "reordered", "deep", "not drafted", "nobody drafted", "left a sibling", "deferred", "copied")
-        self.seen = dict.fromkeys(events, 0)
+        self.seen = dict.fromkeys((*events, "longer than a block"), 0)
         self.running = [self._admit(place, one, sampler) for place, one in enumerate(asked)]
 
     def _table(self) -> torch.Tensor:
@@ -126,7 +126,8 @@ class Rig:
         """Tokens that a request may copy: right up to anywhere, or those of any request."""
         of_name = {one.req.rid: one for one in self.running}
         running = of_name[name if self.rng.random() < 0.8 else self.rng.choice(list(of_name))]
-        tokens = [running.plain(depth + 1).token for depth in range(self.rng.randint(1, BLOCK - 1))]
+        most = TOKENS - 1 - max(len(one.emitted) for one in (running, of_name[name]))
+        tokens = [running.plain(depth + 1).token for depth in range(self.rng.randint(1, min(most, 2 * BLOCK)))]
         if self.rng.random() < 0.5:
             tokens[self.rng.randrange(len(tokens))] = self.rng.randrange(VOCAB)
         return tokens
@@ -141,6 +142,9 @@ class Rig:
 
     def _batch(self, chosen: list[Running]) -> StepBatch:
         lens = torch.tensor([one.prefix_len if one.emitted else len(one.asked.prompt) for one in chosen])
+        for one, length in zip(chosen, lens.tolist(), strict=True):
+            one.req.kv.kv_committed_len = length
+            one.req.kv.kv_allocated_len = min(len(one.asked.prompt) + TOKENS - 1, length + 3 * BLOCK)
         logprobs = any(one.asked.top_logprobs or one.asked.listed_ids for one in chosen)
         fields: dict[str, Any] = {"forward_mode": ForwardMode.DECODE, "is_extend_in_batch": False}
         fields |= {
@@ -308,6 +312,7 @@ class Rig:
             self.seen["reordered"] += taken != list(range(len(taken)))
             self.seen["deep"] += len(taken) > 3
             self.seen["left a sibling"] += any(row not in taken for row in range(max(taken)))
+            self.seen["longer than a block"] += len(taken) > BLOCK
             self.seen["not drafted"] += self.policy.drafting.width > 1 and place not in self.policy.drafting.requests
             self.seen["nobody drafted"] += self.policy.drafting.width == 1
             first += count

@@ -19,7 +19,7 @@ from sglang.srt.layers import sampler as host_sampler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from stand_in_worker import BATCH, BLOCK, VOCAB, prefill_batch
-from stand_ins import configured, one_rank
+from stand_ins import configured, make_req, one_rank
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
@@ -28,6 +28,7 @@ from sglang_dflash.core.plan import Planner, PlanTuning
 from sglang_dflash.core.policy import Drafting
 from sglang_dflash.host import acceptance, planned_step, sampler, sampling
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
+from sglang_dflash.host.widths import LONGEST_COPY
 
 SEEDED = {"enable_deterministic_inference": True}  # the host reads seeds only then
 
@@ -149,10 +150,10 @@ def test_copies_are_of_the_text_up_to_the_bonus():
 class Deciding(Planner):
     """The planner itself, which the rig can watch."""
 
-    def __init__(self, copying: Copying) -> None:
+    def __init__(self, copying: Copying, drafts: bool = True) -> None:
         ticks = itertools.count()
         tuning = PlanTuning(warm_up_steps=4, decision_steps=2)
-        super().__init__(BLOCK, clock=lambda: next(ticks) * 1e-3, tuning=tuning, copying=copying)
+        super().__init__(BLOCK, clock=lambda: next(ticks) * 1e-3, tuning=tuning, copying=copying, drafts=drafts)
         self.ended: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self, requests: Any) -> Drafting:
@@ -172,20 +173,27 @@ class Mixing(Copying):
     """Planted bug: every request copies the first one's text."""
 
     def offer(self, name: str) -> Any:
-        return super().offer(next(iter(self._texts)))
+        first = next(iter(self._texts))
+        self._texts[first] = self._texts[first]._replace(room=self._texts[name].room)
+        return super().offer(first)
 
 
-@pytest.mark.parametrize(("copying", "page_size"), [(Copying, 1), (Copying, 16), (Mixing, 1)])
-def test_the_planner_copies(copying, page_size):
-    """Fails where the planner copies nothing of texts that repeat themselves, or a copy changes what is committed, be
-    it another request's."""
+@pytest.mark.parametrize(
+    ("copying", "page_size", "drafts"),
+    [(Copying, 1, True), (Copying, 16, True), (Copying, 1, False), (Copying, 16, False), (Mixing, 1, True)],
+)
+def test_the_planner_copies(copying, page_size, drafts):
+    """Fails where the planner copies nothing of texts that repeat themselves, or no more than a block holds, or a copy
+    changes what is committed, be it another request's; or where the draft runs although it is turned off."""
     biased = [{str(token): 100.0 for token in tokens} for tokens in ((7,), (7, 9), (3, 4, 5))]
     texts = [Asked({**GREEDY, "logit_bias": bias}, (5, 6, place)) for place, bias in enumerate(biased)]
     with configured():
         seen, accepted, copies = Counter(), 0, 0
         for seed in range(3):
             rig = Rig(seed, texts, page_size)
-            rig.policy = rig.worker._planned._policy = Deciding(copying(BLOCK - 1, VOCAB))
+            rig.policy = rig.worker._planned._policy = Deciding(copying(LONGEST_COPY, VOCAB), drafts)
+            if not drafts:
+                rig.worker._draft.runner.forward = None  # whoever calls it fails
             rig.run()
             seen.update(rig.seen)
             accepted += rig.policy.counts.copied_accepted
@@ -194,6 +202,25 @@ def test_the_planner_copies(copying, page_size):
             assert copies > 5, copies
         else:
             assert seen["copied"] > 5 and accepted > copies, (seen, accepted, copies)
+            assert seen["longer than a block"], seen
+
+
+@pytest.mark.parametrize(
+    ("slots", "max_new_tokens", "answer", "newest", "room"),
+    [
+        (20, 100, [1], [], 19),  # beside the anchor's
+        (20, 100, [1], [2, 3, 4], 16),
+        (20, 12, [1], [], 10),  # with the token behind it, the 12th
+        (20, 12, [1, 2], [3, 4], 7),
+        (20, 3, [1], [2], 0),
+        (8, 100, [1], [], 7),
+    ],
+)
+def test_a_copy_has_room(slots, max_new_tokens, answer, newest, room):
+    """Fails where a copy gets a row without a slot, or goes past the last token that is asked for."""
+    req = make_req(output_ids=answer, max_new_tokens=max_new_tokens)
+    req.kv.kv_committed_len, req.kv.kv_allocated_len = 30, 30 + slots
+    assert planned_step._text_of(req, newest).room == room
 
 
 def test_other_steps_interrupt_the_policy():

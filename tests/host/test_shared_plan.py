@@ -17,11 +17,14 @@ from sglang_dflash.host.shared_plan import SharedPlan
 
 NAMES = ["a", "b", "c", "d", "e"]
 CANDIDATES = 3
+MOST_ROWS = 2 * BLOCK  # of a copy, which may be longer than a block
 
 
 def _random(rank: int) -> Policy:
     rng, right = random.Random(100 + rank), {name: [rank] * BLOCK for name in NAMES}
-    return Playing(rng, CANDIDATES, right, lambda name: [rng.randrange(9) for _ in range(rng.randint(1, BLOCK - 1))])
+    return Playing(
+        rng, CANDIDATES, right, lambda name: [rng.randrange(9) for _ in range(rng.randint(1, MOST_ROWS - 1))]
+    )
 
 
 def _planner(rank: int) -> Policy:
@@ -68,7 +71,7 @@ def test_all_ranks_follow_the_first(make: Any) -> None:
     group, count = Group(3), 60
 
     def run(rank: int) -> tuple[SharedPlan, list[Any]]:
-        shared = SharedPlan(make(rank), BLOCK, group)
+        shared = SharedPlan(make(rank), MOST_ROWS, group)
         return shared, _steps(shared, count)
 
     (first, alone), *others = group.run(run)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from stand_ins import Group
 
+from sglang_dflash.core.copying import Copying, Text
 from sglang_dflash.core.plan import Planner
 from sglang_dflash.core.policy import Fixed
 from sglang_dflash.host import planned_step, widths
@@ -61,6 +63,28 @@ def test_who_copies(monkeypatch, value, overlap, copies):
     copying = widths.choose_copying(8, 100)
     assert (copying is not None) == copies
     assert widths.choose_planner(8, "cpu", Group(1), copying).copying is copying
+
+
+@pytest.mark.parametrize(("width", "policy"), [("1", Planner), ("4", Fixed), ("full", type(None))])
+def test_copies_without_a_draft(monkeypatch, width, policy):
+    """Fails where one row a request excludes copies, runs the draft beside them, or other fixed widths copy."""
+    monkeypatch.setenv(widths.WIDTH, width)
+    planner = widths.choose_planner(8, "cpu", Group(1), Copying(widths.LONGEST_COPY, 100))
+    assert type(planner) is policy
+    if policy is Planner:
+        planner.copying.see({name: Text([1, 2, 3], []) for name in "ab"})
+        for _ in range(40):
+            assert planner.begin(["a", "b"]).width == 1
+            planner.choose(None)
+            planner.end(torch.tensor([[0], [1]]), torch.tensor([1, 1], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("keeps_states", "most"), [(False, widths.LONGEST_COPY), (True, 7)])
+def test_how_long_copies_are(monkeypatch, keeps_states, most):
+    """Fails where a recurrent state is needed behind a row for which none is kept."""
+    monkeypatch.setenv(widths.COPY, "1")
+    monkeypatch.setattr(widths, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=True))
+    assert widths.choose_copying(8, 100, keeps_states).most == most
 
 
 @pytest.mark.parametrize(

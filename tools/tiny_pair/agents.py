@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterable, Iterator, Set
 from itertools import islice
 
-from sglang_dflash.bench.agent import system_message
-from sglang_dflash.bench.script import LEAST_RESULT_CHARS, Exchange, Project, Script, tool_lines
+from sglang_dflash.workloads.agent import system_message
+from sglang_dflash.workloads.script import LEAST_RESULT_CHARS, Exchange, Project, Script, tool_lines
 from tools.tiny_pair.conversations import SYSTEMS, Conversation, Message
 from tools.tiny_pair.corpus import SHARES, fresh_example
 

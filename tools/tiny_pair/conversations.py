@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
-from sglang_dflash.bench.script import tool_response
+from sglang_dflash.workloads.script import tool_response
 from tools.tiny_pair.corpus import SHARES, closed_texts, fresh_example
 from tools.tiny_pair.wording import NAMES, THINGS, Example, Teller, vary
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, MASK)
-# Tools, calls and results look as `sglang_dflash.bench.script` writes them. A result is a user's message.
+# Tools, calls and results look as `sglang_dflash.workloads.script` writes them. A result is a user's message.
 CHAT_TEMPLATE = """\
 {%- if tools and messages[0]['role'] != 'system' %}
     {%- set messages = [{'role': 'system', 'content': ''}] + messages %}

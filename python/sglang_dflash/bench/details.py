@@ -7,16 +7,7 @@ import re
 from typing import Any
 
 from sglang_dflash.bench.frame import BASELINES
-from sglang_dflash.bench.layout import (
-    Section,
-    count,
-    escaped,
-    grid,
-    limit_words,
-    number,
-    spread,
-    value,
-)
+from sglang_dflash.bench.layout import Section, count, escaped, grid, limit_words, number, spread, value
 from sglang_dflash.bench.measures import PERCENTILES
 from sglang_dflash.bench.records import Run
 

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from sglang_dflash.bench.hub_datasets import HUB
 from sglang_dflash.bench.records import Limits
-from sglang_dflash.bench.workloads import WORKLOADS
 from sglang_dflash.serving.arms import ARMS, VLLM_ARMS
+from sglang_dflash.workloads.hub_datasets import HUB
+from sglang_dflash.workloads.kinds import WORKLOADS
 
 RADIX = {"on": (True,), "off": (False,), "both": (True, False)}
 _NOT_KEPT = (

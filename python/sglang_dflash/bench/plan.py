@@ -8,10 +8,10 @@ from itertools import product
 from pathlib import Path
 
 from sglang_dflash.bench.records import CellKey
-from sglang_dflash.bench.workloads import WORKLOADS
 from sglang_dflash.serving import Arm
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Session
+from sglang_dflash.workloads.kinds import WORKLOADS
 
 
 @dataclass(frozen=True, slots=True)

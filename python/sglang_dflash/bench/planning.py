@@ -8,16 +8,16 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_dflash.bench.agent import AgentShape, agent_sessions, with_tools
-from sglang_dflash.bench.datasets import load
 from sglang_dflash.bench.options import RADIX, Options, words
 from sglang_dflash.bench.plan import Plan
-from sglang_dflash.bench.script import tools
-from sglang_dflash.bench.workloads import WORKLOADS
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 from sglang_dflash.serving.arms import VLLM_ARMS, Models, Serving, arms_of, reference_arm, split_flags
 from sglang_dflash.serving.endpoint import Sampling
+from sglang_dflash.workloads.agent import AgentShape, agent_sessions, with_tools
+from sglang_dflash.workloads.datasets import load
+from sglang_dflash.workloads.kinds import WORKLOADS
+from sglang_dflash.workloads.script import tools
 
 TINY_DATASETS = "arithmetic,code,chat"
 TINY_FLAGS = ("--max-total-tokens", "32768")

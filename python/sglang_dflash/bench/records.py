@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.bench.workloads import WORKLOADS, Workload
 from sglang_dflash.serving import AcceptanceStats
 from sglang_dflash.serving.counters import WorkerCounts
 from sglang_dflash.serving.records import Record
 from sglang_dflash.serving.sessions import ToolCall
+from sglang_dflash.workloads.kinds import WORKLOADS, Workload
 
 SCHEMA = 1
 

@@ -17,6 +17,7 @@ from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import Cell, CellKey, Run
 from sglang_dflash.serving import Arm, ServerError, TiePolicy, last_error, sentence
 from sglang_dflash.serving.arms import reference_arm
+from sglang_dflash.serving.errors import log_lines
 from sglang_dflash.serving.rendering import Renderer
 from sglang_dflash.serving.traffic import prompts_of
 
@@ -159,8 +160,7 @@ class Sweep:
         return self._references.setdefault((key.dataset, backend), Reference(self._reference_arm.name))
 
     def _tail(self) -> list[str]:
-        lines = self._log.read_text(errors="replace").splitlines() if self._log.is_file() else []
-        return [line for line in lines if line.strip()][-LOG_LINES:]
+        return log_lines(self._log)[-LOG_LINES:]
 
     def _keep(self, cell: Cell, board: Board) -> None:
         self._run.cells = [held for held in self._run.cells if held.key != cell.key] + [cell]

@@ -168,11 +168,14 @@ class Text(NamedTuple):
     Fields:
         answer: what the host knows of it; grows in place.
         newest: tokens behind it, which the host gets later.
+        room: tokens that a copy may have, because the request has slots for so many rows and no more tokens are asked
+            for; None: as many as `Copying.most`.
     """
 
     prompt: Sequence[int]
     answer: Sequence[int]
     newest: Sequence[int] = ()
+    room: int | None = None
 
 
 def best_copies(
@@ -232,7 +235,7 @@ class Copying:
     def __init__(self, most: int, vocab_size: int, tuning: CopyTuning | None = None) -> None:
         """
         Args:
-            most: tokens of an offer.
+            most: tokens of an offer, whatever room a request has.
             vocab_size: ids from here on, which a host may put in the place of pictures, are never copied.
         """
         assert most >= 1, most
@@ -259,10 +262,12 @@ class Copying:
         if request.wait:
             request.wait -= 1
             return None
-        found = request.index.find()
+        room = self._texts[name].room
+        count = self.most if room is None else min(self.most, room)
+        found = request.index.find() if count > 0 else None
         if found is None:
             return None
-        ids = request.index.copy(found.follows, self.most)
+        ids = request.index.copy(found.follows, count)
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             ids = ids[: next(place for place, token in enumerate(ids) if not 0 <= token < self._vocab_size)]
         tuning, (lowest, highest) = self._tuning, self._tuning.chances

@@ -103,6 +103,7 @@ class Planner:
         clock: Callable[[], float] = time.perf_counter,
         tuning: PlanTuning | None = None,
         copying: Copying | None = None,
+        drafts: bool = True,
     ) -> None:
         """
         Args:
@@ -110,6 +111,7 @@ class Planner:
             max_rows: rows of one request that is drafted, anchor included; None: K.
             clock: monotonic, in seconds.
             copying: what is copied instead; None: nothing.
+            drafts: False: the draft never runs, so a request gets a copy or the row of plain decoding.
         """
         assert block_size >= 2, block_size
         self._block_size = block_size
@@ -122,7 +124,7 @@ class Planner:
         self._gap_s = 0.0  # mean time between two consecutive decode steps
         self._requests: list[str] = []
         self.counts = PlanCounts()
-        self.copying = copying
+        self.copying, self._drafts = copying, drafts
         self._drafts_worth: dict[int, float] = {}  # request -> tokens that its block brings beyond its rows' price
         self._probing = False
         self._tally = DepthTally(self.counts)
@@ -195,7 +197,7 @@ class Planner:
         return not any(map(self._memory.knows, set(self._requests).difference(before)))
 
     def _whole_blocks(self) -> Drafting:
-        return Drafting(self._block_size, list(range(len(self._requests))))
+        return Drafting(self._block_size, list(range(len(self._requests)))) if self._drafts else NOTHING
 
     def draft_begins(self) -> None:
         self._draft_begun_s = self._clock()
@@ -267,7 +269,7 @@ class Planner:
         self._learn()
         self._decided_for, batch = self._requests, len(self._requests)
         self._drafts_worth = {}
-        if not self._draft_times.seen or not self._rest_times.seen:
+        if not self._rest_times.seen or (self._drafts and not self._draft_times.seen):
             self._decided, self._expected = self._whole_blocks(), (float(batch), 0.0)
             return
         costs = ops.StepCosts(self._gap_s, *self._draft_times.line(), *self._rest_times.line())

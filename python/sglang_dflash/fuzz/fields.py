@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from sglang_dflash.serving import Client, Server
+from sglang_dflash.serving.client import CONNECTIONS
 
 CONCURRENCY = 8
 RAW_SHARE, FITTING_SHARE = 0.02, 0.75
@@ -273,7 +274,7 @@ class _Watched:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._client = server.client(PATIENCE_S)
-        self._http = httpx.Client(base_url=server.url, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None))
+        self._http = httpx.Client(base_url=server.url, timeout=PATIENCE_S, limits=CONNECTIONS)
         self._expected = self._answers()
         self._slots = self._client.used_slots()
 

@@ -20,7 +20,7 @@ from sglang_dflash.core.policy import Policy
 from sglang_dflash.host import widths
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.plan_report import PlanReport
-from sglang_dflash.host.protocols import ModelRunner, ScheduleBatch
+from sglang_dflash.host.protocols import ModelRunner, Req, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 CANDIDATES = 8
@@ -45,6 +45,14 @@ def why_chains(target_runner: ModelRunner, draft: DraftRunner) -> str | None:
     if draft.most_candidates == 1:
         return "the draft's head gives one candidate for each row"
     return None
+
+
+def _text_of(req: Req, newest: list[int]) -> Text:
+    """newest: tokens of this turn. Each row of a copy needs a slot behind the anchor's, and none goes past the answer's
+    last token."""
+    slots = req.kv.kv_allocated_len - req.kv.kv_committed_len
+    tokens = req.sampling_params.max_new_tokens - len(req.output_ids)
+    return Text(req.origin_input_ids, req.output_ids, newest, min(slots, tokens) - len(newest) - 1)
 
 
 class PlannedStep:
@@ -80,7 +88,7 @@ class PlannedStep:
         if self._policy.copying is not None:
             newest = self.newest or [[]] * len(batch.reqs)
             texts = zip(batch.reqs, newest, strict=True)
-            self._policy.copying.see({req.rid: Text(req.origin_input_ids, req.output_ids, new) for req, new in texts})
+            self._policy.copying.see({req.rid: _text_of(req, new) for req, new in texts})
         drafting = self._policy.begin([req.rid for req in batch.reqs])
         requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
         proposal: ops.Proposal | None = None

@@ -15,6 +15,8 @@ from sglang_dflash.host.shared_plan import SharedPlan
 
 WIDTH, TREE, COPY = "SGLANG_DFLASH_WIDTH", "SGLANG_DFLASH_TREE", "SGLANG_DFLASH_COPY"
 POLICIES = ("adaptive", "full")
+LONGEST_COPY = 63
+"""Tokens of a copy. Mostly the slots that a request has in reserve allow fewer: two blocks and some more."""
 
 
 def check(device: str, block_size: int) -> None:
@@ -58,15 +60,23 @@ def choose_planner(block_size: int, device: str, tp_group: Any, copying: Copying
     if asked == "full" or why_full(device) is not None:
         return None
     rows = _rows(asked)
-    policy = Planner(block_size, copying=copying) if rows is None else Fixed(rows)
-    return policy if tp_group.world_size == 1 else SharedPlan(policy, block_size, tp_group)
+    policy: Policy
+    if rows is None or (rows == 1 and copying is not None):
+        policy = Planner(block_size, copying=copying, drafts=rows is None)
+    else:
+        policy = Fixed(rows)
+    most_rows = block_size if copying is None else max(block_size, copying.most + 1)
+    return policy if tp_group.world_size == 1 else SharedPlan(policy, most_rows, tp_group)
 
 
-def choose_copying(block_size: int, vocab_size: int) -> Copying | None:
-    """What a planner copies from; None: copies are not wanted, or the host learns of the newest tokens too late."""
+def choose_copying(block_size: int, vocab_size: int, keeps_states: bool = False) -> Copying | None:
+    """What a planner copies from; None: copies are not wanted, or the host learns of the newest tokens too late.
+
+    keeps_states: the target has a recurrent state, which is kept for the rows of a block and not for more.
+    """
     if os.environ.get(COPY) != "1" or not get_schedule().disable_overlap_schedule:
         return None
-    return Copying(block_size - 1, vocab_size)
+    return Copying(block_size - 1 if keeps_states else LONGEST_COPY, vocab_size)
 
 
 def tree_rows() -> int | None:

@@ -82,7 +82,7 @@ class DFlashWorker(BaseSpecWorker):
         self._direct: DirectForward | None = None
         self._planned: PlannedStep | FixedTreeStep | None = None
         self.prefilled = 0  # prompt tokens whose draft KV was computed; `/server_info` reports it
-        copying = widths.choose_copying(self.block_size, vocab_size)
+        copying = widths.choose_copying(self.block_size, vocab_size, self._recurrent_state is not None)
         planner = widths.choose_planner(self.block_size, self.device, get_parallel().tp_group, copying)
         if tree_rows is not None:
             self._planned = FixedTreeStep(tree_rows, self._target, self._draft, self._lay_out)

@@ -16,6 +16,8 @@ from sglang_dflash.serving.sessions import Message
 
 BEST = 4  # number of alternatives per token that a baseline reports: a token outside them is no tie
 STEADY = 6  # readings of the KV slots in use, until a count that does not fall is believed
+CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
+"""As many as are asked for. A server closes one that was idle for 5 s; a request sent at that moment gets no answer."""
 
 
 class Client:
@@ -23,7 +25,7 @@ class Client:
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
         self.url = url
-        self._http = httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_connections=None))
+        self._http = httpx.Client(base_url=url, timeout=timeout_s, limits=CONNECTIONS)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return self._http.post(path, json=body)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from sglang_dflash.serving.client import CONNECTIONS
 from sglang_dflash.serving.completion import Completion, CompletionStream
 from sglang_dflash.serving.errors import sentence
 
@@ -96,7 +97,7 @@ class Endpoint:
             base_url=url,
             headers=headers or {},
             timeout=httpx.Timeout(stall_s, connect=30.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=CONNECTIONS,
         )
         self._openai: AsyncOpenAI | None = None
 

@@ -70,10 +70,16 @@ def _extra(error: BaseException) -> str:
 
 def last_error(log: Path) -> str:
     """The sentence in a server's log that tells best why it ended, and where the log is."""
+    lines = [line.strip() for line in log_lines(log)] or ["it wrote nothing"]
+    last = max((place for place, line in enumerate(lines) if _names_error(line)), default=len(lines) - 1)
+    message_follows = lines[last].endswith(":")  # it begins with an empty line
+    return f"{' '.join(lines[last : last + 1 + message_follows])} (log: {log})"
+
+
+def log_lines(log: Path) -> list[str]:
+    """The lines of a log that are not blank; none if there is no log."""
     text = log.read_text(errors="replace") if log.is_file() else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if _names_error(line)]
-    return f"{(errors or lines or ['it wrote nothing'])[-1]} (log: {log})"
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def _names_error(line: str) -> bool:

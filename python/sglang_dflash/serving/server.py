@@ -18,7 +18,7 @@ from typing import Self
 import httpx
 
 from sglang_dflash.serving.client import Client
-from sglang_dflash.serving.errors import ServerError
+from sglang_dflash.serving.errors import ServerError, log_lines
 
 STOP_SECONDS = 20.0
 PORTS = range(20000, 30000)
@@ -129,8 +129,7 @@ class Server:
 
     def log_tail(self, count: int) -> list[str]:
         """The last `count` lines of the log that are not empty."""
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()]
-        return [line for line in lines if line][-count:]
+        return [line.strip() for line in log_lines(self.log)[-count:]]
 
     def stop(self) -> None:
         """Terminates the server, which ends its children; kills the whole group if that takes over STOP_SECONDS."""

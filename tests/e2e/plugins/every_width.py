@@ -46,14 +46,14 @@ def _plan_at_random(*_: Any) -> None:
         return planner._drafting
 
     def copy(planner: plan.Planner, name: str) -> list[int]:
-        offer = planner.copying.offer(name)
+        offer, room = planner.copying.offer(name), planner.copying._texts[name].room
         if offer is not None and chance.random() < 0.8:
             return offer.ids[: chance.randint(1, len(offer.ids))]
         if chance.random() < 0.3:
             name = chance.choice(planner._requests)
         text = [*planner.copying._texts[name].prompt, *planner.copying._texts[name].answer]
         first = chance.randrange(len(text))
-        return text[first : first + chance.randint(1, planner.copying.most)]
+        return text[first : first + chance.randint(0, max(0, min(room, planner.copying.most)))]
 
     def choose(planner: plan.Planner, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         batch, copies = len(planner._requests), planner._drafting.copies

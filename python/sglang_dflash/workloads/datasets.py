@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from sglang_dflash.bench.hub_datasets import HUB, hub_rows
 from sglang_dflash.serving import KINDS
 from sglang_dflash.serving.prompts import bundled_prompts, read_prompts
 from sglang_dflash.serving.sessions import Session
+from sglang_dflash.workloads.hub_datasets import HUB, hub_rows
 
 
 def load(name: str, count: int | None, seed: int) -> list[Session]:

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.bench.agent import AgentShape, agent_sessions, with_tools
-from sglang_dflash.bench.datasets import load
-from sglang_dflash.bench.script import (
+from sglang_dflash.serving import TINY_TARGET
+from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.serving.sessions import Message, Session, ToolCall, Turn, as_openai
+from sglang_dflash.workloads.agent import AgentShape, agent_sessions, with_tools
+from sglang_dflash.workloads.datasets import load
+from sglang_dflash.workloads.script import (
     LEAST_RESULT_CHARS,
     TOOLS,
     Exchange,
@@ -26,9 +29,6 @@ from sglang_dflash.bench.script import (
     tool_response,
     tools,
 )
-from sglang_dflash.serving import TINY_TARGET
-from sglang_dflash.serving.rendering import Renderer
-from sglang_dflash.serving.sessions import Message, Session, ToolCall, Turn, as_openai
 
 CONTEXT = 2_048
 SEEDS = load("tiny", 40, 0)

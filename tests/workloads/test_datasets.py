@@ -12,11 +12,11 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from sglang_dflash.bench import hub_datasets
-from sglang_dflash.bench.datasets import load
-from sglang_dflash.bench.hub_datasets import HUB
 from sglang_dflash.serving import KINDS
 from sglang_dflash.serving.sessions import Message, Session, Turn
+from sglang_dflash.workloads import hub_datasets
+from sglang_dflash.workloads.datasets import load
+from sglang_dflash.workloads.hub_datasets import HUB
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 ROWS: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from sglang_dflash.bench.script import (
+from sglang_dflash.serving.sessions import Edit, Message, Session, Turn
+from sglang_dflash.workloads.script import (
     LEAST_RESULT_CHARS,
     NOUNS,
     VERBS,
@@ -19,7 +20,6 @@ from sglang_dflash.bench.script import (
     tool_response,
     tools,
 )
-from sglang_dflash.serving.sessions import Edit, Message, Session, Turn
 
 FEWEST_TURNS, MOST_TURNS = 6, 12
 LEAST_PREFIX_CHARS = 320

@@ -1,0 +1,1 @@
+"""What servers are asked in measurements: datasets, sessions of coding agents, and what a load means."""
