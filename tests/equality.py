@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from sglang_dflash.serving import AcceptanceStats, Client, Completion, TiePolicy, greedy_body
 
@@ -52,8 +53,5 @@ def tau(answers: Sequence[Completion]) -> float:
 
 def steps_by_accept_len(answers: Sequence[Completion]) -> list[int]:
     """Verify steps by accept_len, 0 first."""
-    counts = [0] * BLOCK_SIZE
-    for answer in answers:
-        for accept_len, count in enumerate(answer.accept_histogram):
-            counts[accept_len] += count
-    return counts
+    sums = [sum(column) for column in zip_longest(*(answer.accept_histogram for answer in answers), fillvalue=0)]
+    return sums + [0] * (BLOCK_SIZE - len(sums))

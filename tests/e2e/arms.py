@@ -48,7 +48,7 @@ OPENINGS = [f"{_CODE[number].rstrip()}\n\n\n" for number in _RUN_ON]
 
 FULL = {"SGLANG_DFLASH_WIDTH": "full"}  # for tests that compare steps with a reference
 COMPILED = {"SGLANG_DFLASH_COMPILE": "1"}
-# A width policy for tests only, instead of the measuring one: 1, 2, .. K rows in turn.
+# A width policy for tests only, instead of the measuring one: 1, 2, .. K rows in turn, and copies of any length.
 EVERY_WIDTH = {
     "SGLANG_DFLASH_WIDTH": "adaptive",
     "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent / "plugins"), os.environ.get("PYTHONPATH")))),
@@ -121,7 +121,7 @@ def assert_same_steps(answer: Completion, commit_lens: Sequence[int]) -> None:
 
 
 def widths_of(client: Client, *prompts: list[int]) -> list[int]:
-    """Counts of the requests' steps with 0, 1, .. K rows."""
+    """Counts of the requests' steps with 0, 1, .. rows."""
     of_requests = []
     for prompt in prompts:
         body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS}}

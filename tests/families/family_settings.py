@@ -27,7 +27,8 @@ def _with_plugins(*folders: Path) -> dict[str, str]:
 
 
 FULL = {"SGLANG_DFLASH_WIDTH": "full", **_with_plugins(REPLAYED)}
-EVERY = {"SGLANG_DFLASH_WIDTH": "adaptive", **_with_plugins(REPLAYED, EVERY_WIDTH)}
+COPYING = {"SGLANG_DFLASH_COPY": "1"}  # without overlap
+EVERY = {"SGLANG_DFLASH_WIDTH": "adaptive", **COPYING, **_with_plugins(REPLAYED, EVERY_WIDTH)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from stand_ins import Group
 
 from sglang_dflash.core.copying import Copying, Text
 from sglang_dflash.core.plan import Planner
-from sglang_dflash.core.policy import Fixed
+from sglang_dflash.core.policy import Copied, Drafting, Fixed
 from sglang_dflash.host import planned_step, widths
 from sglang_dflash.host.shared_plan import SharedPlan
 
@@ -77,6 +77,21 @@ def test_copies_without_a_draft(monkeypatch, width, policy):
             assert planner.begin(["a", "b"]).width == 1
             planner.choose(None)
             planner.end(torch.tensor([[0], [1]]), torch.tensor([1, 1], dtype=torch.int32))
+
+
+def test_ranks_share_long_copies():
+    """Fails where the ranks exchange too few rows for a copy that is longer than a block."""
+    group, ids = Group(2), list(range(widths.LONGEST_COPY))
+
+    def run(rank: int) -> tuple[Drafting, list[int]]:
+        shared = widths.choose_planner(8, "cpu", group, Copying(widths.LONGEST_COPY, 100))
+        if shared._policy is not None:
+            planner = shared._policy
+            planner._requests, planner._drafting = ["a"], Drafting(1, [], (Copied(0, ids),))
+            planner.begin = lambda requests: planner._drafting
+        return shared.begin(["a"]), shared.choose(None).lens
+
+    assert group.run(run) == [(Drafting(1, [], (Copied(0, ids),)), [len(ids) + 1])] * 2
 
 
 @pytest.mark.parametrize(("keeps_states", "most"), [(False, widths.LONGEST_COPY), (True, 7)])

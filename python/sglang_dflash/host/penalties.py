@@ -115,10 +115,11 @@ class RequestPenalties:
             self._emitted.penalize(rows, group.requests, group.rows, plan.chains(), group.most, group.params)
             return
         counts = torch.tensor(plan.lens)[group.requests]
-        columns = torch.arange(plan.verify_width)
+        width = int(counts.max())  # a request without penalties may have more rows
+        columns = torch.arange(width)
         columns = torch.where(columns < counts[:, None], columns, 0)  # [P, W]
         tree_rows = plan.trees.row_starts[group.requests][:, None] + columns
-        seen = plan.trees.seen()[group.requests[:, None], columns]  # [P, W, W]
+        seen = plan.trees.seen()[group.requests[:, None], columns, :width]  # [P, W, W]
         seen[:, :, 0] = False
         self._emitted.penalize_trees(logits, tree_rows, group.rows, plan.ids[tree_rows], seen, group.most, group.params)
 

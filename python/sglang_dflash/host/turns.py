@@ -57,7 +57,8 @@ class Turns:
         """
         Args:
             messages_wait: whether a message for the scheduler has arrived.
-            block_size: most slots that a step writes behind a request's prefix.
+            block_size: most slots that a step writes behind the prefix of a request that is drafted. A copy writes no
+                more than its request has.
             limit_s: a step that would probably end later than this is left to the next turn.
             kept_state: the prefix cache keeps a recurrent state at each multiple of so many tokens, and the scheduler
                 says where before the step that may get there; None: no recurrent state.

@@ -16,7 +16,7 @@ from sglang_dflash.host.shared_plan import SharedPlan
 WIDTH, TREE, COPY = "SGLANG_DFLASH_WIDTH", "SGLANG_DFLASH_TREE", "SGLANG_DFLASH_COPY"
 POLICIES = ("adaptive", "full")
 LONGEST_COPY = 63
-"""Tokens of a copy. Mostly the slots that a request has in reserve allow fewer: two blocks and some more."""
+"""Most tokens of a copy. The slots that a request has in reserve seldom allow as many."""
 
 
 def check(device: str, block_size: int) -> None:
@@ -65,8 +65,10 @@ def choose_planner(block_size: int, device: str, tp_group: Any, copying: Copying
         policy = Planner(block_size, copying=copying, drafts=rows is None)
     else:
         policy = Fixed(rows)
-    most_rows = block_size if copying is None else max(block_size, copying.most + 1)
-    return policy if tp_group.world_size == 1 else SharedPlan(policy, most_rows, tp_group)
+    if tp_group.world_size == 1:
+        return policy
+    longest_copy = 0 if policy.copying is None else policy.copying.most
+    return SharedPlan(policy, max(block_size, 1 + longest_copy), tp_group)
 
 
 def choose_copying(block_size: int, vocab_size: int, keeps_states: bool = False) -> Copying | None:

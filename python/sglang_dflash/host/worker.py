@@ -58,7 +58,7 @@ class DFlashWorker(BaseSpecWorker):
         self._target: ModelRunner = target_worker.model_runner
         self.device = target_worker.device
         self.block_size, tree_rows = fixed_trees.block_size(), widths.tree_rows()
-        self._verified_rows = tree_rows or self.block_size  # of a request, at most
+        self._verified_rows = tree_rows or self.block_size  # of a drafted request, at most
         self.speculative_num_draft_tokens = self._verified_rows  # the scheduler reads it
         cfg = resolving_view(server_args)
         draft_config = read_draft_config(cfg)

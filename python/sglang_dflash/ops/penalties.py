@@ -60,7 +60,8 @@ def penalize(
     entries = torch.cat((emitted.ids, block_ids), dim=1)  # [P, E]
     # Indices into [B, W, V], not into a flat view: the host's float32 logits may be a slice of a padded vocabulary.
     rows = (requests[:, None, None], columns[:, None])  # with ids, broadcast to [P, W, E]
-    _penalize(logits, rows, columns, entries, drafted_before(entries, block_ids), emitted, params)
+    times = drafted_before(entries, block_ids)
+    _penalize(logits, rows, columns, entries, times, len(columns) - 1, emitted, params)
 
 
 def penalize_trees(
@@ -82,7 +83,8 @@ def penalize_trees(
     entries = torch.cat((emitted.ids, ids), dim=1)  # [P, E]
     equal = (entries[:, None] == ids[:, :, None]).float()  # [P, W, E]
     times = torch.bmm(before.float(), equal).long()
-    _penalize(logits, (rows[:, :, None],), before.sum(-1), entries, times, emitted, params)
+    most_times = int(times.max()) if len(times) else 0
+    _penalize(logits, (rows[:, :, None],), before.sum(-1), entries, times, most_times, emitted, params)
 
 
 def _penalize(
@@ -91,6 +93,7 @@ def _penalize(
     drafted: torch.Tensor,
     entries: torch.Tensor,
     times: torch.Tensor,
+    most_times: int,
     emitted: Emitted,
     params: PenaltyParams,
 ) -> None:
@@ -100,10 +103,11 @@ def _penalize(
         rows: indices of the rows in `logits`; with ids they broadcast to [P, W, E].
         drafted: [W] or [P, W] int64; drafts before each row's token.
         times: [P, W, E] int64; how often each entry is among them.
+        most_times: bound of `times`, known on the host.
     """
     seen = emitted.seen.gather(1, entries)[:, None] | (times > 0)
     sums = emitted.sums.gather(1, entries)[:, None].expand(times.shape)
-    for time in range(times.shape[1] - 1):  # one addition per occurrence: the sum is rounded as the host's is
+    for time in range(most_times):  # one addition per occurrence: the sum is rounded as the host's is
         sums = torch.where(times > time, sums + params.frequency[:, None, None], sums)
     presence = torch.where(seen, params.presence[:, None, None], 0.0)
     repetition = torch.where(seen, params.repetition[:, None, None], 1.0)

@@ -52,8 +52,9 @@ def _plan_at_random(*_: Any) -> None:
         if chance.random() < 0.3:
             name = chance.choice(planner._requests)
         text = [*planner.copying._texts[name].prompt, *planner.copying._texts[name].answer]
-        first = chance.randrange(len(text))
-        return text[first : first + chance.randint(0, max(0, min(room, planner.copying.most)))]
+        first, count = chance.randrange(len(text)), chance.randint(0, max(0, min(room, planner.copying.most)))
+        # The ids that the host puts in the place of pictures are no tokens.
+        return [token for token in text[first : first + count] if 0 <= token < planner.copying._vocab_size]
 
     def choose(planner: plan.Planner, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         batch, copies = len(planner._requests), planner._drafting.copies
@@ -74,6 +75,7 @@ def _plan_at_random(*_: Any) -> None:
     def end(planner: plan.Planner, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
         for copied in planner._drafting.copies:
             planner.counts.copies += 1
+            planner.counts.copied_rows += len(copied.ids)
             planner.counts.copied_accepted += int(commit_lens[copied.request]) - 1
 
     plan.Planner.begin, plan.Planner.choose, plan.Planner.end = begin, choose, end
