@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
-from operator import neg
+from itertools import accumulate, cycle, islice
+from operator import mul, neg
 from typing import NamedTuple
 
 import numpy as np
@@ -242,7 +242,8 @@ class Copying:
         self.most, self._vocab_size, self._tuning = most, vocab_size, tuning or CopyTuning()
         lengths = self._tuning.lengths
         assert lengths[0] <= min(GRAMS) and lengths[-1] == LONGEST_MATCH, lengths
-        self._group_of = [sum(length >= first for first in lengths[1:]) for length in range(LONGEST_MATCH + 1)]
+        # By length of the match, which grows by the tokens of an offer and counts as LONGEST_MATCH at most.
+        self._group_of = [sum(length >= first for first in lengths[1:]) for length in range(LONGEST_MATCH + most)]
         self._trials = [self._tuning.prior_trials] * len(lengths)
         self._hits = [chance * self._tuning.prior_trials for chance in self._tuning.first_chances]
         self._texts: dict[str, Text] = {}
@@ -276,15 +277,8 @@ class Copying:
             min(max(1 - (1 - hits / trials) * factor, lowest), highest)
             for hits, trials in zip(self._hits, self._trials, strict=True)
         ]
-        # Behind an accepted token, the match is longer by it.
-        first = found.length
-        request.ids = ids
-        request.groups = [self._group_of[min(first + i, LONGEST_MATCH)] for i in range(len(ids))]
-        reach, reaches = 1.0, []
-        for group in request.groups:
-            reach *= of_group[group]
-            reaches.append(reach)
-        return Offer(ids, reaches) if ids else None
+        request.ids, request.groups = ids, self._group_of[found.length : found.length + len(ids)]
+        return Offer(ids, list(accumulate(map(of_group.__getitem__, request.groups), mul))) if ids else None
 
     def _request(self, name: str) -> _Request:
         text = self._texts[name]
