@@ -39,19 +39,14 @@ USUAL = [
     ("Qwen3.5", "every width"),
     ("Qwen3.5", "overlap, pages, chunks"),
     ("Qwen3.5", "small pool"),
-    ("Qwen3.5 MoE", "every width"),
     ("Qwen3-Next", "overlap, pages, chunks"),
     ("Qwen3 MoE", "overlap, pages, chunks"),
-    ("Kimi K2.5", "overlap, pages, chunks"),
     ("Kimi-Linear", "overlap, pages, chunks"),
     ("Nemotron-H MoE", "overlap, pages, chunks"),
-    ("Qwen3.5 wrapper", "overlap, pages, chunks"),
     ("Qwen3-VL", "every width"),
     ("Qwen3.5 wrapper", "compiled"),
     ("gpt-oss", "overlap, pages, chunks"),
     ("Gemma 4", "every width"),
-    ("MiniMax-M2", "overlap, pages, chunks"),
-    ("gpt-oss in MXFP4", "every width"),
 ]
 QUANTISED = ("every width", "overlap, pages, chunks")  # a quantised target is a plain one once it is loaded
 CELLS = [(family, arm) for family in FAMILIES for arm in (QUANTISED if family in PACKED else ARMS)]
