@@ -18,6 +18,7 @@ from sglang_dflash.core.block import Block, VerifyPlan
 from sglang_dflash.core.copying import Text
 from sglang_dflash.core.policy import Policy
 from sglang_dflash.host import widths
+from sglang_dflash.host.draft_input import slots_and_tokens_left
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.plan_report import PlanReport
 from sglang_dflash.host.protocols import ModelRunner, Req, ScheduleBatch
@@ -50,9 +51,8 @@ def why_chains(target_runner: ModelRunner, draft: DraftRunner) -> str | None:
 def _text_of(req: Req, newest: list[int]) -> Text:
     """newest: tokens of this turn. Each row of a copy needs a slot behind the anchor's, and none goes past the answer's
     last token."""
-    slots = req.kv.kv_allocated_len - req.kv.kv_committed_len
-    tokens = req.sampling_params.max_new_tokens - len(req.output_ids)
-    return Text(req.origin_input_ids, req.output_ids, newest, min(slots, tokens) - len(newest) - 1)
+    room = min(slots_and_tokens_left(req)) - len(newest) - 1
+    return Text(req.origin_input_ids, req.output_ids, newest, room)
 
 
 class PlannedStep:

@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 from sglang.srt.managers.scheduler import GenerationBatchResult
 
+from sglang_dflash.host.draft_input import slots_and_tokens_left
 from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.penalties import stop_ids
 
@@ -87,8 +88,8 @@ class Turn:
         reqs = batch.reqs
         self.tokens: list[list[int]] = [[] for _ in reqs]
         """Of each request, what the steps so far have committed."""
-        self._tokens_left = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in reqs]
-        self._slots_left = [req.kv.kv_allocated_len - req.kv.kv_committed_len for req in reqs]
+        left = [slots_and_tokens_left(req) for req in reqs]
+        self._slots_left, self._tokens_left = [slots for slots, _ in left], [tokens for _, tokens in left]
         self._stops = [_stop_ids(req) for req in reqs]
 
     def goes_on(self, step: GenerationBatchResult) -> bool:
