@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from sglang_dflash.ops import PlannedRows
 
 K = 8
 GAP_S = 1e-3  # from one step to the next
+ANSWER = 64  # tokens of a request that ends
 START = 20  # steps that a server may take to learn; the rates below leave them out
 
 
@@ -45,6 +47,7 @@ class Step:
 
     drafting: Drafting
     planned: PlannedRows
+    commit_lens: list[int]
     tokens: float
     seconds: float
     fixed_tokens: list[float]  # with whole chains of width 1..K
@@ -68,6 +71,7 @@ class World:
         self.machine, self.heat, self.candidates, self.block_size = machine, heat, candidates, block_size
         self.text, self.noise = np.random.default_rng(seed), np.random.default_rng(seed)
         self.now = 100.0
+        self.served = 0
         self.before_draft_s = 0.0  # of other work between the decision and the draft
         self.spoil: Callable[[np.ndarray], np.ndarray] = lambda log_probs: log_probs  # before the planner sees them
 
@@ -76,6 +80,22 @@ class World:
 
     def run(self, planner: Planner, skills: Mapping[str, float], steps: int) -> list[Step]:
         return [self.step(planner, skills) for _ in range(steps)]
+
+    def serve(self, planner: Planner, skills: Iterable[float], at_once: int) -> list[Step]:
+        """The steps of requests, one for each skill, of `ANSWER` tokens each; whenever one ends, the next begins."""
+        waiting, running, steps = iter(skills), {}, list[Step]()
+        while True:
+            for skill in islice(waiting, at_once - len(running)):
+                self.served += 1
+                running[f"request-{self.served}"] = (skill, ANSWER)
+                planner.interrupt()  # its prefill
+            if not running:
+                return steps
+            steps.append(self.step(planner, {name: skill for name, (skill, _) in running.items()}))
+            for (name, (skill, left)), count in zip(list(running.items()), steps[-1].commit_lens, strict=True):
+                running[name] = (skill, left - count)
+                if left <= count:
+                    del running[name]
 
     def step(self, planner: Planner, skills: Mapping[str, float], disturbed: float = 1.0) -> Step:
         """skills: the draft's skill with each request of the batch, about the mean chance of its first candidates."""
@@ -102,6 +122,7 @@ class World:
         return Step(
             drafting,
             planned,
+            commit_lens.tolist(),
             expected,
             draft_s + rest_s + GAP_S,
             [batch + float(reaches[: rows - 1].sum()) for rows in range(1, width + 1)],

@@ -103,6 +103,21 @@ def test_better_drafts_are_noticed(before):
     assert rate(steps) >= PLANNED * max(fixed_rates(steps)) > 1.2 * fixed_rates(steps)[0]
 
 
+@pytest.mark.parametrize("machine", ["cheap rows", "middling rows"])
+@pytest.mark.parametrize("at_once", [4, 8, 16])
+def test_better_newcomers_are_noticed(machine, at_once):
+    """Fails where requests whose drafts are good get plain steps for as long as they last, because those before them
+    had poor ones."""
+    shares = []
+    for seed in range(3):
+        world = World(MACHINES[machine], seed=seed)
+        planner = world.planner()
+        world.serve(planner, [0.15] * 12 * at_once, at_once)
+        steps = world.serve(planner, [0.9] * 3 * at_once, at_once)
+        shares.append(rate(steps) / max(fixed_rates(steps)))
+    assert np.mean(shares) >= 0.78, shares
+
+
 def test_worse_drafts_are_noticed():
     """Fails where a request goes on with wide blocks after its text has become hard."""
     world = World(MACHINES["dear rows"])

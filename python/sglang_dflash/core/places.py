@@ -31,3 +31,7 @@ class Places:
     def newest_first(self) -> Iterator[int]:
         """The rows in use."""
         return reversed(self._rows.values())
+
+    def ages(self) -> dict[str, int]:
+        """The place of each name in the order of their latest use, oldest first."""
+        return {name: place for place, name in enumerate(self._rows)}

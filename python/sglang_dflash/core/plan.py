@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from sglang_dflash import ops
 from sglang_dflash.core.calibration import Calibration
 from sglang_dflash.core.copying import Copying, best_copies
 from sglang_dflash.core.depth_tally import DepthTally
-from sglang_dflash.core.places import Places
+from sglang_dflash.core.draft_memory import DraftMemory
 from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import NOTHING, Copied, Drafting, add_copies, anchors
 from sglang_dflash.core.step_times import StepTimes
@@ -39,36 +38,26 @@ class PlanTuning:
     """Tuning values of `Planner`.
 
     Fields:
-        memory_steps: drafted steps of a request that tell whether to draft it again.
-        others: other requests whose latest drafted steps count, too, each as a part of `prior_steps`.
-        prior_steps: steps. Weight of all other requests beside a request's own steps.
         learning_steps: drafted steps that are learned from together.
         decision_steps: steps after which it is decided anew who is drafted, if the requests stay the same.
         least_gain: share. Tokens per second that a plan must promise beyond plain steps: the best of several uncertain
             promises is mostly too high, and a plan that is taken now and then costs more than one taken every time.
         warm_up_steps: first steps, which take every row, the planned rows, and one row for each request, in turn.
         gap_weight: share. Weight of the latest gap between two steps in the mean gap.
-        deep_weight: share. Weight of the latest chances of a depth in their mean.
-        probe_time_share: share of the time that probes may cost. A probe drafts whole blocks for all requests, or
-            nothing.
+        probe_time_share: share of the time that probes may cost, less what they bring. A probe drafts whole blocks for
+            requests that are not drafted otherwise, or nothing.
         probe_interval_steps: steps from one probe to the next, at least.
         probe_weight: share. Weight of the latest probe in the mean rows of probes.
-        requests: requests whose recent steps are kept.
     """
 
-    memory_steps: int = 4
-    others: int = 8
-    prior_steps: float = 1.0
     learning_steps: int = 4
     decision_steps: int = 16
     least_gain: float = 0.04
     warm_up_steps: int = 12
     gap_weight: float = 0.1
-    deep_weight: float = 0.05
     probe_time_share: float = 0.01
     probe_interval_steps: int = 16
     probe_weight: float = 0.25
-    requests: int = 1024
 
 
 class Drafted(NamedTuple):
@@ -120,13 +109,14 @@ class Planner:
         self._tuning = tuning or PlanTuning()
         self._calibration = Calibration(block_size - 1)
         self._draft_times, self._rest_times = StepTimes(), StepTimes()
-        self._memory = Memory(block_size, self._max_rows, self._tuning)
+        self._memory = DraftMemory(block_size, self._max_rows)
         self._gap_s = 0.0  # mean time between two consecutive decode steps
         self._requests: list[str] = []
         self.counts = PlanCounts()
         self.copying, self._drafts = copying, drafts
         self._drafts_worth: dict[int, float] = {}  # request -> tokens that its block brings beyond its rows' price
         self._probing = False
+        self._probed: list[int] = []  # requests that only a probe drafts in this step
         self._tally = DepthTally(self.counts)
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None
@@ -155,7 +145,7 @@ class Planner:
         self._steps += 1
         warming = self._steps <= tuning.warm_up_steps
         self._everything = warming and self._steps % 3 == 1
-        self._probing = False
+        self._probing, self._probed = False, []
         if self._everything:
             self._drafting = self._whole_blocks()
         elif warming and self._steps % 3 == 0:
@@ -220,7 +210,8 @@ class Planner:
             chosen = chosen._replace(rows=add_copies(self._kernels, chosen.trees, drafted, lens, copies, batch))
         self._rows, self._offered = chosen.rows, (log_probs, chosen)
         if self._probing:
-            self._probe_rows += self._tuning.probe_weight * (len(self._rows.parents) / batch - 1 - self._probe_rows)
+            rows = (len(self._rows.parents) - batch) / len(drafted)
+            self._probe_rows += self._tuning.probe_weight * (rows - self._probe_rows)
         self.counts.planning_s += self._clock() - self._drafted_s
         return self._rows
 
@@ -231,6 +222,10 @@ class Planner:
         if drafting.width > 1:
             self._draft_times.observe(len(drafting.requests) * drafting.width, self._drafted_s - self._draft_begun_s)
         self._rest_times.observe(len(rows.parents), self._ended_s - self._drafted_s)
+        if self._probing and self._probed and self.copying is None:  # else the probe may have cost a copy
+            tokens, seconds = self._expected
+            brought = int(commit_lens[self._probed].sum()) - len(self._probed)
+            self._probe_budget_s += brought * seconds / tokens
         if drafting.copies:
             lens = commit_lens.tolist()
             self.counts.copied_accepted += sum(lens[copy.request] - 1 for copy in drafting.copies)
@@ -299,18 +294,13 @@ class Planner:
         self._probe_budget_s += tuning.probe_time_share * seconds
         if self._steps_since_probe < tuning.probe_interval_steps:
             return None
-        batch = len(self._requests)
-        (draft_fixed_s, draft_row_s), (rest_fixed_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
-        plain_s = self._gap_s + rest_fixed_s + rest_row_s * batch
-        wide_s = plain_s + draft_fixed_s + batch * (draft_row_s * self._block_size + rest_row_s * self._probe_rows)
-        self._probe_budget_s = min(self._probe_budget_s, wide_s)
-        plain = self._probes % 2 == 1
-        probe = NOTHING if plain else self._whole_blocks()
+        if self._probes % 2 == 1:  # what the probe costs: the tokens that it lacks
+            probe, lost_s = NOTHING, self._plain_s() - len(self._requests) * seconds / tokens
+        else:
+            probe, lost_s = self._wide_probe()
         if probe == self._decided:
             self._probes += 1
             return None
-        # What the probe costs: the time it adds, or the tokens it lacks. A wide one commits at least as many tokens.
-        lost_s = plain_s - batch * seconds / tokens if plain else wide_s - seconds
         if lost_s > self._probe_budget_s:
             return None
         self._probe_budget_s -= max(lost_s, 0.0)
@@ -318,53 +308,24 @@ class Planner:
         self._steps_since_probe = 0
         return probe
 
+    def _plain_s(self) -> float:
+        fixed_s, row_s = self._rest_times.line()
+        return self._gap_s + fixed_s + row_s * len(self._requests)
 
-class Memory:
-    """What recent drafts offered, by request (`ops.Offers`). It says what drafting the request once more may bring."""
+    def _wide_probe(self) -> tuple[Drafting, float]:
+        """Whole blocks for as many requests as are affordable beside those decided on, and the seconds that it adds.
 
-    def __init__(self, block_size: int, max_rows: int, tuning: PlanTuning) -> None:
-        self._tuning, self._kernels = tuning, ops.choose_kernels("cpu").plans
-        self._offers = ops.Offers.none(tuning.requests, tuning.memory_steps, max_rows - 1, block_size - 1)
-        self._places = Places(tuning.requests)
-
-    def knows(self, name: str) -> bool:
-        """Whether the request was drafted before."""
-        return self._places.get(name) is not None
-
-    def keep(self, names: Sequence[str], chances: torch.Tensor, trees: ops.Trees) -> None:
-        """Keeps one step of each named request. chances: [b, D, k]."""
-        places = []
-        for name in names:
-            place, new = self._places.use(name)
-            if new:
-                self._offers.kept[place] = 0
-            places.append(place)
-        self._kernels.keep_offers(self._offers, places, chances, trees, self._tuning.deep_weight)
-
-    def best_width(self, names: Sequence[str], costs: ops.StepCosts, price: float) -> ops.BestWidth:
-        """See `draft_offers.best_width`."""
-        places = [self._places.get(name) for name in names]
-        known = [-1 if place is None else place for place in places]
-        others = list(islice(self._places.newest_first(), self._tuning.others))
-        return self._kernels.best_width(self._offers, known, others, self._tuning.prior_steps, costs, price)
-
-    def worth(self, names: Sequence[str], least: float) -> list[float]:
-        """Tokens that a block of each request brings beyond the price of its rows. A request that was never drafted is
-        taken for the latest others.
-
-        Args:
-            least: tokens that the time of a row is worth.
+        First come requests that were never drafted, then those whose latest draft is the oldest. Tokens that the
+        probed requests bring are counted at the step's end.
         """
-        offers, places = self._offers, [self._places.get(name) for name in names]
-        steps = torch.arange(offers.reaches.shape[1])
-
-        def of(rows: list[int]) -> torch.Tensor:
-            brought = (offers.reaches[rows] - least).clamp(min=0.0).sum(-1)  # [n, S]
-            kept = (steps < offers.kept[rows, None]).float()
-            return (brought * kept).sum(1) / kept.sum(1).clamp(min=1.0)
-
-        others = list(islice(self._places.newest_first(), self._tuning.others))
-        mean = float(of(others).mean()) if others else 0.0
-        known = [place for place in places if place is not None]
-        own = iter(of(known).tolist() if known else [])
-        return [mean if place is None else next(own) for place in places]
+        decided, drafts = self._decided.requests, self._drafts
+        (fixed_s, row_s), (_, rest_row_s) = self._draft_times.line(), self._rest_times.line()
+        others = self._memory.least_known(self._requests, decided) if drafts else []
+        each_s = max(row_s * self._block_size + rest_row_s * self._probe_rows, 1e-9)
+        added_s = max(0.0, self._plain_s() + fixed_s + len(decided) * each_s - self._expected[1])
+        self._probe_budget_s = min(self._probe_budget_s, added_s + len(others) * each_s)
+        count = min(len(others), max(1, int((self._probe_budget_s - added_s) / each_s)))
+        self._probed = others[:count]
+        if not self._probed and (not decided or self._decided.width == self._block_size):
+            return self._decided, 0.0
+        return Drafting(self._block_size, sorted((*decided, *self._probed))), added_s + count * each_s

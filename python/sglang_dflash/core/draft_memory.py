@@ -1,0 +1,90 @@
+"""Remembers what recent drafts offered, and says whom to draft next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from sglang_dflash import ops
+from sglang_dflash.core.places import Places
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTuning:
+    """Tuning values of `DraftMemory`.
+
+    Fields:
+        steps: drafted steps of a request that tell whether to draft it again.
+        others: other requests whose latest drafted steps count, too, each as a part of `prior_steps`.
+        prior_steps: steps. Weight of all other requests beside a request's own steps.
+        deep_weight: share. Weight of the latest chances of a depth in their mean.
+        requests: requests whose recent steps are kept.
+    """
+
+    steps: int = 4
+    others: int = 8
+    prior_steps: float = 1.0
+    deep_weight: float = 0.05
+    requests: int = 1024
+
+
+class DraftMemory:
+    """What recent drafts offered, by request (`ops.Offers`). It says what drafting the request once more may bring."""
+
+    def __init__(self, block_size: int, max_rows: int, tuning: MemoryTuning | None = None) -> None:
+        self._tuning = tuning = tuning or MemoryTuning()
+        self._kernels = ops.choose_kernels("cpu").plans
+        self._offers = ops.Offers.none(tuning.requests, tuning.steps, max_rows - 1, block_size - 1)
+        self._places = Places(tuning.requests)
+
+    def knows(self, name: str) -> bool:
+        """Whether the request was drafted before."""
+        return self._places.get(name) is not None
+
+    def least_known(self, names: Sequence[str], known: Sequence[int]) -> list[int]:
+        """Indices of all requests but `known`: those that were never drafted, the newest first, then the others, those
+        whose latest draft is the oldest first."""
+        ages = self._places.ages()
+        others = set(range(len(names))).difference(known)
+        return sorted(others, key=lambda i: (ages.get(names[i], -1), -i))
+
+    def keep(self, names: Sequence[str], chances: torch.Tensor, trees: ops.Trees) -> None:
+        """Keeps one step of each named request. chances: [b, D, k]."""
+        places = []
+        for name in names:
+            place, new = self._places.use(name)
+            if new:
+                self._offers.kept[place] = 0
+            places.append(place)
+        self._kernels.keep_offers(self._offers, places, chances, trees, self._tuning.deep_weight)
+
+    def best_width(self, names: Sequence[str], costs: ops.StepCosts, price: float) -> ops.BestWidth:
+        """See `draft_offers.best_width`."""
+        places = [self._places.get(name) for name in names]
+        known = [-1 if place is None else place for place in places]
+        others = list(islice(self._places.newest_first(), self._tuning.others))
+        return self._kernels.best_width(self._offers, known, others, self._tuning.prior_steps, costs, price)
+
+    def worth(self, names: Sequence[str], least: float) -> list[float]:
+        """Tokens that a block of each request brings beyond the price of its rows. A request that was never drafted is
+        taken for the latest others.
+
+        Args:
+            least: tokens that the time of a row is worth.
+        """
+        offers, places = self._offers, [self._places.get(name) for name in names]
+        steps = torch.arange(offers.reaches.shape[1])
+
+        def of(rows: list[int]) -> torch.Tensor:
+            brought = (offers.reaches[rows] - least).clamp(min=0.0).sum(-1)  # [n, S]
+            kept = (steps < offers.kept[rows, None]).float()
+            return (brought * kept).sum(1) / kept.sum(1).clamp(min=1.0)
+
+        others = list(islice(self._places.newest_first(), self._tuning.others))
+        mean = float(of(others).mean()) if others else 0.0
+        known = [place for place in places if place is not None]
+        own = iter(of(known).tolist() if known else [])
+        return [mean if place is None else next(own) for place in places]
