@@ -113,5 +113,5 @@ def oracle() -> ReferencePair:
 def client(server: Server) -> Client:
     """The arm's client, with an empty radix cache."""
     client = server.client()
-    client.flush_cache()
+    client.flush_when_idle()
     return client

@@ -59,7 +59,7 @@ def test_the_steps_of_the_reference(client: Client, baseline: Baseline, draft: P
     assert_like(client, ReferencePair(draft=draft), prompts)
     with_head, plain = (ReferencePair(draft=one).generate(prompts[:6], MAX_NEW_TOKENS) for one in (draft, TINY_DRAFT))
     assert sum(one.commit_lens != other.commit_lens for one, other in zip(with_head, plain, strict=True)) >= 3
-    client.flush_cache()
+    client.flush_when_idle()
     assert_served(client, baseline, 2.5)
     assert_pool_empties(client)
 
@@ -86,7 +86,7 @@ def test_heads_at_every_width(client: Client, baseline: Baseline) -> None:
 def test_heads_on_ranks(client: Client, baseline: Baseline, draft: Path) -> None:
     """Fails where ranks disagree about a draft, or choose it from their own share of the vocabulary alone."""
     assert_like(client, ReferencePair(draft=draft), baseline.prompts[::8])
-    client.flush_cache()
+    client.flush_when_idle()
     assert_served(client, baseline, 2.5)
 
 

@@ -95,7 +95,7 @@ def test_tensor_parallel(client: Client, baseline: Baseline, oracle: ReferencePa
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
         answer = client.post("/generate", body).raise_for_status().json()
         assert answer["output_ids"] == expected.ids
-    client.flush_cache()
+    client.flush_when_idle()
     assert_like(client, oracle, baseline.prompts[::12])
     assert_pool_empties(client)
 
@@ -167,7 +167,7 @@ def test_sliding_draft(client: Client, server: Server, baseline: Baseline) -> No
     step."""
     draft = Path(server.arguments[server.arguments.index("lpm") - 2])
     assert_like(client, ReferencePair(draft=draft), [*baseline.prompts[::4], baseline.conversation[-1][0]])
-    client.flush_cache()
+    client.flush_when_idle()
     assert_served(client, baseline, WHOLE_BLOCKS_TAU)
 
 
@@ -178,7 +178,7 @@ def test_dressed_draft(client: Client, server: Server, baseline: Baseline) -> No
     embedding, change so few drafts that the test would not see it."""
     reference, prompts = ReferencePair(draft=Path(server.arguments[-1])), baseline.prompts[::4]
     assert_like(client, reference, prompts)
-    client.flush_cache()
+    client.flush_when_idle()
     assert_served(client, baseline, WHOLE_BLOCKS_TAU)
     dressed = reference.generate(prompts, MAX_NEW_TOKENS)
     rows = reference.draft.mask_embedding

@@ -58,7 +58,7 @@ def test_conversation_hits_in_both_models(client: Client, server: Server, baseli
         assert sum(draft_kv_writes(server, log_start)) == len(prompt) - answer.cached_tokens
         history = [*prompt, *answer.ids[:-1]]  # the last token was committed but never run
     assert answer.cached_tokens > 100
-    client.flush_cache()
+    client.flush_when_idle()
     again = client.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
     assert again.cached_tokens == 0
     assert again.accept_histogram == answer.accept_histogram, "cached draft KV gives other drafts than fresh KV"

@@ -83,7 +83,7 @@ def server(bug: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 @pytest.fixture
 def client(server: Server) -> Client:
     client = server.client()
-    client.flush_cache()
+    client.flush_when_idle()
     return client
 
 
@@ -108,7 +108,7 @@ def finding(server: Server, prompts: list[list[int]], off: list[Completion], ste
     Wrong drafts cost no token, so tokens alone would not tell.
     """
     client, limits = server.client(timeout_s=60.0), [SHORT, SHORT, SHORT, BRIEF]
-    client.flush_cache()
+    client.flush_when_idle()
 
     def run(number: int) -> Completion:
         return client.generate(prompts[number], max_new_tokens=limits[number])
