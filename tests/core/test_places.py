@@ -13,3 +13,11 @@ def test_the_name_that_was_used_longest_ago_gives_way():
     assert places.use("d") == (1, True)  # the row of b
     assert places.get("b") is None and places.get("a") == 0 and len(places) == 3
     assert list(places.newest_first()) == [1, 0, 2]
+
+
+def test_ages():
+    """Fails where a name that was used again counts as old."""
+    places = Places(3)
+    for name in "abcda":
+        places.use(name)
+    assert places.ages() == {"c": 0, "d": 1, "a": 2}

@@ -44,11 +44,11 @@ class DraftMemory:
         """Whether the request was drafted before."""
         return self._places.get(name) is not None
 
-    def least_known(self, names: Sequence[str], known: Sequence[int]) -> list[int]:
-        """Indices of all requests but `known`: those that were never drafted, the newest first, then the others, those
-        whose latest draft is the oldest first."""
+    def least_known(self, names: Sequence[str], drafted: Sequence[int]) -> list[int]:
+        """Indices of all requests but `drafted`: those that were never drafted, the last in the batch first, then the
+        others, those whose latest draft is the oldest first."""
         ages = self._places.ages()
-        others = set(range(len(names))).difference(known)
+        others = set(range(len(names))).difference(drafted)
         return sorted(others, key=lambda i: (ages.get(names[i], -1), -i))
 
     def keep(self, names: Sequence[str], chances: torch.Tensor, trees: ops.Trees) -> None:

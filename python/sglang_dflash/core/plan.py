@@ -44,8 +44,8 @@ class PlanTuning:
             promises is mostly too high, and a plan that is taken now and then costs more than one taken every time.
         warm_up_steps: first steps, which take every row, the planned rows, and one row for each request, in turn.
         gap_weight: share. Weight of the latest gap between two steps in the mean gap.
-        probe_time_share: share of the time that probes may cost, less what they bring. A probe drafts whole blocks for
-            requests that are not drafted otherwise, or nothing.
+        probe_time_share: share of the time that probes may cost beyond the worth of what they bring. A probe drafts
+            whole blocks for requests that are not drafted otherwise, too, or nothing.
         probe_interval_steps: steps from one probe to the next, at least.
         probe_weight: share. Weight of the latest probe in the mean rows of probes.
     """
@@ -315,8 +315,8 @@ class Planner:
     def _wide_probe(self) -> tuple[Drafting, float]:
         """Whole blocks for as many requests as are affordable beside those decided on, and the seconds that it adds.
 
-        First come requests that were never drafted, then those whose latest draft is the oldest. Tokens that the
-        probed requests bring are counted at the step's end.
+        Others come in the order of `DraftMemory.least_known`. What they bring is credited at the step's end, except
+        where copies are served: there a probe costs the copies of all requests, so it drafts everybody or nobody.
         """
         decided, drafts = self._decided.requests, self._drafts
         (fixed_s, row_s), (_, rest_row_s) = self._draft_times.line(), self._rest_times.line()
@@ -324,7 +324,9 @@ class Planner:
         each_s = max(row_s * self._block_size + rest_row_s * self._probe_rows, 1e-9)
         added_s = max(0.0, self._plain_s() + fixed_s + len(decided) * each_s - self._expected[1])
         self._probe_budget_s = min(self._probe_budget_s, added_s + len(others) * each_s)
-        count = min(len(others), max(1, int((self._probe_budget_s - added_s) / each_s)))
+        count = len(others)
+        if self.copying is None:
+            count = min(count, max(1, int((self._probe_budget_s - added_s) / each_s)))
         self._probed = others[:count]
         if not self._probed and (not decided or self._decided.width == self._block_size):
             return self._decided, 0.0
