@@ -116,7 +116,6 @@ class Planner:
         self.copying, self._drafts = copying, drafts
         self._drafts_worth: dict[int, float] = {}  # request -> tokens that its block brings beyond its rows' price
         self._probing = False
-        self._probed: list[int] = []  # requests that only a probe drafts in this step
         self._tally = DepthTally(self.counts)
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None
@@ -145,7 +144,7 @@ class Planner:
         self._steps += 1
         warming = self._steps <= tuning.warm_up_steps
         self._everything = warming and self._steps % 3 == 1
-        self._probing, self._probed = False, []
+        self._probing = False
         if self._everything:
             self._drafting = self._whole_blocks()
         elif warming and self._steps % 3 == 0:
@@ -222,9 +221,10 @@ class Planner:
         if drafting.width > 1:
             self._draft_times.observe(len(drafting.requests) * drafting.width, self._drafted_s - self._draft_begun_s)
         self._rest_times.observe(len(rows.parents), self._ended_s - self._drafted_s)
-        if self._probing and self._probed and self.copying is None:  # else the probe may have cost a copy
+        if self._probing and self.copying is None:  # else the probe may have cost a copy
             tokens, seconds = self._expected
-            brought = int(commit_lens[self._probed].sum()) - len(self._probed)
+            probed = list(set(drafting.requests).difference(self._decided.requests))
+            brought = int(commit_lens[probed].sum()) - len(probed)
             self._probe_budget_s += brought * seconds / tokens
         if drafting.copies:
             lens = commit_lens.tolist()
@@ -268,7 +268,7 @@ class Planner:
             self._decided, self._expected = self._whole_blocks(), (float(batch), 0.0)
             return
         costs = ops.StepCosts(self._gap_s, *self._draft_times.line(), *self._rest_times.line())
-        plain_s = costs.gap_s + costs.rest_fixed_s + costs.rest_row_s * batch
+        plain_s = self._plain_s()
         # The price of a second is what the best plan makes of it: at first, what the plan before made.
         tokens_before, seconds_before = self._expected
         price = max(batch / plain_s, tokens_before / seconds_before if seconds_before else 0.0)
@@ -318,16 +318,18 @@ class Planner:
         Others come in the order of `DraftMemory.least_known`. What they bring is credited at the step's end, except
         where copies are served: there a probe costs the copies of all requests, so it drafts everybody or nobody.
         """
-        decided, drafts = self._decided.requests, self._drafts
+        decided, block = self._decided.requests, self._block_size
         (fixed_s, row_s), (_, rest_row_s) = self._draft_times.line(), self._rest_times.line()
-        others = self._memory.least_known(self._requests, decided) if drafts else []
-        each_s = max(row_s * self._block_size + rest_row_s * self._probe_rows, 1e-9)
+        others = len(self._requests) - len(decided) if self._drafts else 0
+        each_s = max(row_s * block + rest_row_s * self._probe_rows, 1e-9)
         added_s = max(0.0, self._plain_s() + fixed_s + len(decided) * each_s - self._expected[1])
-        self._probe_budget_s = min(self._probe_budget_s, added_s + len(others) * each_s)
-        count = len(others)
+        self._probe_budget_s = min(self._probe_budget_s, added_s + others * each_s)
         if self.copying is None:
-            count = min(count, max(1, int((self._probe_budget_s - added_s) / each_s)))
-        self._probed = others[:count]
-        if not self._probed and (not decided or self._decided.width == self._block_size):
+            others = min(others, max(1, int((self._probe_budget_s - added_s) / each_s)))
+        if not others and (not decided or self._decided.width == block):
             return self._decided, 0.0
-        return Drafting(self._block_size, sorted((*decided, *self._probed))), added_s + count * each_s
+        lost_s = added_s + others * each_s
+        if lost_s > self._probe_budget_s:  # whom it would draft does not matter yet
+            return self._whole_blocks(), lost_s
+        probed = self._memory.least_known(self._requests, decided)[:others]
+        return Drafting(block, sorted((*decided, *probed))), lost_s
