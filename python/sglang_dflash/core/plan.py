@@ -138,9 +138,12 @@ class Planner:
         self._requests = list(requests)
         tuning, since = self._tuning, self._steps - self._decided_at
         due = since >= tuning.decision_steps or self._steps_since_probe == 1
-        if due or (self._requests != self._decided_for and not self._holds()):
+        changed = self._requests != self._decided_for
+        if due or (changed and not self._holds()):
             self._decided_at = self._steps
             self._decide()
+        elif changed and self._expected[1]:  # nobody is drafted, whoever came or left
+            self._expected = float(len(self._requests)), self._plain_s()
         self._steps += 1
         warming = self._steps <= tuning.warm_up_steps
         self._everything = warming and self._steps % 3 == 1
