@@ -53,10 +53,11 @@ TORCH_LIBRARY(sglang_dflash, m) {
       "int[] drafted, int batch) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
       "Tensor, int, int[], int, float)");
   m.def(
-      "keep_offers(Tensor(a!) reaches, Tensor(b!) depths, Tensor(c!) drafted, Tensor(d!) through, Tensor(e!) kept, "
-      "Tensor(f!) deep, int[] places, Tensor chances, Tensor tree_reaches, Tensor tree_depths, float deep_weight) -> ()");
+      "keep_offers(Tensor(a!) reaches, Tensor(b!) depths, Tensor(c!) drafted, Tensor(d!) through, Tensor(e!) odds, "
+      "Tensor(f!) kept, Tensor(g!) deep, int[] places, Tensor chances, Tensor tree_reaches, Tensor tree_depths, "
+      "float deep_weight, float own_share) -> ()");
   m.def(
-      "best_width(Tensor reaches, Tensor depths, Tensor drafted, Tensor through, Tensor kept, Tensor deep, "
+      "best_width(Tensor reaches, Tensor depths, Tensor drafted, Tensor through, Tensor odds, Tensor kept, Tensor deep, "
       "int[] places, int[] others, float prior_steps, float[] costs, float price) -> (int, int[], float, float)");
   m.def(
       "take_rows(Tensor parents, Tensor depths, Tensor ranks, int[] drafted, int[] lens, int batch) -> "

@@ -1,5 +1,6 @@
 // Ops over what recent drafts offered: keeping it, and choosing whom to draft next.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "common.h"
@@ -10,15 +11,15 @@ namespace {
 // The tables of `Offers` in draft_offers.py: the latest `steps` offers of each of `count` requests.
 struct Offers {
   Offers(const at::Tensor& reaches, const at::Tensor& depths, const at::Tensor& drafted, const at::Tensor& through,
-         const at::Tensor& kept, const at::Tensor& deep) {
+         const at::Tensor& odds, const at::Tensor& kept, const at::Tensor& deep) {
     TORCH_CHECK(reaches.dim() == 3 && reaches.size(1) > 0 && depths.sizes() == reaches.sizes() && deep.dim() == 1,
                 "reaches are ", reaches.sizes(), " and depths ", depths.sizes(), "; both must be [P, S, N]");
-    for (const at::Tensor* t : {&drafted, &through})
+    for (const at::Tensor* t : {&drafted, &through, &odds})
       TORCH_CHECK(t->dim() == 2 && t->size(0) == reaches.size(0) && t->size(1) == reaches.size(1), "a table is ",
                   t->sizes(), " beside reaches of ", reaches.sizes());
     TORCH_CHECK(kept.dim() == 1 && kept.size(0) == reaches.size(0), "kept is ", kept.sizes(), " for ", reaches.size(0),
                 " places");
-    for (const at::Tensor* t : {&reaches, &depths, &drafted, &through, &kept, &deep})
+    for (const at::Tensor* t : {&reaches, &depths, &drafted, &through, &odds, &kept, &deep})
       TORCH_CHECK(t->is_contiguous(), "tables must be contiguous");
     count = reaches.size(0);
     steps = reaches.size(1);
@@ -28,6 +29,7 @@ struct Offers {
     this->depths = depths.data_ptr<int32_t>();
     this->drafted = drafted.data_ptr<int64_t>();
     this->through = through.data_ptr<float>();
+    this->odds = odds.data_ptr<float>();
     this->kept = kept.data_ptr<int64_t>();
     this->deep = deep.data_ptr<float>();
   }
@@ -36,24 +38,37 @@ struct Offers {
     TORCH_CHECK(place >= least && place < count, "a place is ", place, "; allowed: ", least, " .. ", count - 1);
   }
 
-  // Calls each(depth, reach) for the rows of an offer. Beyond what was drafted, it goes on as a chain of mean chances.
+  // Calls each(depth, reach) for the rows of an offer. Beyond what was drafted, it goes on as a chain of mean chances,
+  // with its own factor of their odds.
   template <typename Each>
   void for_rows(int64_t offer, Each&& each) const {
     for (int64_t row = offer * rows; row < (offer + 1) * rows; row++) each(depths[row], double(reaches[row]));
     double reach = through[offer];
-    for (int64_t depth = drafted[offer]; depth < most; depth++) each(depth + 1, reach *= deep[depth]);
+    for (int64_t depth = drafted[offer]; depth < most; depth++) {
+      const double raised = double(odds[offer]) * deep[depth];
+      reach *= raised / (raised + 1 - deep[depth]);
+      each(depth + 1, reach);
+    }
   }
 
   int64_t count, steps, rows, most;
-  float *reaches, *through, *deep;
+  float *reaches, *through, *odds, *deep;
   int32_t* depths;
   int64_t *drafted, *kept;
 };
 
-void keep_offers(at::Tensor& reaches, at::Tensor& depths, at::Tensor& drafted, at::Tensor& through, at::Tensor& kept,
-                 at::Tensor& deep, at::IntArrayRef places, const at::Tensor& chances, const at::Tensor& tree_reaches,
-                 const at::Tensor& tree_depths, double deep_weight) {
-  const Offers offers(reaches, depths, drafted, through, kept, deep);
+// kLeastChance as in draft_offers.py.
+constexpr double kLeastChance = 1e-3;
+
+double log_odds(double chance) {
+  const double clamped = std::clamp(chance, kLeastChance, 1 - kLeastChance);
+  return std::log(clamped / (1 - clamped));
+}
+
+void keep_offers(at::Tensor& reaches, at::Tensor& depths, at::Tensor& drafted, at::Tensor& through, at::Tensor& odds,
+                 at::Tensor& kept, at::Tensor& deep, at::IntArrayRef places, const at::Tensor& chances,
+                 const at::Tensor& tree_reaches, const at::Tensor& tree_depths, double deep_weight, double own_share) {
+  const Offers offers(reaches, depths, drafted, through, odds, kept, deep);
   const int64_t batch = places.size();
   TORCH_CHECK(chances.scalar_type() == at::kFloat && chances.dim() == 3 && chances.is_contiguous() &&
                   chances.size(0) == batch && chances.size(1) <= offers.most && chances.size(2) > 0,
@@ -75,9 +90,14 @@ void keep_offers(at::Tensor& reaches, at::Tensor& depths, at::Tensor& drafted, a
     const int64_t offer = places[b] * offers.steps + offers.kept[places[b]]++ % offers.steps;
     std::copy_n(reach + b * (offers.rows + 1) + 1, offers.rows, offers.reaches + offer * offers.rows);
     std::copy_n(depth + b * (offers.rows + 1) + 1, offers.rows, offers.depths + offer * offers.rows);
-    double through_all = 1;
-    for (int64_t d = 0; d < filled; d++) through_all *= chance[(b * filled + d) * candidates];
+    double through_all = 1, above_mean = 0;
+    for (int64_t d = 0; d < filled; d++) {
+      const double first = chance[(b * filled + d) * candidates];
+      through_all *= first;
+      above_mean += log_odds(first) - log_odds(offers.deep[d]);
+    }
     offers.through[offer] = through_all;
+    offers.odds[offer] = std::exp(own_share * above_mean / filled);
     offers.drafted[offer] = filled;
   }
 }
@@ -102,9 +122,9 @@ struct Promise {
 // costs: as in `StepCosts`.
 std::tuple<int64_t, std::vector<int64_t>, double, double> best_width(
     const at::Tensor& reaches, const at::Tensor& depths, const at::Tensor& drafted, const at::Tensor& through,
-    const at::Tensor& kept, const at::Tensor& deep, at::IntArrayRef places, at::IntArrayRef others, double prior_steps,
-    at::ArrayRef<double> costs, double price) {
-  const Offers offers(reaches, depths, drafted, through, kept, deep);
+    const at::Tensor& odds, const at::Tensor& kept, const at::Tensor& deep, at::IntArrayRef places,
+    at::IntArrayRef others, double prior_steps, at::ArrayRef<double> costs, double price) {
+  const Offers offers(reaches, depths, drafted, through, odds, kept, deep);
   TORCH_CHECK(costs.size() == 5, costs.size(), " costs; 5 are needed");
   const double gap_s = costs[0], draft_fixed_s = costs[1], draft_row_s = costs[2], rest_fixed_s = costs[3];
   const double rest_row_s = costs[4], least = price * rest_row_s;

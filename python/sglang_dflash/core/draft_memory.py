@@ -21,6 +21,8 @@ class MemoryTuning:
         others: other requests whose latest drafted steps count, too, each as a part of `prior_steps`.
         prior_steps: steps. Weight of all other requests beside a request's own steps.
         deep_weight: share. Weight of the latest chances of a depth in their mean.
+        own_share: share of a request's advantage over the mean, at the depths that were drafted, that is expected of
+            deeper ones. Measured: within a block, log-odds at different depths have a correlation of 0.7 to 0.8.
         requests: requests whose recent steps are kept.
     """
 
@@ -28,6 +30,7 @@ class MemoryTuning:
     others: int = 8
     prior_steps: float = 1.0
     deep_weight: float = 0.05
+    own_share: float = 0.5
     requests: int = 1024
 
 
@@ -59,7 +62,8 @@ class DraftMemory:
             if new:
                 self._offers.kept[place] = 0
             places.append(place)
-        self._kernels.keep_offers(self._offers, places, chances, trees, self._tuning.deep_weight)
+        tuning = self._tuning
+        self._kernels.keep_offers(self._offers, places, chances, trees, tuning.deep_weight, tuning.own_share)
 
     def best_width(self, names: Sequence[str], costs: ops.StepCosts, price: float) -> ops.BestWidth:
         """See `draft_offers.best_width`."""

@@ -12,6 +12,8 @@ import torch
 
 from sglang_dflash.ops.tree import Trees
 
+LEAST_CHANCE = 1e-3  # of a draft, and of its miss, where odds are compared
+
 
 class Offers(NamedTuple):
     """The latest S offers of each of P requests. The request at a place writes them in turn.
@@ -21,6 +23,7 @@ class Offers(NamedTuple):
         depths: [P, S, N] int32; of the same rows.
         drafted: [P, S] int64; depths that the draft filled.
         through: [P, S] float32; chance that the first candidates of all these depths are accepted.
+        odds: [P, S] float32; factor of the odds of the mean chances beyond these depths.
         kept: [P] int64; offers so far. The next one is written at `kept % S`.
         deep: [D] float32; mean chance of each depth's first candidate, over all requests.
     """
@@ -29,6 +32,7 @@ class Offers(NamedTuple):
     depths: torch.Tensor
     drafted: torch.Tensor
     through: torch.Tensor
+    odds: torch.Tensor
     kept: torch.Tensor
     deep: torch.Tensor
 
@@ -40,6 +44,7 @@ class Offers(NamedTuple):
             torch.zeros(places, steps, rows, dtype=torch.int32),
             torch.zeros(places, steps, dtype=torch.int64),
             torch.zeros(places, steps),
+            torch.ones(places, steps),
             torch.zeros(places, dtype=torch.int64),
             torch.ones(depths),
         )
@@ -70,18 +75,27 @@ class BestWidth(NamedTuple):
     seconds: float
 
 
-def keep_offers(offers: Offers, places: Sequence[int], chances: torch.Tensor, trees: Trees, deep_weight: float) -> None:
+def keep_offers(
+    offers: Offers, places: Sequence[int], chances: torch.Tensor, trees: Trees, deep_weight: float, own_share: float
+) -> None:
     """Keeps one step of b requests in place.
+
+    A request whose drafts are better than the mean is probably so beyond the depths that were drafted, too. So the odds
+    there are those of the mean chances, times the geometric mean of its odds over theirs at the drafted depths, to the
+    power of `own_share`.
 
     Args:
         places: of the b requests, all different.
         chances: [b, D', k] float32; see `platt`. At most D depths were drafted.
         trees: of these requests.
         deep_weight: share. Weight of this step in the mean chances of depths.
+        own_share: share. 0: what a request offers beyond the drafted depths is the mean alone.
     """
     first = chances[:, :, 0]
     drafted = first.shape[1]
     offers.deep[:drafted] += deep_weight * (first.mean(0) - offers.deep[:drafted])
+    log_odds = _log_odds(first) - _log_odds(offers.deep[:drafted])
+    odds = (own_share * log_odds.mean(1)).exp()
     for i, place in enumerate(places):
         step = int(offers.kept[place]) % offers.reaches.shape[1]
         offers.kept[place] += 1
@@ -89,6 +103,11 @@ def keep_offers(offers: Offers, places: Sequence[int], chances: torch.Tensor, tr
         offers.depths[place, step] = trees.depths[i, 1:]
         offers.drafted[place, step] = drafted
         offers.through[place, step] = first[i].prod()
+        offers.odds[place, step] = odds[i]
+
+
+def _log_odds(chances: torch.Tensor) -> torch.Tensor:
+    return chances.clamp(LEAST_CHANCE, 1 - LEAST_CHANCE).logit()
 
 
 def best_width(
@@ -135,9 +154,11 @@ def best_width(
 
 
 def _offered(offers: Offers, place: int, step: int) -> Iterator[tuple[int, float]]:
-    """Depth and reach of each row. Beyond what was drafted, the offer goes on as a chain of mean chances."""
+    """Depth and reach of each row. Beyond what was drafted, the offer goes on as a chain of mean chances, with its own
+    factor of their odds."""
     yield from zip(offers.depths[place, step].tolist(), offers.reaches[place, step].tolist(), strict=True)
-    reach = float(offers.through[place, step])
+    reach, odds = float(offers.through[place, step]), float(offers.odds[place, step])
     for depth in range(int(offers.drafted[place, step]), len(offers.deep)):
-        reach *= float(offers.deep[depth])
+        mean = float(offers.deep[depth])
+        reach *= odds * mean / (odds * mean + 1 - mean)
         yield depth + 1, reach

@@ -17,17 +17,19 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16)
 SWITCH = "SGLANG_DFLASH_NATIVE"
 LIBRARY = "SGLANG_DFLASH_NATIVE_LIBRARY"  # another build of the ops, e.g. one with sanitizers
-LATEST = (
-    "linear",
-    "row_argmax",
-    "write_and_attend",
-    "block_layout",
-    "delta_rule",
-    "selective_scan",
-    "accept_tree",
-    "best_width",
-    "experts",
-)  # missing in a build from older sources
+LATEST = {
+    "linear": 3,
+    "row_argmax": 1,
+    "write_and_attend": 15,
+    "block_layout": 6,
+    "delta_rule": 12,
+    "selective_scan": 14,
+    "accept_tree": 5,
+    "best_width": 12,
+    "keep_offers": 13,
+    "experts": 6,
+}
+"""Op -> number of its arguments. In a build from older sources an op is missing, or has another number."""
 
 
 @cache
@@ -48,7 +50,7 @@ def isa() -> str | None:
             f"{path} was built for another torch than {torch.__version__}: rebuild it (python setup.py build_ext "
             f"--inplace) or leave it out ({SWITCH}=0)."
         ) from error
-    missing = [name for name in LATEST if not hasattr(torch.ops.sglang_dflash, name)]
+    missing = [name for name, arguments in LATEST.items() if _arguments(name) != arguments]
     if missing:
         raise ImportError(
             f"{path} was built from older sources and lacks {', '.join(missing)}: rebuild it (python setup.py "
@@ -56,6 +58,12 @@ def isa() -> str | None:
         )
     _register_fakes()
     return str(torch.ops.sglang_dflash.isa())
+
+
+def _arguments(name: str) -> int | None:
+    """The number of an op's arguments; None: the library lacks the op."""
+    op = getattr(torch.ops.sglang_dflash, name, None)
+    return None if op is None else len(op.default._schema.arguments)
 
 
 def enabled() -> bool:

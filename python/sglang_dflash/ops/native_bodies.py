@@ -129,9 +129,11 @@ def plan_rows(
     return ChosenRows(chances, Trees(*fields[:4]), rows, *fields[12:])
 
 
-def keep_offers(offers: Offers, places: Sequence[int], chances: torch.Tensor, trees: Trees, deep_weight: float) -> None:
+def keep_offers(
+    offers: Offers, places: Sequence[int], chances: torch.Tensor, trees: Trees, deep_weight: float, own_share: float
+) -> None:
     """See `draft_offers.keep_offers`."""
-    step = places, chances, trees.reaches, trees.depths, deep_weight
+    step = places, chances, trees.reaches, trees.depths, deep_weight, own_share
     torch.ops.sglang_dflash.keep_offers.default(*offers, *step)
 
 
