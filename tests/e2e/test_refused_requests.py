@@ -30,6 +30,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"video_data": ["data:video/mp4;base64,AAAA"]}, "Videos (video_data"),
     ({}, {"audio_data": "data:audio/wav;base64,AAAA"}, "Audio (audio_data"),
     ({}, {"return_logprob": True, "token_ids_logprob": [1000000]}, "token_ids_logprob"),
+    ({"max_new_tokens": 0}, {"token_indices_to_pool": [1]}, "token_indices_to_pool"),
+    ({"max_new_tokens": 0}, {"multi_item_delimiter_indices": [1]}, "multi_item_delimiter_indices"),
 ]
 
 

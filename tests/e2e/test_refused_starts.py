@@ -87,6 +87,7 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         "dspark": (draft("p", lambda c: c["dflash_config"].update(markov_rank=64)), ["--speculative-algorithm DSPARK"]),
         "block in context": (speculate(good, "--context-length", "8"), ["8", "--context-length"]),
         "block": (speculate(good, "--speculative-num-draft-tokens", "16"), ["16", "2 to 8"]),
+        "grammars": (speculate(good, "--grammar-backend", "outlines"), ["is outlines", "xgrammar, llguidance"]),
         "no draft path": ([*PLAIN, "--speculative-algorithm", "DFLASH"], ["--speculative-draft-model-path"]),
         "no such draft": (speculate("/nowhere"), ["/nowhere", "draft"]),
         "lower case": ([*PLAIN, "--speculative-algorithm", "dflash"], ["--speculative-draft-model-path"]),

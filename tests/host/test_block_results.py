@@ -215,8 +215,9 @@ def test_these_tests_see_the_hosts_own_precedence():
 
 
 @pytest.mark.parametrize("stop", [None, ["ab"]])
-def test_an_abort_ends_at_once(stop):
-    """Fails where a request that must abort continues, gets another reason, or loses tokens."""
+def test_an_abort_ends_with_the_next_token(stop):
+    """Fails where a request that must abort continues, gets another reason, or gets more than the one token that plain
+    decoding emits: the rest of the block may lie behind a stop or the last token that was asked for."""
     req = make_req(stop=stop, max_new_tokens=99)
     req.output_ids.append(7)
     req.to_finish = FINISH_ABORT("gone")
@@ -225,7 +226,31 @@ def test_an_abort_ends_at_once(stop):
     assert req.finished_reason.message == "gone" and req.to_finish is None
     assert list(req.output_ids) == [7, *ids_of("xab\0")]
     assert isinstance(req.output_ids, array)
-    assert req.finished_len is None
+    assert answer(req)["ids"] == [7, ord("x")]
+
+
+def test_the_token_past_a_grammars_end_may_come_from_a_prefill():
+    """Fails where a request that emits the token past its grammar's end in a prefill, after a retraction, emits one
+    more."""
+    req = make_req(max_new_tokens=99, ignore_eos=True)
+    req.grammar = Grammar(0)
+    in_blocks(req, ids_of("ab\0"), [3])  # the grammar ends with the block: one token is to follow
+    assert not req.finished()
+    req.output_ids.append(ord("x"))  # as `process_batch_result_prefill` does, which gives the grammar no token before
+    finish_token_by_token(ORIGINAL_FINISH, req, 1)
+    assert req.finished_reason.to_json()["matched"] == ord("x")
+
+
+def test_a_prefill_is_no_block():
+    """Fails where a grammar that the prefill's own token ends is taken for ended before that token."""
+    req = make_req(max_new_tokens=99, ignore_eos=True)
+    req.grammar = Grammar(0)
+    req.output_ids.append(0)
+    finish_token_by_token(ORIGINAL_FINISH, req, 1)
+    req.grammar.accept_token(0)  # the host's prefill does so behind the check
+    assert not req.finished()
+    in_blocks(req, ids_of("xy"), [2])
+    assert list(req.output_ids) == [0, ord("x")] and req.finished()
 
 
 def test_a_finished_request_stays_as_it_is():
@@ -283,7 +308,7 @@ def test_single_tokens_are_counted_at_once():
 @pytest.mark.parametrize("drop", [False, True])
 def test_a_session_continues_what_was_answered(drop):
     """Fails where tokens verified beyond the end of an answer become part of the next turn's prompt."""
-    (hook,) = (hook.function for hook in hooks_of(sessions).values())
+    (hook,) = (hook.function for target, hook in hooks_of(sessions).items() if "_concat_token_arrays" in target)
     req = make_req(max_new_tokens=99, prompt=[1, 2])
     in_blocks(req, ids_of("x\0yz"), [4])
     follow_up = SimpleNamespace(input_ids=array("q", [8, 9]))

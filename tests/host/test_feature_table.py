@@ -29,6 +29,7 @@ VALUES = {
     "elastic_ep_backend": "mooncake",
     "moe_a2a_backend": "deepep",
     "nnodes": "2",
+    "tokenizer_worker_num": "2",
     "disaggregation_mode": "prefill",
     "hicache_storage_backend": "file",
     "weight_cache_mode": "daemon",

@@ -259,6 +259,36 @@ def test_steps_of_a_turn_are_counted_one_by_one():
         assert turns.resolve_step_by_step(original, processor, single, together)[1] == [5, 5, 5, 7]
 
 
+@pytest.mark.parametrize(
+    ("finished_len", "steps"), [(None, 3), (11, 3), (8, 3), (7, 2), (5, 2), (4, 1), (1, 1)], ids=str
+)
+def test_steps_behind_a_stop_are_not_counted(finished_len, steps):
+    """Fails where steps of a turn behind a request's stop string count, or the step that reaches it does not."""
+    original = SchedulerBatchResultProcessor._resolve_spec_v2_tokens
+    original = getattr(original, "__wrapped__", original)
+    lens = ([4], [3], [4])
+
+    def counted(count: int) -> Any:
+        req = make_req(vocab_size=VOCAB, stop=["never"])
+        with configured():
+            taken = [step_of(one, token) for token, one in enumerate(lens[:count])]
+            setattr(taken[-1], turns.STEPS, taken)
+            (run,) = turns.resolve_step_by_step(original, _processor(), taken[-1], SimpleNamespace(reqs=[req]))
+        req.output_ids.extend(run)
+        return req
+
+    req = counted(3)
+    req.finished_len = finished_len
+    turns.uncount_steps_behind_the_end(req)
+    expected = counted(steps)
+    for name in ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_cap_tokens"):
+        assert getattr(req, name) == getattr(expected, name), name
+    for name in ("spec_correct_drafts_histogram", "spec_cap_lens_histogram"):
+        ours, theirs = getattr(req, name), getattr(expected, name)
+        assert list(ours) == list(theirs) + [0] * (len(ours) - len(theirs)), name
+    assert "dflash_steps" not in vars(req)
+
+
 def test_the_variable(monkeypatch):
     """Fails where a limit that is no number of milliseconds is taken, or one that is allowed is refused."""
     for text, seconds in (("", 0.016), ("0", 0.0), ("2.5", 0.0025)):

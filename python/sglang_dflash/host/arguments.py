@@ -24,6 +24,7 @@ from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
 
 logger = logging.getLogger(__name__)
 CANNOT_START = "DFLASH cannot start: "
+GRAMMAR_BACKENDS = ("xgrammar", "llguidance", "none")
 # Targets that read images, too, and that our tests have run.
 VISION_TARGETS = {
     "Qwen3VLForConditionalGeneration",
@@ -222,6 +223,11 @@ def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:
 def _refuse_unserved(cfg: Any) -> None:
     if envs.SGLANG_RUST_SERVER.get():
         raise ValueError("SGLANG_RUST_SERVER is 1; allowed: 0, because its server bypasses the checks of requests.")
+    if cfg.grammar_backend not in (None, *GRAMMAR_BACKENDS):
+        raise ValueError(
+            f"--grammar-backend is {cfg.grammar_backend}; allowed: {', '.join(GRAMMAR_BACKENDS)}, whose grammars can "
+            "take back the tokens of a rejected draft."
+        )
     if cpu_platform_in_use():
         backends = {cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend} - {None}
         if backends != {ATTENTION_BACKEND}:

@@ -11,6 +11,7 @@ from sglang.srt.runtime_context import get_spec
 
 from sglang_dflash.host.hooking import AFTER, AROUND, hook
 from sglang_dflash.host.protocols import Req
+from sglang_dflash.host.turns import uncount_steps_behind_the_end
 
 
 @hook(
@@ -44,17 +45,25 @@ def finish_token_by_token(original: Any, req: Req, new_accepted_len: int = 1) ->
     regexes, the first in the request's list wins over the first in the text.
     """
     params, grammar = req.sampling_params, req.grammar
+    aborted = req.to_finish is not None and not req.finished()
+    in_run = req.__dict__.pop("dflash_in_run", False)
     if grammar is not None and _owes_a_token(req):
-        req.grammar = None  # the grammar has ended, but the request emits one more token
+        if in_run:
+            req.grammar = None  # the grammar has ended, but the request emits one more token
+        else:
+            req.dflash_past_grammar = True  # a prefill has emitted it
     if new_accepted_len > 1 and (params.stop_strs or params.stop_regex_strs):
         _finish_at_first(original, req, new_accepted_len)
     else:
         original(req, new_accepted_len)
     req.grammar = grammar
+    if aborted and new_accepted_len > 1:
+        req.finished_len = len(req.output_ids) - new_accepted_len + 1  # plain decoding ends with the next token
     rejected = req.__dict__.pop("dflash_rejected", None)
     if rejected is not None and not req.finished():
         req.to_finish = rejected
         original(req, new_accepted_len)
+    uncount_steps_behind_the_end(req)
     deferred = req.__dict__.pop("dflash_reasoning", None)
     if deferred is not None:
         count, tokens = deferred
@@ -93,6 +102,7 @@ def accept_past_the_end(original: Any, processor: Any, req: Req, tokens: int | l
     if get_spec().speculative_algorithm != "DFLASH":
         return original(processor, req, tokens)
     run = [tokens] if isinstance(tokens, int) else tokens
+    req.dflash_in_run = not isinstance(tokens, int)  # for `finish_token_by_token`
     if not req.sampling_params.ignore_eos:
         return _accept(original, processor, req, run)
     if req.grammar.is_terminated():

@@ -136,6 +136,7 @@ FEATURES = (
     ),
     _refused("another config for the draft", ("decrypted_draft_config_file",), "only its config.json is checked"),
     _refused("strict thinking", ("enable_strict_thinking",), UNTESTED),
+    _refused("several tokenizer processes", ("tokenizer_worker_num",), "SGLang loads no plugins in them"),
     _refused("gRPC front ends", ("grpc_mode", "smg_grpc_mode"), "they bypass the checks of requests"),
     _refused("multi-item scoring", ("enable_mis",), UNTESTED),
     _refused("diffusion targets", ("dllm_algorithm",), "they have no next token to verify", builtin=False),

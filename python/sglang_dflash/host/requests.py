@@ -40,6 +40,7 @@ def refuse_unsupported(req: Any) -> str | None:
     req.custom_logit_processor = None
     req.return_hidden_states = False
     req.return_sampling_mask = False
+    req.multi_item_delimiter_indices = req.token_indices_to_pool = None
     req.input_embeds = None
     req.positional_embed_overrides = None
     return f"DFLASH speculative decoding does not serve this request: {complaint}."
@@ -70,6 +71,11 @@ def _complaint(req: Any) -> str | None:
         return "return_sampling_mask=True is not served; leave it out"
     if req.input_embeds is not None or req.positional_embed_overrides is not None:
         return "input_embeds and embedding overrides are not served; send text or input_ids"
+    for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
+        if getattr(req, name) is not None:  # the host returns no hidden states then, and the draft needs them
+            return f"{name} is not served; score the items one by one"
+    if req.session is not None and req.session.streaming and req.return_hidden_states == "last":
+        return "return_hidden_states='last' is not served in a streaming session; send true, or use another session"
     return None
 
 

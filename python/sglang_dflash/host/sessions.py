@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.runtime_context import get_spec
+
 from sglang_dflash.host.hooking import AROUND, hook
 
 
@@ -15,7 +17,27 @@ from sglang_dflash.host.hooking import AROUND, hook
 )
 def _whole_answer(original: Any, last_req: Any, req: Any, session_params: Any) -> Any:
     """A block may commit tokens after a stop token. The host cuts them from the answer, but builds a session's next
-    prompt from the uncut ids (session_controller.py:184). Streaming sessions are not affected."""
+    prompt from the uncut ids (session_controller.py:184). Streaming sessions cut them themselves."""
     if last_req.finished_len is not None:
         last_req.output_ids = last_req.output_ids[: last_req.finished_len]
     return original(last_req, req, session_params)
+
+
+@hook(
+    "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req",
+    AROUND,
+    why="a streaming session would take the slot of an answer's last token for written",
+    until="SGLang keeps no more than is committed",
+)
+def _keep_what_is_committed(original: Any, sessions: Any, req: Any) -> bool:
+    """Lets the next turn compute the KV of the last answer's last token, if no step has.
+
+    The host counts on the next step, which overlap has begun, to write it. Without overlap, or where a prefill came
+    first, nobody does, and the slot holds what a rejected draft has left.
+    """
+    slot = sessions.borrowed_slot(req)
+    committed = None if slot is None else slot.kv.kv_committed_len
+    kept: bool = original(sessions, req)
+    if kept and committed is not None and get_spec().speculative_algorithm == "DFLASH":
+        slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, committed)
+    return kept

@@ -69,10 +69,13 @@ class Turns:
 
     def begin(self, batch: Any) -> Turn | None:
         """None: after one step the scheduler is needed, because penalties, a grammar or a logit processor read the
-        emitted tokens, or because logprobs or hidden states are handed out step by step."""
+        emitted tokens, because logprobs or hidden states are handed out step by step, or because a request is aborted
+        and ends with the next token."""
         info = batch.sampling_info
         reads = batch.has_grammar or info.has_custom_logit_processor or info.acc_additive_penalties is not None
         if reads or batch.return_logprob or batch.return_hidden_states:
+            return None
+        if any(req.to_finish is not None for req in batch.reqs):
             return None
         return Turn(self, batch)
 
@@ -174,6 +177,9 @@ def resolve_step_by_step(original: Any, processor: Any, result: Any, batch: Any)
         for run, committed in zip(runs, original(processor, step, batch), strict=True):
             run.extend(committed)
         correct += step.num_correct_drafts
+    for place, req in enumerate(batch.reqs):
+        if req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs:  # found once the turn is over
+            req.dflash_steps = [_counts(step, place) for step in steps]
     result.num_correct_drafts = correct
     result.num_cap_tokens = sum(step.num_cap_tokens for step in steps)
     result.num_non_draft_tokens_per_req = len(steps)
@@ -181,6 +187,29 @@ def resolve_step_by_step(original: Any, processor: Any, result: Any, batch: Any)
     result.accept_lens = sum(step.accept_lens for step in steps)
     processor.metrics_reporter.spec_num_forward_ct += len(batch.reqs) * (len(steps) - 1)  # the host adds one step
     return runs
+
+
+def _counts(step: Any, place: int) -> tuple[int, int | None]:
+    """A request's committed tokens, and its rows where they are planned."""
+    return int(step.accept_lens[place]), None if step.cap_lens is None else int(step.cap_lens[place])
+
+
+def uncount_steps_behind_the_end(req: Any) -> None:
+    """Takes back what was counted of a turn's steps that lie wholly behind the stop at which the request has ended."""
+    steps: list[tuple[int, int | None]] = req.__dict__.pop("dflash_steps", [])
+    if req.finished_len is None:
+        return
+    behind = len(req.output_ids) - req.finished_len
+    for commit_len, rows in reversed(steps):
+        if commit_len > behind:
+            return
+        behind -= commit_len
+        req.spec_verify_ct -= 1
+        req.spec_num_correct_drafts -= commit_len - 1
+        req.spec_correct_drafts_histogram[commit_len - 1] -= 1
+        if rows is not None:
+            req.spec_num_cap_tokens -= rows
+            req.spec_cap_lens_histogram[rows] -= 1
 
 
 @hook(
