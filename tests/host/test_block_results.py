@@ -241,13 +241,17 @@ def test_the_token_past_a_grammars_end_may_come_from_a_prefill():
     assert req.finished_reason.to_json()["matched"] == ord("x")
 
 
-def test_a_prefill_is_no_block():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prefill_is_no_block(overlap):
     """Fails where a grammar that the prefill's own token ends is taken for ended before that token."""
     req = make_req(max_new_tokens=99, ignore_eos=True)
     req.grammar = Grammar(0)
+    if overlap:  # the host gives the token to the grammar before it looks for stops
+        accept_past_the_end(ORIGINAL_ACCEPT, processor(), req, 0)
     req.output_ids.append(0)
     finish_token_by_token(ORIGINAL_FINISH, req, 1)
-    req.grammar.accept_token(0)  # the host's prefill does so behind the check
+    if not overlap:
+        req.grammar.accept_token(0)
     assert not req.finished()
     in_blocks(req, ids_of("xy"), [2])
     assert list(req.output_ids) == [0, ord("x")] and req.finished()

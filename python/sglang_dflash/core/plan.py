@@ -142,7 +142,7 @@ class Planner:
         if due or (changed and not self._holds()):
             self._decided_at = self._steps
             self._decide()
-        elif changed and self._expected[1]:  # nobody is drafted, whoever came or left
+        elif self._decided.width == 1 and self._expected[1]:  # nobody is drafted, whoever came or left
             self._expected = float(len(self._requests)), self._plain_s()
         self._steps += 1
         warming = self._steps <= tuning.warm_up_steps

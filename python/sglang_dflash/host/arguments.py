@@ -225,8 +225,8 @@ def _refuse_unserved(cfg: Any) -> None:
         raise ValueError("SGLANG_RUST_SERVER is 1; allowed: 0, because its server bypasses the checks of requests.")
     if cfg.grammar_backend not in (None, *GRAMMAR_BACKENDS):
         raise ValueError(
-            f"--grammar-backend is {cfg.grammar_backend}; allowed: {', '.join(GRAMMAR_BACKENDS)}, whose grammars can "
-            "take back the tokens of a rejected draft."
+            f"--grammar-backend is {cfg.grammar_backend}; allowed: {', '.join(GRAMMAR_BACKENDS)}, because a grammar "
+            "must be able to take back a token."
         )
     if cpu_platform_in_use():
         backends = {cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend} - {None}

@@ -45,13 +45,13 @@ def finish_token_by_token(original: Any, req: Req, new_accepted_len: int = 1) ->
     regexes, the first in the request's list wins over the first in the text.
     """
     params, grammar = req.sampling_params, req.grammar
-    aborted = req.to_finish is not None and not req.finished()
-    in_run = req.__dict__.pop("dflash_in_run", False)
+    aborted = get_spec().speculative_algorithm == "DFLASH" and req.to_finish is not None and not req.finished()
+    grammar_is_ahead = req.__dict__.pop("dflash_grammar_is_ahead", False)
     if grammar is not None and _owes_a_token(req):
-        if in_run:
+        if grammar_is_ahead:
             req.grammar = None  # the grammar has ended, but the request emits one more token
         else:
-            req.dflash_past_grammar = True  # a prefill has emitted it
+            req.dflash_past_grammar = True  # a prefill has emitted it, and the grammar gets it later
     if new_accepted_len > 1 and (params.stop_strs or params.stop_regex_strs):
         _finish_at_first(original, req, new_accepted_len)
     else:
@@ -102,7 +102,7 @@ def accept_past_the_end(original: Any, processor: Any, req: Req, tokens: int | l
     if get_spec().speculative_algorithm != "DFLASH":
         return original(processor, req, tokens)
     run = [tokens] if isinstance(tokens, int) else tokens
-    req.dflash_in_run = not isinstance(tokens, int)  # for `finish_token_by_token`
+    req.dflash_grammar_is_ahead = True  # it gets the tokens before `finish_token_by_token`
     if not req.sampling_params.ignore_eos:
         return _accept(original, processor, req, run)
     if req.grammar.is_terminated():

@@ -42,7 +42,7 @@ class Req(Protocol):
     finished_len: int | None
     decode_batch_idx: int
     dflash_past_grammar: bool
-    dflash_in_run: bool
+    dflash_grammar_is_ahead: bool
     dflash_rejected: Any
     dflash_reasoning: Any
 

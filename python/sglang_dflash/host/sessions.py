@@ -30,10 +30,10 @@ def _whole_answer(original: Any, last_req: Any, req: Any, session_params: Any) -
     until="SGLang keeps no more than is committed",
 )
 def _keep_what_is_committed(original: Any, sessions: Any, req: Any) -> bool:
-    """Lets the next turn compute the KV of the last answer's last token, if no step has.
+    """Keeps no more than is committed, so that the next turn computes the KV of the last answer's last token.
 
-    The host counts on the next step, which overlap has begun, to write it. Without overlap, or where a prefill came
-    first, nobody does, and the slot holds what a rejected draft has left.
+    The host counts on a step that overlap has begun to write it. Without overlap, or if a prefill is next, no step
+    writes it, and the slot may hold the KV of a rejected draft.
     """
     slot = sessions.borrowed_slot(req)
     committed = None if slot is None else slot.kv.kv_committed_len
