@@ -81,23 +81,25 @@ void keep_offers(at::Tensor& reaches, at::Tensor& depths, at::Tensor& drafted, a
   const int64_t filled = chances.size(1), candidates = chances.size(2);
   const float *chance = chances.const_data_ptr<float>(), *reach = tree_reaches.const_data_ptr<float>();
   const int32_t* depth = tree_depths.const_data_ptr<int32_t>();
+  double mean_log_odds = 0;  // sum over the drafted depths
   for (int64_t d = 0; batch > 0 && d < filled; d++) {
     double sum = 0;
     for (int64_t b = 0; b < batch; b++) sum += chance[(b * filled + d) * candidates];
     offers.deep[d] += deep_weight * (sum / batch - offers.deep[d]);
+    mean_log_odds += log_odds(offers.deep[d]);
   }
   for (int64_t b = 0; b < batch; b++) {
     const int64_t offer = places[b] * offers.steps + offers.kept[places[b]]++ % offers.steps;
     std::copy_n(reach + b * (offers.rows + 1) + 1, offers.rows, offers.reaches + offer * offers.rows);
     std::copy_n(depth + b * (offers.rows + 1) + 1, offers.rows, offers.depths + offer * offers.rows);
-    double through_all = 1, above_mean = 0;
+    double through_all = 1, own_log_odds = 0;
     for (int64_t d = 0; d < filled; d++) {
       const double first = chance[(b * filled + d) * candidates];
       through_all *= first;
-      above_mean += log_odds(first) - log_odds(offers.deep[d]);
+      own_log_odds += log_odds(first);
     }
     offers.through[offer] = through_all;
-    offers.odds[offer] = std::exp(own_share * above_mean / filled);
+    offers.odds[offer] = std::exp(own_share * (own_log_odds - mean_log_odds) / filled);
     offers.drafted[offer] = filled;
   }
 }

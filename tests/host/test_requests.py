@@ -154,7 +154,7 @@ def test_ids_outside_the_vocabulary_are_refused(outside: int) -> None:
 @pytest.fixture(params=["DFLASH", None])
 def serving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether DFLASH serves in this process."""
-    monkeypatch.setattr(requests, "get_spec", lambda: SimpleNamespace(speculative_algorithm=request.param))
+    monkeypatch.setattr(requests, "serves_dflash", lambda: request.param == "DFLASH")
     return request.param == "DFLASH"
 
 

@@ -19,6 +19,8 @@ from sglang_dflash.host import planned_step, turns
 from sglang_dflash.host.turns import Turns
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
+RESOLVE = SchedulerBatchResultProcessor._resolve_spec_v2_tokens
+RESOLVE = getattr(RESOLVE, "__wrapped__", RESOLVE)  # the host's own
 PLAIN = [Asked(GREEDY, (5, 6, 7)), Asked(GREEDY, (9,)), Asked(GREEDY, (1, 2, 3, 4, 5))]
 
 
@@ -226,8 +228,6 @@ def _counts(reqs: list[Any]) -> list[tuple[Any, ...]]:
 def test_steps_of_a_turn_are_counted_one_by_one():
     """Fails where a request's verify steps, accepted drafts or histograms, or the server's sums, differ from those of
     the same steps in turns of their own, or where tokens are lost or change their order."""
-    original = SchedulerBatchResultProcessor._resolve_spec_v2_tokens
-    original = getattr(original, "__wrapped__", original)
     lens = ([1, 4, 2], [3, 1, 1], [8, 2, 1])
 
     def requests() -> list[Any]:
@@ -242,21 +242,21 @@ def test_steps_of_a_turn_are_counted_one_by_one():
         generated = correct = rows = 0
         for token, one in enumerate(lens):
             step = step_of(one, token)
-            for run, ids in zip(runs, original(_processor(), step, alone), strict=True):
+            for run, ids in zip(runs, RESOLVE(_processor(), step, alone), strict=True):
                 run.extend(ids)
             generated += step.get_num_generated_tokens(3)
             correct, rows = correct + step.num_correct_drafts, rows + step.num_cap_tokens
         steps = [step_of(one, token) for token, one in enumerate(lens)]
         setattr(steps[-1], turns.STEPS, steps)
         processor = _processor()
-        assert turns.resolve_step_by_step(original, processor, steps[-1], together) == runs
+        assert turns.resolve_step_by_step(RESOLVE, processor, steps[-1], together) == runs
         result = steps[-1]
         assert _counts(together.reqs) == _counts(alone.reqs)
         assert result.get_num_generated_tokens(3) == generated == sum(map(sum, lens))
         assert (result.num_correct_drafts, result.num_cap_tokens) == (correct, rows)
         assert processor.metrics_reporter.spec_num_forward_ct + 3 == 9  # the host adds 3 for one step
         single = step_of([1, 4, 2])
-        assert turns.resolve_step_by_step(original, processor, single, together)[1] == [5, 5, 5, 7]
+        assert turns.resolve_step_by_step(RESOLVE, processor, single, together)[1] == [5, 5, 5, 7]
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,6 @@ def test_steps_of_a_turn_are_counted_one_by_one():
 )
 def test_steps_behind_a_stop_are_not_counted(finished_len, steps):
     """Fails where steps of a turn behind a request's stop string count, or the step that reaches it does not."""
-    original = SchedulerBatchResultProcessor._resolve_spec_v2_tokens
-    original = getattr(original, "__wrapped__", original)
     lens = ([4], [3], [4])
 
     def counted(count: int) -> Any:
@@ -273,7 +271,7 @@ def test_steps_behind_a_stop_are_not_counted(finished_len, steps):
         with configured():
             taken = [step_of(one, token) for token, one in enumerate(lens[:count])]
             setattr(taken[-1], turns.STEPS, taken)
-            (run,) = turns.resolve_step_by_step(original, _processor(), taken[-1], SimpleNamespace(reqs=[req]))
+            (run,) = turns.resolve_step_by_step(RESOLVE, _processor(), taken[-1], SimpleNamespace(reqs=[req]))
         req.output_ids.extend(run)
         return req
 
@@ -286,7 +284,7 @@ def test_steps_behind_a_stop_are_not_counted(finished_len, steps):
     for name in ("spec_correct_drafts_histogram", "spec_cap_lens_histogram"):
         ours, theirs = getattr(req, name), getattr(expected, name)
         assert list(ours) == list(theirs) + [0] * (len(ours) - len(theirs)), name
-    assert "dflash_steps" not in vars(req)
+    assert "dflash_turn" not in vars(req)
 
 
 def test_the_variable(monkeypatch):

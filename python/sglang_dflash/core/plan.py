@@ -138,8 +138,7 @@ class Planner:
         self._requests = list(requests)
         tuning, since = self._tuning, self._steps - self._decided_at
         due = since >= tuning.decision_steps or self._steps_since_probe == 1
-        changed = self._requests != self._decided_for
-        if due or (changed and not self._holds()):
+        if due or (self._requests != self._decided_for and not self._holds()):
             self._decided_at = self._steps
             self._decide()
         elif self._decided.width == 1 and self._expected[1]:  # nobody is drafted, whoever came or left

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_spec
 
-from sglang_dflash.host.hooking import AFTER, AROUND, hook
+from sglang_dflash.host.hooking import AFTER, AROUND, hook, serves_dflash
 from sglang_dflash.host.protocols import Req
 from sglang_dflash.host.turns import uncount_steps_behind_the_end
 
@@ -45,7 +45,7 @@ def finish_token_by_token(original: Any, req: Req, new_accepted_len: int = 1) ->
     regexes, the first in the request's list wins over the first in the text.
     """
     params, grammar = req.sampling_params, req.grammar
-    aborted = get_spec().speculative_algorithm == "DFLASH" and req.to_finish is not None and not req.finished()
+    cut = new_accepted_len > 1 and req.to_finish is not None and not req.finished() and serves_dflash()
     grammar_is_ahead = req.__dict__.pop("dflash_grammar_is_ahead", False)
     if grammar is not None and _owes_a_token(req):
         if grammar_is_ahead:
@@ -57,8 +57,8 @@ def finish_token_by_token(original: Any, req: Req, new_accepted_len: int = 1) ->
     else:
         original(req, new_accepted_len)
     req.grammar = grammar
-    if aborted and new_accepted_len > 1:
-        req.finished_len = len(req.output_ids) - new_accepted_len + 1  # plain decoding ends with the next token
+    if cut:  # an aborted request ends with the next token in plain decoding
+        req.finished_len = len(req.output_ids) - new_accepted_len + 1
     rejected = req.__dict__.pop("dflash_rejected", None)
     if rejected is not None and not req.finished():
         req.to_finish = rejected
@@ -99,7 +99,7 @@ def accept_past_the_end(original: Any, processor: Any, req: Req, tokens: int | l
     With `ignore_eos`, plain decoding notices a grammar's end one token late. And it looks for stops before it gives a
     token to the grammar: so a stop in the block, up to the token that the grammar rejects, wins over the error.
     """
-    if get_spec().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return original(processor, req, tokens)
     run = [tokens] if isinstance(tokens, int) else tokens
     req.dflash_grammar_is_ahead = True  # it gets the tokens before `finish_token_by_token`
@@ -128,7 +128,7 @@ def _owes_a_token(req: Req) -> bool:
     """Whether the grammar has ended and the one token past its end is not emitted yet."""
     return (
         req.sampling_params.ignore_eos
-        and get_spec().speculative_algorithm == "DFLASH"
+        and serves_dflash()
         and req.grammar.is_terminated()
         and not getattr(req, "dflash_past_grammar", False)
     )

@@ -1,6 +1,6 @@
 """The one way to declare a hook into SGLang: `@hook` says where it is, how it is applied, why, and until when.
 
-It imports nothing of SGLang, so that `hooks.install` can check the release before anything of the host is loaded.
+Importing it loads nothing of SGLang, so that `hooks.install` can check the release before that.
 """
 
 from __future__ import annotations
@@ -54,6 +54,13 @@ def hook(target: str, kind: Kind, *, why: str, until: str, always: bool = False)
         return function
 
     return declare
+
+
+def serves_dflash() -> bool:
+    """Whether this server decodes with DFLASH. Hooks are in place with other algorithms, and without one, too."""
+    from sglang.srt.runtime_context import get_spec
+
+    return bool(get_spec().speculative_algorithm == "DFLASH")
 
 
 def hooks_of(module: ModuleType) -> dict[str, Hook]:

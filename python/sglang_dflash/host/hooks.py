@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from sglang_dflash.host.cpu.detect import cpu_platform_in_use
-from sglang_dflash.host.hooking import AROUND, REPLACE, Hook, hook, hooks_of
+from sglang_dflash.host.hooking import AROUND, REPLACE, Hook, hook, hooks_of, serves_dflash
 from sglang_dflash.host.version import builtin_worker_requested, require_supported_sglang
 
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -173,9 +173,8 @@ def _row_headroom(original: Any) -> int:
     """At page size 1, the host gives a request's row room for one block beyond the context, but reserves two. The last
     blocks before the context limit would overwrite the next request's row (SGLang issue 33579)."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, get_alloc_reserve_per_decode
-    from sglang.srt.runtime_context import get_spec
 
-    if get_spec().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return original()
     return max(original(), get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 

@@ -8,11 +8,10 @@ from numbers import Integral, Real
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
-from sglang.srt.runtime_context import get_spec
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sglang_dflash.host.cpu.detect import cpu_platform_in_use
-from sglang_dflash.host.hooking import AROUND, hook
+from sglang_dflash.host.hooking import AROUND, hook, serves_dflash
 from sglang_dflash.host.penalties import asks_for_penalties
 from sglang_dflash.host.widths import TREE, tree_rows
 
@@ -94,7 +93,7 @@ def _normalize(original: Any, request: Any) -> None:
     Raises:
         ValueError: the host answers it with HTTP 400.
     """
-    if _serves_dflash():
+    if serves_dflash():
         if cpu_platform_in_use():
             for name, words in UNSEEN_ON_CPU.items():
                 if _holds_any(getattr(request, name)):
@@ -127,7 +126,7 @@ def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> 
         ValueError: the host answers it with HTTP 400.
     """
     original(params, vocab_size)
-    if not _serves_dflash():
+    if not serves_dflash():
         return
     for name in ("top_k", "min_new_tokens"):
         if not (value := getattr(params, name)) <= TOP_K_ALL:  # also where it is NaN
@@ -154,7 +153,7 @@ def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids:
         ValueError: the host answers it with HTTP 400.
     """
     original(manager, request, input_ids)
-    if not _serves_dflash() or not isinstance(request, GenerateReqInput):
+    if not serves_dflash() or not isinstance(request, GenerateReqInput):
         return
     vocab_size = manager.model_config.vocab_size
     alternatives, start = request.top_logprobs_num, request.logprob_start_len
@@ -170,10 +169,6 @@ def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids:
 def _is(kind: type, value: Any) -> bool:
     """`isinstance` for the abstract kinds of numbers, which type checkers take for types without arithmetic."""
     return isinstance(value, kind)
-
-
-def _serves_dflash() -> bool:
-    return get_spec().speculative_algorithm == "DFLASH"
 
 
 @hook(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.runtime_context import get_spec
-
-from sglang_dflash.host.hooking import AROUND, hook
+from sglang_dflash.host.hooking import AROUND, hook, serves_dflash
 
 
 @hook(
@@ -38,6 +36,6 @@ def _keep_what_is_committed(original: Any, sessions: Any, req: Any) -> bool:
     slot = sessions.borrowed_slot(req)
     committed = None if slot is None else slot.kv.kv_committed_len
     kept: bool = original(sessions, req)
-    if kept and committed is not None and get_spec().speculative_algorithm == "DFLASH":
+    if kept and committed is not None and serves_dflash():
         slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, committed)
     return kept

@@ -177,9 +177,9 @@ def resolve_step_by_step(original: Any, processor: Any, result: Any, batch: Any)
         for run, committed in zip(runs, original(processor, step, batch), strict=True):
             run.extend(committed)
         correct += step.num_correct_drafts
+    counts = [(step.accept_lens, step.cap_lens) for step in steps]
     for place, req in enumerate(batch.reqs):
-        if req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs:  # found once the turn is over
-            req.dflash_steps = [_counts(step, place) for step in steps]
+        req.dflash_turn = place, counts  # for a stop string, which is found once the turn is over
     result.num_correct_drafts = correct
     result.num_cap_tokens = sum(step.num_cap_tokens for step in steps)
     result.num_non_draft_tokens_per_req = len(steps)
@@ -189,25 +189,22 @@ def resolve_step_by_step(original: Any, processor: Any, result: Any, batch: Any)
     return runs
 
 
-def _counts(step: Any, place: int) -> tuple[int, int | None]:
-    """A request's committed tokens, and its rows where they are planned."""
-    return int(step.accept_lens[place]), None if step.cap_lens is None else int(step.cap_lens[place])
-
-
 def uncount_steps_behind_the_end(req: Any) -> None:
     """Takes back what was counted of a turn's steps that lie wholly behind the stop at which the request has ended."""
-    steps: list[tuple[int, int | None]] = req.__dict__.pop("dflash_steps", [])
+    place, counts = req.__dict__.pop("dflash_turn", (0, []))
     if req.finished_len is None:
         return
     behind = len(req.output_ids) - req.finished_len
-    for commit_len, rows in reversed(steps):
+    for accept_lens, cap_lens in reversed(counts):
+        commit_len = int(accept_lens[place])
         if commit_len > behind:
             return
         behind -= commit_len
         req.spec_verify_ct -= 1
         req.spec_num_correct_drafts -= commit_len - 1
         req.spec_correct_drafts_histogram[commit_len - 1] -= 1
-        if rows is not None:
+        if cap_lens is not None:
+            rows = int(cap_lens[place])
             req.spec_num_cap_tokens -= rows
             req.spec_cap_lens_histogram[rows] -= 1
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
-from sglang.srt.runtime_context import get_spec
 from transformers import PretrainedConfig
 
 from sglang_dflash.core.draft_config import ARCHITECTURES
-from sglang_dflash.host.hooking import AROUND, hook
+from sglang_dflash.host.hooking import AROUND, hook, serves_dflash
 
 
 class WatchedRunner:
@@ -72,7 +71,7 @@ def _select_runners(original: Any, manager: Any, selector: str = "all") -> list[
     if selector == "all" and manager._session is not None:
         selector = manager._session.selector
     runners = original(manager, selector)
-    if get_spec().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return runners
     follow = getattr(manager.draft_worker, "follow_target", None)  # SGLang's own worker copies nothing
     if follow is not None:
@@ -93,7 +92,7 @@ def _update_from_disk(original: Any, manager: Any, request: Any) -> Any:
 
     Refuses an unknown format, too, which would end the scheduler.
     """
-    if get_spec().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return original(manager, request)
     message = ""
     formats = [one.value for one in LoadFormat]

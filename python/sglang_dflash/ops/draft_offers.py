@@ -91,10 +91,11 @@ def keep_offers(
         deep_weight: share. Weight of this step in the mean chances of depths.
         own_share: share. 0: what a request offers beyond the drafted depths is the mean alone.
     """
-    first = chances[:, :, 0]
+    first = chances[:, :, 0].double()
     drafted = first.shape[1]
-    offers.deep[:drafted] += deep_weight * (first.mean(0) - offers.deep[:drafted])
-    log_odds = _log_odds(first) - _log_odds(offers.deep[:drafted])
+    deep = offers.deep[:drafted].double()
+    offers.deep[:drafted] = deep + deep_weight * (first.mean(0) - deep)
+    log_odds = _log_odds(first) - _log_odds(offers.deep[:drafted].double())
     odds = (own_share * log_odds.mean(1)).exp()
     for i, place in enumerate(places):
         step = int(offers.kept[place]) % offers.reaches.shape[1]
