@@ -118,8 +118,8 @@ class Rig:
         running.emitted.append(first)
         for position in range(len(asked.prompt)):
             self._hold(self.table[slot, position], running.text[position], position)
-        for draft in (self.worker._draft, self.writer):
-            self._write_context(draft, running, range(len(asked.prompt)))
+        self._write_context(self.worker._draft, running, range(len(asked.prompt)), may_wait=place % 2 == 0)
+        self._write_context(self.writer, running, range(len(asked.prompt)))
         return running
 
     def _copy(self, name: str) -> list[int]:
@@ -135,10 +135,10 @@ class Rig:
     def _hold(self, slot: torch.Tensor, token: int, position: int) -> None:
         self.pool.k_buffer[0][slot], self.pool.v_buffer[0][slot] = float(token), float(position)
 
-    def _write_context(self, draft: Any, running: Running, positions: range) -> None:
+    def _write_context(self, draft: Any, running: Running, positions: range, may_wait: bool = False) -> None:
         hidden = torch.stack([vector("taps", running.text[: place + 1], TAPS * HIDDEN) for place in positions])
         places = torch.tensor(list(positions))
-        draft.write_context(hidden, places, self.table[running.slot, places].long())
+        draft.write_context(hidden, places, self.table[running.slot, places].long(), may_wait)
 
     def _batch(self, chosen: list[Running]) -> StepBatch:
         lens = torch.tensor([one.prefix_len if one.emitted else len(one.asked.prompt) for one in chosen])

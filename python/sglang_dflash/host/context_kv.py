@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.speculative.dflash_utils import can_dflash_slice_qkv_weight
@@ -15,7 +16,7 @@ from sglang_dflash import ops
 logger = logging.getLogger(__name__)
 LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, each [N, Hkv, D]
 ROWS = 2048  # rows of one product; bounds the temporary memory of a long prefill
-DEFERRED_ROWS = 64  # from here on, one more row costs as much as in a product of its own; 2 * 64 rows get our product
+DEFERRED_ROWS = 256  # of which each costs half as much as one of 16; 2 ms for a draft of 8 MB on one core
 DEFERRED_STEPS = 32
 
 
@@ -133,11 +134,9 @@ def _can_be_stacked(attention: Any) -> bool:
 
 
 class DeferredRows:
-    """Rows of consecutive steps whose context KV is not written yet; all steps ran the same requests."""
+    """Rows whose context KV is not written yet, of prefills and of steps that drafted nobody, in the order of these."""
 
-    def __init__(self, requests: list[str]) -> None:
-        """requests: the names of the batch."""
-        self.requests = requests
+    def __init__(self) -> None:
         self._steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._rows = 0
 
@@ -148,6 +147,10 @@ class DeferredRows:
         return self._rows >= DEFERRED_ROWS or len(self._steps) >= DEFERRED_STEPS
 
     def joined(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """All rows, in the order of the steps."""
+        """The latest row of each slot: a request that has left may have given its slots to another."""
         hidden, positions, slots = (torch.cat(field) for field in zip(*self._steps, strict=True))
-        return hidden, positions, slots
+        from_the_end = np.unique(slots.numpy()[::-1], return_index=True)[1]
+        if len(from_the_end) == len(slots):
+            return hidden, positions, slots
+        latest = torch.from_numpy(len(slots) - 1 - from_the_end)
+        return hidden[latest], positions[latest], slots[latest]

@@ -290,37 +290,29 @@ class DraftRunner:
         slots: torch.Tensor = kv_plan.write_ids(self.runner.kv_index_translator)
         return slots
 
-    def write_context(self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def write_context(
+        self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, may_wait: bool = False
+    ) -> None:
         """Writes the draft's KV of rows that the target has just run; see `ContextKVWriter.write`.
 
         Args:
             hidden: [N or more, taps * H]; the host may pad after the rows.
             positions, slots: [N] int64; slots of the draft's pool.
+            may_wait: on a CPU: until the draft reads KV, or there are enough rows. One product over the rows of several
+                steps takes less time.
         """
+        if may_wait:
+            if self._deferred is None:
+                self._deferred = DeferredRows()
+            if not self._deferred.keep(hidden[: len(slots)], positions, slots):
+                return
         self.write_deferred_context()
-        self._write_context(hidden, positions, slots)
+        if not may_wait:
+            self._write_context(hidden, positions, slots)
 
     def _write_context(self, *rows: torch.Tensor) -> None:
         with torch.inference_mode():
             self._context_kv.write(self.runner.token_to_kv_pool, *rows)
-
-    def defer_context(
-        self, requests: list[str], hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        """`write_context`, but perhaps later: one product over the rows of several steps reads the weights once.
-
-        Written are the rows at the latest before the draft's KV is read or other rows are written, which every prefill
-        does. A request that leaves may give its slots to another: so they are also written before rows of other
-        `requests`, the names of the whole batch, are kept.
-        """
-        deferred = self._deferred
-        if deferred is not None and deferred.requests != requests:
-            self.write_deferred_context()
-            deferred = None
-        if deferred is None:
-            deferred = self._deferred = DeferredRows(requests)
-        if deferred.keep(hidden[: len(slots)], positions, slots):
-            self.write_deferred_context()
 
     def write_deferred_context(self) -> None:
         if self._deferred is not None:

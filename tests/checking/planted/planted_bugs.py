@@ -123,10 +123,10 @@ def _bonus_only(original: Any) -> Any:
 
 
 def _write_context(original: Any, now: Now) -> Any:
-    def write(self: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, **when: Any) -> None:
         skipped = now.strikes(SKIP_DECODE) if self.decoding else positions[0] > 0 and now.strikes(SKIP_PREFILL)
         if not skipped:
-            original(self, hidden, positions, slots)
+            original(self, hidden, positions, slots, **when)
 
     return write
 

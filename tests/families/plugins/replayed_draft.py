@@ -117,10 +117,10 @@ def _replay(*_: Any) -> None:
     DFlashWorker._verify = verified
     write_context = DraftRunner.write_context
 
-    def written(runner: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def written(runner: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, **when: Any) -> None:
         path = Path(os.environ[TAPS])
         if positions.tolist() == list(range(TAPPED_TOKENS)) and not path.exists():
             torch.save(hidden[:TAPPED_TOKENS].clone(), path)
-        write_context(runner, hidden, positions, slots)
+        write_context(runner, hidden, positions, slots, **when)
 
     DraftRunner.write_context = written
