@@ -120,6 +120,7 @@ class Planner:
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
+        self._least: float | None = 0.0  # chance from which a row pays, by these; None: not reckoned yet
         self._kernels = ops.choose_kernels("cpu").plans
         self._probe_rows = 0.0  # mean rows of a drafted request in probes, beside its anchor
         self._everything = False  # this step verifies every row that the draft offers
@@ -141,8 +142,8 @@ class Planner:
         if due or (self._requests != self._decided_for and not self._holds()):
             self._decided_at = self._steps
             self._decide()
-        elif self._decided.width == 1 and self._expected[1]:  # nobody is drafted, whoever came or left
-            self._expected = float(len(self._requests)), self._plain_s()
+        elif self._decided.width == 1 and self._expected[1] and self._expected[0] != len(self._requests):
+            self._expect(len(self._requests), self._plain_s())  # nobody is drafted, whoever came or left
         self._steps += 1
         warming = self._steps <= tuning.warm_up_steps
         self._everything = warming and self._steps % 3 == 1
@@ -202,8 +203,10 @@ class Planner:
             return self._rows
         # A row pays if it brings more than the same time brings on average. A single step's own tokens per second would
         # be another price: where its drafts are poor, it would take rows for which later steps have better use.
-        tokens, seconds = self._expected
-        least = self._rest_times.line()[1] * tokens / seconds if seconds and not self._everything else 0.0
+        if self._least is None:
+            tokens, seconds = self._expected
+            self._least = self._rest_times.line()[1] * tokens / seconds if seconds else 0.0
+        least = 0.0 if self._everything else self._least
         names = [self._requests[i] for i in drafted]
         chosen = self._calibration.plan(log_probs, names, self._max_rows, least, drafted, batch)
         if copies:
@@ -264,19 +267,26 @@ class Planner:
     def _decide(self) -> None:
         """Chooses the requests to draft and their width, by what the same choice would have brought in recent steps."""
         self._learn()
-        self._decided_for, batch = self._requests, len(self._requests)
+        batch, batch_before = len(self._requests), len(self._decided_for or [])
+        self._decided_for = self._requests
         self._drafts_worth = {}
         if not self._rest_times.seen or (self._drafts and not self._draft_times.seen):
-            self._decided, self._expected = self._whole_blocks(), (float(batch), 0.0)
+            self._decided = self._whole_blocks()
+            self._expect(batch, 0.0)
             return
         costs = ops.StepCosts(self._gap_s, *self._draft_times.line(), *self._rest_times.line())
         plain_s = self._plain_s()
-        # The price of a second is what the best plan makes of it: at first, what the plan before made.
-        tokens_before, seconds_before = self._expected
-        price = max(batch / plain_s, tokens_before / seconds_before if seconds_before else 0.0)
+        # The price of a second is what the best plan makes of it: at first, what the plan before made; after another
+        # load, what the best plan at the price of plain steps makes.
+        tokens, seconds = self._expected
+        price = batch / plain_s
+        if 2 * batch <= batch_before or batch >= 2 * batch_before:
+            first = self._memory.best_width(self._requests, costs, price)
+            tokens, seconds = first.tokens, first.seconds
+        price = max(price, tokens / seconds if seconds else 0.0)
         best = self._memory.best_width(self._requests, costs, price)
         if best.tokens / best.seconds > (1 + self._tuning.least_gain) * batch / plain_s:
-            self._expected = best.tokens, best.seconds
+            self._expect(best.tokens, best.seconds)
             self._decided = Drafting(best.width, best.requests)
             if self.copying is not None:
                 price = best.tokens / best.seconds
@@ -285,7 +295,11 @@ class Planner:
                 block = price * costs.draft_row_s * best.width
                 self._drafts_worth = {i: own - block for i, own in zip(best.requests, worth, strict=True)}
         else:
-            self._expected, self._decided = (float(batch), plain_s), NOTHING
+            self._decided = NOTHING
+            self._expect(batch, plain_s)
+
+    def _expect(self, tokens: float, seconds: float) -> None:
+        self._expected, self._least = (float(tokens), seconds), None
 
     def _probe(self) -> Drafting | None:
         """A step of another shape than decided, if one is due and affordable."""
