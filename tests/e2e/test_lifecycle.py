@@ -39,7 +39,7 @@ def assert_pool_empties(client: Client) -> None:
 
 
 def draft_kv_writes(server: Server, log_start: int) -> list[int]:
-    """Per prefill since `log_start`: how many prompt tokens' draft KV was written, from the log."""
+    """Per prefill since `log_start`: how many prompt tokens' draft KV was computed or waits, from the log."""
     with server.log.open() as log:
         log.seek(log_start)
         return [int(n) for n in re.findall(r"draft KV of (\d+) prompt tokens", log.read())]

@@ -368,6 +368,8 @@ class Rig:
         while max(len(one.emitted) for one in self.running) + BLOCK < TOKENS:
             places = list(range(len(self.running)))
             self.step(self.rng.sample(places, self.rng.randint(1, len(places))))
+        self.worker._draft.write_deferred_context()
+        self._check_draft_kv()
 
 
 def _pool() -> MHATokenToKVPool:

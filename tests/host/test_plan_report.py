@@ -65,15 +65,20 @@ def test_prometheus_gets_what_is_new(observability):
 
 
 def test_server_info_has_the_counts(observability):
-    """Fails where `/server_info` lacks them, or fails on a server whose blocks are whole, or without speculation."""
-    calls = []
-    report = plan_report.PlanReport(PlanCounts(steps=5))
+    """Fails where `/server_info` lacks them or those by depth that wait, or fails on a server whose blocks are whole,
+    or without speculation."""
+    calls, counts, waiting = [], PlanCounts(steps=5), [DepthCounts(2, 0.5, 1)]
+    report = plan_report.PlanReport(counts, settle=lambda: counts.by_depth.extend(waiting))
     for worker in (SimpleNamespace(plan_report=report), SimpleNamespace(plan_report=None), SimpleNamespace(), None):
         state: dict = {}
         controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker))
         plan_report._add_plan(lambda *arguments: calls.append(arguments), controller, state)
         assert calls.pop() == (controller, state)
-        assert PlanCounts.from_json(state[STATE]).steps == 5 if getattr(worker, "plan_report", None) else not state
+        if getattr(worker, "plan_report", None) is None:
+            assert not state
+        else:
+            shown = PlanCounts.from_json(state[STATE])
+            assert (shown.steps, shown.by_depth) == (5, waiting)
 
 
 def test_server_info_has_the_prefilled_tokens():

@@ -92,10 +92,10 @@ def _in_boxes(monkeypatch: pytest.MonkeyPatch, counting: Counting):
         for box, (owner, name) in BOXES.items():
             method = getattr(owner, name)
 
-            def within(*args: Any, box: str = box, method: Any = method) -> Any:
+            def within(*args: Any, box: str = box, method: Any = method, **named: Any) -> Any:
                 outer, counting.box = counting.box, box
                 try:
-                    return method(*args)
+                    return method(*args, **named)
                 finally:
                     counting.box = outer
 

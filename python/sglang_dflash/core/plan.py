@@ -251,6 +251,9 @@ class Planner:
     def interrupt(self) -> None:
         self._ended_s = None
 
+    def settle(self) -> None:
+        self._tally.settle()
+
     def _learn(self) -> None:
         """Takes in recent drafted steps. Several together cost little more than one: the code of learning has to come
         into the processor's caches, which the model's weights have filled."""
@@ -276,8 +279,8 @@ class Planner:
             return
         costs = ops.StepCosts(self._gap_s, *self._draft_times.line(), *self._rest_times.line())
         plain_s = self._plain_s()
-        # The price of a second is what the best plan makes of it: at first, what the plan before made; after another
-        # load, what the best plan at the price of plain steps makes.
+        # The price of a second is what the best plan makes of it: at first, what the plan before made. If the requests
+        # have doubled or halved since then, it is chosen twice: first at the price of plain steps.
         tokens, seconds = self._expected
         price = batch / plain_s
         if 2 * batch <= batch_before or batch >= 2 * batch_before:

@@ -97,6 +97,10 @@ class Policy(Protocol):
         """Something other than a decode step runs."""
         ...
 
+    def settle(self) -> None:
+        """Somebody reads `counts`: brings `by_depth` up to date."""
+        ...
+
 
 class Fixed:
     """The same number of rows for every request and step, as chains: what a plan is compared with."""
@@ -132,6 +136,9 @@ class Fixed:
         self.counts.seconds += time.perf_counter() - self._begun_s
 
     def interrupt(self) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
 

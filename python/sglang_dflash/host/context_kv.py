@@ -16,7 +16,7 @@ from sglang_dflash import ops
 logger = logging.getLogger(__name__)
 LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, each [N, Hkv, D]
 ROWS = 2048  # rows of one product; bounds the temporary memory of a long prefill
-DEFERRED_ROWS = 256  # of which each costs half as much as one of 16; 2 ms for a draft of 8 MB on one core
+DEFERRED_ROWS = 256  # each costs half as much as one of 16; all take some 3 ms for a draft of 8 MB on one core
 DEFERRED_STEPS = 32
 
 
@@ -134,7 +134,8 @@ def _can_be_stacked(attention: Any) -> bool:
 
 
 class DeferredRows:
-    """Rows whose context KV is not written yet, of prefills and of steps that drafted nobody, in the order of these."""
+    """Rows whose context KV is not written yet, of prefills and of steps without proposals, in the order in which
+    they came."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -147,7 +148,7 @@ class DeferredRows:
         return self._rows >= DEFERRED_ROWS or len(self._steps) >= DEFERRED_STEPS
 
     def joined(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The latest row of each slot: a request that has left may have given its slots to another."""
+        """The latest row of each slot, in any order: a request that has left may have given its slots to another."""
         hidden, positions, slots = (torch.cat(field) for field in zip(*self._steps, strict=True))
         from_the_end = np.unique(slots.numpy()[::-1], return_index=True)[1]
         if len(from_the_end) == len(slots):

@@ -33,7 +33,7 @@ from sglang.srt.speculative.spec_utils import draft_pp_context
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block
 from sglang_dflash.host.capture import embedding_of, lm_head_of
-from sglang_dflash.host.context_kv import ContextKVWriter, DeferredRows
+from sglang_dflash.host.context_kv import DEFERRED_ROWS, ContextKVWriter, DeferredRows
 from sglang_dflash.host.cpu.direct import DirectForward
 from sglang_dflash.host.draft_heads import head_of
 from sglang_dflash.host.draft_input import known_kv_lens
@@ -293,22 +293,22 @@ class DraftRunner:
     def write_context(
         self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, may_wait: bool = False
     ) -> None:
-        """Writes the draft's KV of rows that the target has just run; see `ContextKVWriter.write`.
+        """Writes the draft's KV of rows that the target has just run, perhaps later; see `ContextKVWriter.write`.
 
         Args:
             hidden: [N or more, taps * H]; the host may pad after the rows.
             positions, slots: [N] int64; slots of the draft's pool.
-            may_wait: on a CPU: until the draft reads KV, or there are enough rows. One product over the rows of several
-                steps takes less time.
+            may_wait: a few rows may be kept, and written with others in one product, which takes less time: before the
+                draft next runs, or once there are enough. For a CPU.
         """
-        if may_wait:
-            if self._deferred is None:
-                self._deferred = DeferredRows()
-            if not self._deferred.keep(hidden[: len(slots)], positions, slots):
-                return
-        self.write_deferred_context()
-        if not may_wait:
+        if not may_wait or len(slots) >= DEFERRED_ROWS:  # so a long prefill is not copied
+            self.write_deferred_context()
             self._write_context(hidden, positions, slots)
+            return
+        if self._deferred is None:
+            self._deferred = DeferredRows()
+        if self._deferred.keep(hidden[: len(slots)], positions, slots):
+            self.write_deferred_context()
 
     def _write_context(self, *rows: torch.Tensor) -> None:
         with torch.inference_mode():

@@ -37,9 +37,9 @@ DEPTH_METRICS = {
 class PlanReport:
     """Says every `--decode-log-interval` steps what has happened since."""
 
-    def __init__(self, counts: PlanCounts) -> None:
-        """counts: the policy's own, which go on rising."""
-        self._counts, self._said = counts, PlanCounts()
+    def __init__(self, counts: PlanCounts, settle: Callable[[], None] = lambda: None) -> None:
+        """counts: the policy's own, which go on rising. settle: see `Policy.settle`."""
+        self._counts, self._said, self._settle = counts, PlanCounts(), settle
         observability = get_observability()
         self._interval = max(observability.decode_log_interval, 1)
         self._add = _prometheus() if observability.enable_metrics else None
@@ -55,6 +55,7 @@ class PlanReport:
             self._add(since)
 
     def state(self) -> dict[str, Any]:
+        self._settle()
         return asdict(self._counts)
 
 

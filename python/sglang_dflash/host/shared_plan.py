@@ -80,3 +80,7 @@ class SharedPlan:
     def interrupt(self) -> None:
         if self._policy is not None:
             self._policy.interrupt()
+
+    def settle(self) -> None:
+        if self._policy is not None:
+            self._policy.settle()

@@ -87,7 +87,7 @@ class DFlashWorker(BaseSpecWorker):
         if tree_rows is not None:
             self._planned = FixedTreeStep(tree_rows, self._target, self._draft, self._lay_out)
         elif planner is not None:
-            report = PlanReport(planner.counts)
+            report = PlanReport(planner.counts, planner.settle)
             self._planned = PlannedStep(planner, self._target, self._draft, self._lay_out, report)
 
     # What the scheduler needs from a worker besides steps.
@@ -218,12 +218,12 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(result.new_seq_lens)
         self._sampler.commit_first(batch, group, result.next_token_ids)
         # Within this call: once prefill returns, another request may hit these tokens in the radix tree. Rows that wait
-        # are written before the draft reads any.
+        # are written before the draft runs.
         positions = upload(ops.extend_positions(batch.prefix_lens, batch.extend_lens), self.device)
         rows = result.logits_output.hidden_states, positions, self._draft.slots_of(kv_plan)
         self._draft.write_context(*rows, may_wait=isinstance(self._planned, PlannedStep))
         self.prefilled += len(positions)
-        logger.debug("draft KV of %d prompt tokens", len(positions))
+        logger.debug("draft KV of %d prompt tokens handed over", len(positions))
         self._hidden_states.put(batch, result.logits_output, [n - 1 for n in accumulate(batch.extend_lens)])
         result.next_draft_input = DraftInput.create(result.next_token_ids, batch.seq_lens)
         return result
@@ -266,7 +266,7 @@ class DFlashWorker(BaseSpecWorker):
             committed = self._planned.commit(batch, plan, tree, out.hidden_states)
         if on_publish is not None:
             on_publish(prefix_lens)
-        # Where nothing was drafted, perhaps nothing will be for a while.
+        # Where nothing was proposed, perhaps nothing will be drafted for a while.
         self._draft.write_context(*committed, may_wait=plan.verify_width == 1)
         self._hidden_states.put(batch, out, path=None if tree is None else tree.path)
         if self._planned is not None and tree is not None:
