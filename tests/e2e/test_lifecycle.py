@@ -42,7 +42,7 @@ def draft_kv_writes(server: Server, log_start: int) -> list[int]:
     """Per prefill since `log_start`: how many prompt tokens' draft KV was computed or waits, from the log."""
     with server.log.open() as log:
         log.seek(log_start)
-        return [int(n) for n in re.findall(r"draft KV of (\d+) prompt tokens", log.read())]
+        return [int(n) for n in re.findall(r"draft KV of (\d+) prompt tokens handed over", log.read())]
 
 
 @on_arms("overlap")

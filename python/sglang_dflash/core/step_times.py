@@ -28,9 +28,9 @@ class StepTimes:
 
     Each step makes the weights of all steps before it smaller. The line goes through the weighted means of rows and
     seconds. The ridge term shrinks its slope to a first guess (`prior_row_share`), which is the slope while all steps
-    have the same rows. The first step is not counted, because it includes one-time work. Steps are kept until
-    the line is asked for: to take in several costs little more than one, because this code must first come back into
-    the processor's caches, which the model's weights have filled.
+    have the same rows. The first step is not counted, because it includes one-time work. Steps are kept until the line
+    is asked for: to take in several costs little more than one, because this code must first come back into the
+    processor's caches, which the model's weights have filled.
     """
 
     def __init__(self, tuning: TimeTuning | None = None) -> None:
