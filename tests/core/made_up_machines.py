@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sglang_dflash.core.plan import Planner
-from sglang_dflash.core.policy import Drafting
+from sglang_dflash.core.policy import Drafting, Policy
 from sglang_dflash.ops import PlannedRows
 
 K = 8
@@ -73,12 +73,15 @@ class World:
         self.now = 100.0
         self.served = 0
         self.before_draft_s = 0.0  # of other work between the decision and the draft
+        self.turn_s = 0.0  # see `TurnGaps`
+        self.between_s = GAP_S  # from one turn to the next
+        self._turn_begun_s, self._taken, self._goes_on = self.now, 0, False
         self.spoil: Callable[[np.ndarray], np.ndarray] = lambda log_probs: log_probs  # before the planner sees them
 
     def planner(self, max_rows: int | None = None) -> Planner:
         return Planner(self.block_size, max_rows, clock=lambda: self.now)
 
-    def run(self, planner: Planner, skills: Mapping[str, float], steps: int) -> list[Step]:
+    def run(self, planner: Policy, skills: Mapping[str, float], steps: int) -> list[Step]:
         return [self.step(planner, skills) for _ in range(steps)]
 
     def serve(self, planner: Planner, skills: Iterable[float], at_once: int) -> list[Step]:
@@ -97,11 +100,11 @@ class World:
                 if left <= count:
                     del running[name]
 
-    def step(self, planner: Planner, skills: Mapping[str, float], disturbed: float = 1.0) -> Step:
+    def step(self, planner: Policy, skills: Mapping[str, float], disturbed: float = 1.0) -> Step:
         """skills: the draft's skill with each request of the batch, about the mean chance of its first candidates."""
         chances, tokens = self._text(np.array(list(skills.values())))
         machine, batch, width = self.machine, len(skills), self.block_size
-        drafting = planner.begin(list(skills))
+        drafting = planner.begin(list(skills), self.turn_s, self._goes_on)
         log_probs = None
         if drafting.width > 1:
             said = chances[drafting.requests, : drafting.width - 1]
@@ -117,7 +120,7 @@ class World:
         self.now += rest_s * self._noise() * disturbed
         expected, path, commit_lens = follow(planned, chances, tokens)
         planner.end(path, commit_lens)
-        self.now += GAP_S
+        self._leave()
         reaches = chances[:, :, 0].cumprod(1).sum(0)
         return Step(
             drafting,
@@ -131,6 +134,14 @@ class World:
                 for rows in range(1, width + 1)
             ],
         )
+
+    def _leave(self) -> None:
+        """After a step: it takes `GAP_S` to the next one of its turn, or the next turn begins."""
+        self._taken += 1
+        self._goes_on = (self.now - self._turn_begun_s) * (1 + 1 / self._taken) <= self.turn_s
+        self.now += GAP_S if self._goes_on else self.between_s
+        if not self._goes_on:
+            self._turn_begun_s, self._taken = self.now, 0
 
     def _text(self, skills: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """True chances [B, K-1, k] of the candidates, falling in k, and the target's choice [B, K-1] among them."""

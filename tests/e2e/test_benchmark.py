@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmark_sglang.py"
 
 def benchmark(folder: Path, *words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(SCRIPT), *words, "--output-md", str(folder / "results.md"), "--logs", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 
 
 def test_a_small_sweep(tmp_path):

@@ -37,10 +37,12 @@ class Playing:
         self._rng, self._candidates, self._right_ranks = rng, candidates, right_ranks
         self.ended: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.interrupts = 0
+        self.begun: list[tuple[float, bool]] = []  # turn_s and goes_on of each step
         self.counts = PlanCounts()
 
-    def begin(self, requests: Sequence[str]) -> Drafting:
+    def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
         self._requests = list(requests)
+        self.begun.append((turn_s, goes_on))
         everyone, share = list(range(len(requests))), self._rng.random()
         if share < 0.2:
             self.drafting = Drafting(1, [])

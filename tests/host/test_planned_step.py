@@ -156,8 +156,8 @@ class Deciding(Planner):
         super().__init__(BLOCK, clock=lambda: next(ticks) * 1e-3, tuning=tuning, copying=copying, drafts=drafts)
         self.ended: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def begin(self, requests: Any) -> Drafting:
-        self.drafting = super().begin(requests)
+    def begin(self, *args: Any) -> Drafting:
+        self.drafting = super().begin(*args)
         return self.drafting
 
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:

@@ -101,6 +101,19 @@ def test_copies_see_what_a_turn_has_committed():
             shown.clear()
 
 
+def test_a_plan_is_told_of_turns():
+    """Fails where the plan takes what lies between two turns for a gap within one, or the other way round."""
+    with configured():
+        rig = Taking(0, PLAIN)
+        counts = [len(rig.turn(most)) for most in (3, 1, 2)]
+        assert counts == [3, 1, 2]
+        limits = [(most + 0.5, step > 0) for most in counts for step in range(most)]
+        assert rig.policy.begun == limits
+        rig = Rig(0, PLAIN)
+        rig.step([0, 1, 2])
+        assert rig.policy.begun == [(0.0, False)]
+
+
 def batch_of(**sampling: Any) -> Any:
     batch = decode_batch(**{"ignore_eos": True, "max_new_tokens": 50} | sampling)
     for req in batch.reqs:

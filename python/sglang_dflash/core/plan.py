@@ -31,6 +31,7 @@ from sglang_dflash.core.draft_memory import DraftMemory
 from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import NOTHING, Copied, Drafting, add_copies, anchors
 from sglang_dflash.core.step_times import StepTimes
+from sglang_dflash.core.turn_gaps import TurnGaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class PlanTuning:
         least_gain: share. Tokens per second that a plan must promise beyond plain steps: the best of several uncertain
             promises is mostly too high, and a plan that is taken now and then costs more than one taken every time.
         warm_up_steps: first steps, which take every row, the planned rows, and one row for each request, in turn.
-        gap_weight: share. Weight of the latest gap between two steps in the mean gap.
+        gap_weight: share. Weight of the latest gap between two steps in its mean; see `TurnGaps`.
         probe_time_share: share of the time that probes may cost beyond the worth of what they bring. A probe drafts
             whole blocks for requests that are not drafted otherwise, too, or nothing.
         probe_interval_steps: steps from one probe to the next, at least.
@@ -110,7 +111,7 @@ class Planner:
         self._calibration = Calibration(block_size - 1)
         self._draft_times, self._rest_times = StepTimes(), StepTimes()
         self._memory = DraftMemory(block_size, self._max_rows)
-        self._gap_s = 0.0  # mean time between two consecutive decode steps
+        self._gaps = TurnGaps(self._tuning.gap_weight)
         self._requests: list[str] = []
         self.counts = PlanCounts()
         self.copying, self._drafts = copying, drafts
@@ -132,10 +133,11 @@ class Planner:
         self._offered: tuple[torch.Tensor, ops.ChosenRows] | None = None  # the draft's log-probabilities, and the plan
         self._unlearned: list[Drafted] = []
 
-    def begin(self, requests: Sequence[str]) -> Drafting:
+    def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
         self._begun_s = self._clock()
+        self._gaps.turn_s = turn_s
         if self._ended_s is not None:
-            self._gap_s += self._tuning.gap_weight * (self._begun_s - self._ended_s - self._gap_s)
+            self._gaps.observe(self._begun_s - self._ended_s, goes_on)
         self._requests = list(requests)
         tuning, since = self._tuning, self._steps - self._decided_at
         due = since >= tuning.decision_steps or self._steps_since_probe == 1
@@ -277,29 +279,36 @@ class Planner:
             self._decided = self._whole_blocks()
             self._expect(batch, 0.0)
             return
-        costs = ops.StepCosts(self._gap_s, *self._draft_times.line(), *self._rest_times.line())
         plain_s = self._plain_s()
         # The price of a second is what the best plan makes of it: at first, what the plan before made. If the requests
         # have doubled or halved since then, it is chosen twice: first at the price of plain steps.
         tokens, seconds = self._expected
         price = batch / plain_s
         if 2 * batch <= batch_before or batch >= 2 * batch_before:
-            first = self._memory.best_width(self._requests, costs, price)
+            first = self._best(price)
             tokens, seconds = first.tokens, first.seconds
         price = max(price, tokens / seconds if seconds else 0.0)
-        best = self._memory.best_width(self._requests, costs, price)
+        best = self._best(price)
         if best.tokens / best.seconds > (1 + self._tuning.least_gain) * batch / plain_s:
             self._expect(best.tokens, best.seconds)
             self._decided = Drafting(best.width, best.requests)
             if self.copying is not None:
                 price = best.tokens / best.seconds
                 names = [self._requests[i] for i in best.requests]
-                worth = self._memory.worth(names, price * costs.rest_row_s)
-                block = price * costs.draft_row_s * best.width
+                worth = self._memory.worth(names, price * self._rest_times.line()[1])
+                block = price * self._draft_times.line()[1] * best.width
                 self._drafts_worth = {i: own - block for i, own in zip(best.requests, worth, strict=True)}
         else:
             self._decided = NOTHING
             self._expect(batch, plain_s)
+
+    def _best(self, price: float) -> ops.BestWidth:
+        (draft_s, draft_row_s), (rest_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
+        gap_s = self._gaps.after(draft_s + rest_s + rest_row_s * len(self._requests))  # as if blocks had no rows
+        costs = ops.StepCosts(gap_s, draft_s, draft_row_s, rest_s, rest_row_s)
+        best = self._memory.best_width(self._requests, costs, price)
+        step_s = best.seconds - gap_s
+        return best._replace(seconds=step_s + self._gaps.after(step_s))
 
     def _expect(self, tokens: float, seconds: float) -> None:
         self._expected, self._least = (float(tokens), seconds), None
@@ -329,7 +338,8 @@ class Planner:
 
     def _plain_s(self) -> float:
         fixed_s, row_s = self._rest_times.line()
-        return self._gap_s + fixed_s + row_s * len(self._requests)
+        step_s = fixed_s + row_s * len(self._requests)
+        return step_s + self._gaps.after(step_s)
 
     def _wide_probe(self) -> tuple[Drafting, float]:
         """Whole blocks for as many requests as are affordable beside those decided on, and the seconds that it adds.

@@ -77,8 +77,14 @@ class Policy(Protocol):
     copying: Copying | None
     """What it copies from, shown each step's texts before `begin`; None: it copies nothing."""
 
-    def begin(self, requests: Sequence[str]) -> Drafting:
-        """A decode step begins. requests: their names."""
+    def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
+        """A decode step begins.
+
+        Args:
+            requests: their names.
+            turn_s: how long the scheduler's turn may last if it takes several steps; 0: it is this step alone.
+            goes_on: whether the step before was of the same turn.
+        """
         ...
 
     def draft_begins(self) -> None:
@@ -112,7 +118,7 @@ class Fixed:
         self.counts = PlanCounts()
         self.copying: Copying | None = None
 
-    def begin(self, requests: Sequence[str]) -> Drafting:
+    def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
         self._batch, self._begun_s = len(requests), time.perf_counter()
         return NOTHING if self._rows == 1 else Drafting(self._rows, list(range(self._batch)))
 

@@ -22,6 +22,7 @@ from sglang_dflash.host.draft_input import slots_and_tokens_left
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.plan_report import PlanReport
 from sglang_dflash.host.protocols import ModelRunner, Req, ScheduleBatch
+from sglang_dflash.host.turns import Turn
 
 logger = logging.getLogger(__name__)
 CANDIDATES = 8
@@ -70,8 +71,8 @@ class PlannedStep:
         self._policy, self._target, self._draft, self._lay_out = policy, target_runner, draft, lay_out
         self._kernels = ops.choose_kernels("cpu").plans
         self.report = report
-        self.newest: list[list[int]] | None = None
-        """Within a turn of several steps: each request's tokens of the turn, which the host gets at its end."""
+        self.turn: Turn | None = None
+        """The scheduler's turn, if it may take several steps."""
         reason = why_chains(target_runner, draft)
         self._candidates = CANDIDATES if reason is None else 1
         shape = "trees" if reason is None else f"chains ({reason})"
@@ -86,10 +87,11 @@ class PlannedStep:
     def propose(self, batch: ScheduleBatch) -> tuple[VerifyPlan, Any]:
         """Runs the draft where it pays. Returns the rows to verify and the host's KV plan over their slots."""
         if self._policy.copying is not None:
-            newest = self.newest or [[]] * len(batch.reqs)
+            newest = [[]] * len(batch.reqs) if self.turn is None else self.turn.tokens  # the host gets these later
             texts = zip(batch.reqs, newest, strict=True)
             self._policy.copying.see({req.rid: _text_of(req, new) for req, new in texts})
-        drafting = self._policy.begin([req.rid for req in batch.reqs])
+        turn_s, goes_on = (0.0, False) if self.turn is None else (self.turn.limit_s, self.turn.steps > 0)
+        drafting = self._policy.begin([req.rid for req in batch.reqs], turn_s, goes_on)
         requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
         proposal: ops.Proposal | None = None
         if drafting.width > 1:

@@ -31,12 +31,12 @@ class SharedPlan:
         self.copying = None if self._policy is None else policy.copying
         self._batch, self._drafting = 0, NOTHING
 
-    def begin(self, requests: Sequence[str]) -> Drafting:
+    def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
         self._batch = len(requests)
         # The width; for each request, whether it is drafted, then the copied ids.
         sent = torch.full((1 + self._batch, 1 + self._most_rows), -1)
         if self._policy is not None:
-            drafting = self._policy.begin(requests)
+            drafting = self._policy.begin(requests, turn_s, goes_on)
             sent[0, 0] = drafting.width
             for request in drafting.requests:
                 sent[1 + request, 0] = 1

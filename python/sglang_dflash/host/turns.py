@@ -146,6 +146,10 @@ class Turn:
     def steps(self) -> int:
         return len(self._steps)
 
+    @property
+    def limit_s(self) -> float:
+        return self._turns.limit_s
+
 
 def _stop_ids(req: Any) -> set[int]:
     """Ids at which the host ends the request."""

@@ -231,13 +231,11 @@ class DFlashWorker(BaseSpecWorker):
     def _take_turn(self, turn: Turn, batch: ScheduleBatch) -> GenerationBatchResult:
         planned = self._planned
         if isinstance(planned, PlannedStep):
-            planned.newest = turn.tokens
+            planned.turn = turn
         while turn.goes_on(self._decode(batch, None, None)):
             pass
         if isinstance(planned, PlannedStep):
-            planned.newest = None
-        if planned is not None and turn.steps > 1:
-            planned.interrupt()  # what comes until the next turn is no part of a step
+            planned.turn = None
         return turn.result()
 
     def _decode(self, batch: ScheduleBatch, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:

@@ -32,7 +32,7 @@ def _plan_at_random(*_: Any) -> None:
     # Each rank would plan something else, if they did not follow the first.
     chance, turns = random.Random(20261123 + get_parallel().tp_rank), itertools.count()
 
-    def begin(planner: plan.Planner, requests: Sequence[str]) -> policy.Drafting:
+    def begin(planner: plan.Planner, requests: Sequence[str], *_: Any) -> policy.Drafting:
         planner._requests = list(requests)
         everyone = list(range(len(requests)))
         some = everyone if chance.random() < 0.6 else sorted(chance.sample(everyone, chance.randint(1, len(everyone))))
