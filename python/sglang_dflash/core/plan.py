@@ -39,7 +39,7 @@ class PlanTuning:
     """Tuning values of `Planner`.
 
     Fields:
-        learning_steps: drafted steps that are learned from together.
+        learning_steps: drafted steps that are learned from together, at most: each decision learns from all before it.
         decision_steps: steps after which it is decided anew who is drafted, if the requests stay the same.
         least_gain: share. Tokens per second that a plan must promise beyond plain steps: the best of several uncertain
             promises is mostly too high, and a plan that is taken now and then costs more than one taken every time.
@@ -51,7 +51,7 @@ class PlanTuning:
         probe_weight: share. Weight of the latest probe in the mean rows of probes.
     """
 
-    learning_steps: int = 4
+    learning_steps: int = 16
     decision_steps: int = 16
     least_gain: float = 0.04
     warm_up_steps: int = 12

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+OUTLIER_RATIO = 3.0
+"""A gap longer than so many mean ones was disturbed. It counts as that long only."""
+
 
 class TurnGaps:
     """Mean gaps within and between turns of the scheduler.
@@ -27,7 +30,9 @@ class TurnGaps:
             self._between_s = self._mean(self._between_s, seconds)
 
     def _mean(self, mean_s: float | None, latest_s: float) -> float:
-        return latest_s if mean_s is None else mean_s + self._weight * (latest_s - mean_s)
+        if not mean_s:
+            return latest_s
+        return mean_s + self._weight * (min(latest_s, OUTLIER_RATIO * mean_s) - mean_s)
 
     def after(self, step_s: float) -> float:
         """Expected gap in seconds for each of many steps that take `step_s`."""
