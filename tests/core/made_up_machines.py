@@ -73,7 +73,7 @@ class World:
         self.now = 100.0
         self.served = 0
         self.before_draft_s = 0.0  # of other work between the decision and the draft
-        self.turn_s = 0.0  # see `TurnGaps`
+        self.turn_s = 0.0  # see `TurnGaps`; the rates of a `Step` know no turns
         self.between_s = GAP_S  # from one turn to the next
         self._turn_begun_s, self._taken, self._goes_on = self.now, 0, False
         self.spoil: Callable[[np.ndarray], np.ndarray] = lambda log_probs: log_probs  # before the planner sees them

@@ -284,8 +284,9 @@ def test_counts_by_depth_add_up():
     planner = world.planner()
     steps = world.run(planner, mix(4, 4), 150)
     assert any(0 < len(step.drafting.requests) < 8 for step in steps)
-    planner._tally.settle()
+    planner.settle()
     counts = planner.counts
+    assert counts.blocks == sum(len(step.drafting.requests) for step in steps)
     sums = [sum(getattr(one, name) for one in counts.by_depth) for name in ("rows", "promised", "accepted")]
     assert (sums[0], sums[2]) == (counts.rows, counts.accepted) and counts.rows > 0
     assert sums[1] == pytest.approx(counts.promised)

@@ -58,10 +58,14 @@ def test_a_disturbed_gap_counts_little():
     gaps.observe(2e-3, goes_on=False)
     gaps.observe(1.0, goes_on=False)
     assert gaps.after(1e-3) == pytest.approx(2.4e-3)
+    gaps = TurnGaps(0.1)
+    gaps.observe(1.0, goes_on=False)
+    gaps.observe(2e-3, goes_on=False)
+    assert gaps.after(1e-3) == pytest.approx(2e-3)
 
 
 def measured_rate(policy_of: Callable[[World], Policy], seed: int) -> float:
-    """Tokens per second of eight requests with fair drafts, after eight others with good ones, in turns."""
+    """Tokens per second of eight requests with fair drafts, after eight with good ones. Short steps share turns."""
     machine = Machine(row_s=2.8e-4, fixed_s=1.5e-3, draft_s=8e-4, draft_row_s=7e-5, noise=0.2)
     world = World(machine, seed=seed)
     world.turn_s, world.between_s = TURN_S, 2.5e-3

@@ -88,7 +88,7 @@ def test_ranks_share_long_copies():
         if shared._policy is not None:
             planner = shared._policy
             planner._requests, planner._drafting = ["a"], Drafting(1, [], (Copied(0, ids),))
-            planner.begin = lambda requests: planner._drafting
+            planner.begin = lambda *_: planner._drafting
         return shared.begin(["a"]), shared.choose(None).lens
 
     assert group.run(run) == [(Drafting(1, [], (Copied(0, ids),)), [len(ids) + 1])] * 2

@@ -254,6 +254,7 @@ class Planner:
         self._ended_s = None
 
     def settle(self) -> None:
+        self._learn()
         self._tally.settle()
 
     def _learn(self) -> None:
@@ -304,7 +305,7 @@ class Planner:
 
     def _best(self, price: float) -> ops.BestWidth:
         (draft_s, draft_row_s), (rest_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
-        gap_s = self._gaps.after(draft_s + rest_s + rest_row_s * len(self._requests))  # as if blocks had no rows
+        gap_s = self._gaps.after(draft_s + rest_s + rest_row_s * len(self._requests))  # of the shortest drafted step
         costs = ops.StepCosts(gap_s, draft_s, draft_row_s, rest_s, rest_row_s)
         best = self._memory.best_width(self._requests, costs, price)
         step_s = best.seconds - gap_s

@@ -31,7 +31,7 @@ class DepthCounts:
 
 @dataclass(slots=True)
 class PlanCounts:
-    """Sums over decode steps.
+    """Sums over decode steps. Those of blocks may lack the latest drafted steps, up to `Policy.settle`.
 
     Fields:
         steps: decode steps.
@@ -46,7 +46,7 @@ class PlanCounts:
         copied_rows: rows of these chains, without the anchors.
         copied_promised: copied tokens that should be accepted by the plan's chances.
         copied_accepted: copied tokens that were accepted.
-        by_depth: the verified rows by depth, from 1; some drafted steps behind the other counts.
+        by_depth: the verified rows by depth, from 1.
     """
 
     steps: int = 0

@@ -104,7 +104,7 @@ class Policy(Protocol):
         ...
 
     def settle(self) -> None:
-        """Somebody reads `counts`: brings `by_depth` up to date."""
+        """Somebody reads `counts`: brings them up to date."""
         ...
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 OUTLIER_RATIO = 3.0
-"""A gap longer than so many mean ones was disturbed. It counts as that long only."""
+"""A gap longer than this many times the mean was disturbed, and counts as that long only. A gap as much shorter than
+the mean replaces it."""
 
 
 class TurnGaps:
@@ -11,7 +12,7 @@ class TurnGaps:
 
     A turn is one step, or several short ones: a further step is part of it as long as it should end within `turn_s`.
     What the scheduler does between two turns is shared by a turn's steps. So how much of it falls to a step depends on
-    how long the step is.
+    how long the step is. Turns that end early, for a request that ends or a message, are left out of account.
     """
 
     def __init__(self, weight: float) -> None:
@@ -30,7 +31,7 @@ class TurnGaps:
             self._between_s = self._mean(self._between_s, seconds)
 
     def _mean(self, mean_s: float | None, latest_s: float) -> float:
-        if not mean_s:
+        if not mean_s or latest_s < mean_s / OUTLIER_RATIO:  # the gaps before were disturbed
             return latest_s
         return mean_s + self._weight * (min(latest_s, OUTLIER_RATIO * mean_s) - mean_s)
 

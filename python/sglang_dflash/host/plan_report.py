@@ -48,6 +48,7 @@ class PlanReport:
         """A step has ended."""
         if self._counts.steps - self._said.steps < self._interval:
             return
+        self._settle()
         since, self._said = self._counts.since(self._said), self._counts.copy()
         if since.blocks or since.copies:
             logger.info("Plan: %s.", since)

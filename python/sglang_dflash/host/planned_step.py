@@ -72,7 +72,7 @@ class PlannedStep:
         self._kernels = ops.choose_kernels("cpu").plans
         self.report = report
         self.turn: Turn | None = None
-        """The scheduler's turn, if it may take several steps."""
+        """The turn that the step belongs to; None: the step is a turn of its own."""
         reason = why_chains(target_runner, draft)
         self._candidates = CANDIDATES if reason is None else 1
         shape = "trees" if reason is None else f"chains ({reason})"

@@ -51,7 +51,7 @@ class Offers(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a step: fixed ones, and those of a row. `rest` is all but the draft; `gap_s` is between two steps."""
+    """Seconds of a step: fixed ones, and those of a row. `rest` is all but the draft; `gap_s` comes after the step."""
 
     gap_s: float
     draft_fixed_s: float
