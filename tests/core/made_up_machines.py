@@ -74,8 +74,9 @@ class World:
         self.served = 0
         self.before_draft_s = 0.0  # of other work between the decision and the draft
         self.turn_s = 0.0  # see `TurnGaps`; the rates of a `Step` know no turns
-        self.between_s = GAP_S  # from one turn to the next
-        self._turn_begun_s, self._taken, self._goes_on = self.now, 0, False
+        self.within_s = self.between_s = GAP_S  # from one step to the next, within and between turns
+        self.goes_on = False  # whether the next step is of the turn of the one before
+        self._turn_begun_s, self._taken = self.now, 0
         self.spoil: Callable[[np.ndarray], np.ndarray] = lambda log_probs: log_probs  # before the planner sees them
 
     def planner(self, max_rows: int | None = None) -> Planner:
@@ -104,7 +105,7 @@ class World:
         """skills: the draft's skill with each request of the batch, about the mean chance of its first candidates."""
         chances, tokens = self._text(np.array(list(skills.values())))
         machine, batch, width = self.machine, len(skills), self.block_size
-        drafting = planner.begin(list(skills), self.turn_s, self._goes_on)
+        drafting = planner.begin(list(skills), self.turn_s, self.goes_on)
         log_probs = None
         if drafting.width > 1:
             said = chances[drafting.requests, : drafting.width - 1]
@@ -120,7 +121,7 @@ class World:
         self.now += rest_s * self._noise() * disturbed
         expected, path, commit_lens = follow(planned, chances, tokens)
         planner.end(path, commit_lens)
-        self._leave()
+        self.leave()
         reaches = chances[:, :, 0].cumprod(1).sum(0)
         return Step(
             drafting,
@@ -135,12 +136,12 @@ class World:
             ],
         )
 
-    def _leave(self) -> None:
-        """After a step: it takes `GAP_S` to the next one of its turn, or the next turn begins."""
+    def leave(self) -> None:
+        """A step has ended. The gap to the next one passes, within a turn or not, as `host.turns` decides."""
         self._taken += 1
-        self._goes_on = (self.now - self._turn_begun_s) * (1 + 1 / self._taken) <= self.turn_s
-        self.now += GAP_S if self._goes_on else self.between_s
-        if not self._goes_on:
+        self.goes_on = (self.now - self._turn_begun_s) * (1 + 1 / self._taken) <= self.turn_s
+        self.now += self.within_s if self.goes_on else self.between_s
+        if not self.goes_on:
             self._turn_begun_s, self._taken = self.now, 0
 
     def _text(self, skills: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

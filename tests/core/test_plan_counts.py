@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict
 
@@ -10,6 +11,7 @@ import torch
 
 from sglang_dflash import ops
 from sglang_dflash.core.depth_tally import TOGETHER, DepthTally
+from sglang_dflash.core.plan import Planner
 from sglang_dflash.core.plan_counts import DepthCounts, PlanCounts
 from sglang_dflash.core.policy import Fixed
 
@@ -33,6 +35,13 @@ def test_a_fixed_plan_counts_its_steps() -> None:
     counts = policy.counts
     assert (counts.steps, counts.blocks, counts.rows, counts.depth, counts.accepted) == (2, 4, 8, 8, 3)
     assert counts.promised == pytest.approx(4 * 0.75)
+
+
+def test_what_is_learned_for_a_reader_is_planning() -> None:
+    """Fails where counts are completed for the log in time that no count has."""
+    planner = Planner(4, clock=map(float, itertools.count()).__next__)
+    planner.settle()
+    assert planner.counts.planning_s == planner.counts.seconds > 0
 
 
 @pytest.mark.parametrize("said", [-torch.inf, -60.0, 0.0])

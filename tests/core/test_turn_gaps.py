@@ -16,16 +16,15 @@ BETWEEN_S, WITHIN_S, TURN_S = 2e-3, 3e-4, 16e-3
 
 
 def take_turns(gaps: TurnGaps, step_s: float, steps: int, seed: int = 0) -> float:
-    """Runs steps of 0.8 to 1.2 times `step_s`, as `host.turns` does. Returns the mean gap."""
-    chance, total_s = random.Random(seed), 0.0
-    spent_s, taken = 0.0, 0
+    """Takes steps of 0.8 to 1.2 times `step_s`. Returns the mean gap."""
+    chance, total_s, world = random.Random(seed), 0.0, World(Machine())
+    world.turn_s, world.within_s, world.between_s = TURN_S, WITHIN_S, BETWEEN_S
     for _ in range(steps):
-        spent_s, taken = spent_s + step_s * chance.uniform(0.8, 1.2), taken + 1
-        goes_on = spent_s * (1 + 1 / taken) <= TURN_S
-        gap_s = WITHIN_S if goes_on else BETWEEN_S
-        gaps.observe(gap_s, goes_on)
-        total_s += gap_s
-        spent_s, taken = (spent_s + gap_s, taken) if goes_on else (0.0, 0)
+        world.now += step_s * chance.uniform(0.8, 1.2)
+        ended_s = world.now
+        world.leave()
+        gaps.observe(world.now - ended_s, world.goes_on)
+        total_s += world.now - ended_s
     return total_s / steps
 
 

@@ -14,7 +14,7 @@ from preloaded import PreloadedServer
 from sglang_dflash.bench.records import Run
 from sglang_dflash.cli import benchmark as command
 from sglang_dflash.cli import benchmark_run
-from sglang_dflash.serving import arms
+from sglang_dflash.serving import TINY_ENVIRONMENT, arms
 
 pytestmark = pytest.mark.server
 SCRIPT = Path(__file__).parents[2] / "benchmark_sglang.py"
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmark_sglang.py"
 
 def benchmark(folder: Path, *words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(SCRIPT), *words, "--output-md", str(folder / "results.md"), "--logs", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **TINY_ENVIRONMENT}
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 
 

@@ -10,11 +10,11 @@ from sglang_dflash import ops
 from sglang_dflash.core.plan_counts import DepthCounts, PlanCounts
 
 TOGETHER = 64
-"""Drafted steps that are counted by depth together: a count of its own for each would cost a share of a step."""
+"""Most drafted steps that are counted by depth together: a count of its own for each would cost a share of a step."""
 
 
 class DepthTally:
-    """Takes `TOGETHER` drafted steps at a time."""
+    """Takes at most `TOGETHER` drafted steps at a time."""
 
     def __init__(self, counts: PlanCounts) -> None:
         """counts: whose `by_depth` rises."""

@@ -39,8 +39,8 @@ class PlanTuning:
     """Tuning values of `Planner`.
 
     Fields:
-        learning_steps: drafted steps that are learned from together, at most: each decision learns from all before it.
-        decision_steps: steps after which it is decided anew who is drafted, if the requests stay the same.
+        decision_steps: steps after which it is decided anew who is drafted, if the requests stay the same. Each
+            decision learns from the drafted steps before it.
         least_gain: share. Tokens per second that a plan must promise beyond plain steps: the best of several uncertain
             promises is mostly too high, and a plan that is taken now and then costs more than one taken every time.
         warm_up_steps: first steps, which take every row, the planned rows, and one row for each request, in turn.
@@ -51,7 +51,6 @@ class PlanTuning:
         probe_weight: share. Weight of the latest probe in the mean rows of probes.
     """
 
-    learning_steps: int = 16
     decision_steps: int = 16
     least_gain: float = 0.04
     warm_up_steps: int = 12
@@ -243,8 +242,6 @@ class Planner:
             accepted = int(commit_lens.sum()) - len(commit_lens)
             self._unlearned.append(Drafted(names, drafting.requests, *self._offered, path, accepted, commit_lens))
             self._offered = None
-            if len(self._unlearned) == self._tuning.learning_steps:
-                self._learn()
         now_s = self._clock()
         self.counts.steps += 1
         self.counts.seconds += now_s - self._begun_s
@@ -254,8 +251,12 @@ class Planner:
         self._ended_s = None
 
     def settle(self) -> None:
+        begun_s = self._clock()
         self._learn()
         self._tally.settle()
+        took_s = self._clock() - begun_s
+        self.counts.seconds += took_s
+        self.counts.planning_s += took_s
 
     def _learn(self) -> None:
         """Takes in recent drafted steps. Several together cost little more than one: the code of learning has to come
@@ -280,35 +281,39 @@ class Planner:
             self._decided = self._whole_blocks()
             self._expect(batch, 0.0)
             return
-        plain_s = self._plain_s()
+        costs, plain_s = self._costs(), self._plain_s()
         # The price of a second is what the best plan makes of it: at first, what the plan before made. If the requests
         # have doubled or halved since then, it is chosen twice: first at the price of plain steps.
         tokens, seconds = self._expected
         price = batch / plain_s
         if 2 * batch <= batch_before or batch >= 2 * batch_before:
-            first = self._best(price)
+            first = self._best(costs, price)
             tokens, seconds = first.tokens, first.seconds
         price = max(price, tokens / seconds if seconds else 0.0)
-        best = self._best(price)
+        best = self._best(costs, price)
         if best.tokens / best.seconds > (1 + self._tuning.least_gain) * batch / plain_s:
             self._expect(best.tokens, best.seconds)
             self._decided = Drafting(best.width, best.requests)
             if self.copying is not None:
                 price = best.tokens / best.seconds
                 names = [self._requests[i] for i in best.requests]
-                worth = self._memory.worth(names, price * self._rest_times.line()[1])
-                block = price * self._draft_times.line()[1] * best.width
+                worth = self._memory.worth(names, price * costs.rest_row_s)
+                block = price * costs.draft_row_s * best.width
                 self._drafts_worth = {i: own - block for i, own in zip(best.requests, worth, strict=True)}
         else:
             self._decided = NOTHING
             self._expect(batch, plain_s)
 
-    def _best(self, price: float) -> ops.BestWidth:
+    def _costs(self) -> ops.StepCosts:
+        """With the gap after the shortest drafted step."""
         (draft_s, draft_row_s), (rest_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
-        gap_s = self._gaps.after(draft_s + rest_s + rest_row_s * len(self._requests))  # of the shortest drafted step
-        costs = ops.StepCosts(gap_s, draft_s, draft_row_s, rest_s, rest_row_s)
+        gap_s = self._gaps.after(draft_s + rest_s + rest_row_s * len(self._requests))
+        return ops.StepCosts(gap_s, draft_s, draft_row_s, rest_s, rest_row_s)
+
+    def _best(self, costs: ops.StepCosts, price: float) -> ops.BestWidth:
+        """The best width, with the gap after a step of its own length."""
         best = self._memory.best_width(self._requests, costs, price)
-        step_s = best.seconds - gap_s
+        step_s = best.seconds - costs.gap_s
         return best._replace(seconds=step_s + self._gaps.after(step_s))
 
     def _expect(self, tokens: float, seconds: float) -> None:
