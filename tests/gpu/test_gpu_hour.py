@@ -94,7 +94,7 @@ def test_every_stage_has_a_place_in_the_hour():
     assert planned == set(ops.STAGES) | {check.name for check in checks(BACKENDS)}
     assert list(estimates.OPS_S) == list(ops.STAGES)
     assert [(step.stages, step.groups) for step in order.STEPS[:5]] == [
-        (("block_layout", "acceptance", "accept_chain", "context_kv", "toy_step"), ()),
+        (("block_layout", "acceptance", "accept_chain", "context_kv"), ()),
         (("equality-triton-bfloat16",), ("package", "server")),
         (("profile-qwen3-8b",), ("package", "server")),
         (("steps-qwen3-8b-triton",), ("package", "server")),
@@ -114,9 +114,9 @@ def test_a_stage_without_the_builtin_worker_is_gone_on_with_where_it_can_start(t
 
 def test_a_stage_of_our_ops_that_was_killed_is_run_again(tmp_path):
     """Fails where half a stage counts as a whole one, or a stage that failed or was ended in time runs again."""
-    content = {"stages": {"block_layout": [{}], "acceptance": [{}]}, "failures": {"toy_step": "x"}}
+    content = {"stages": {"block_layout": [{}], "acceptance": [{}]}, "failures": {"context_kv": "x"}}
     (tmp_path / "gpu_ops.json").write_text(json.dumps(content | {"running": "acceptance"}))
-    assert order.unfinished(order.STEPS[0], tmp_path) == ["acceptance", "accept_chain", "context_kv"]
+    assert order.unfinished(order.STEPS[0], tmp_path) == ["acceptance", "accept_chain"]
 
 
 @pytest.fixture
@@ -341,7 +341,7 @@ def test_the_first_hour_goes_on_where_it_stopped(dry_run):
             assert (dry_run.machine.work / kernel).read_bytes() == made
         assert len(dry_run.brought) < 30
     assert dry_run.ran == [
-        ["block_layout", "acceptance", "accept_chain", "context_kv", "toy_step"],
+        ["block_layout", "acceptance", "accept_chain", "context_kv"],
         ["equality-triton-bfloat16"],
         ["profile-qwen3-8b"],
         [steps],

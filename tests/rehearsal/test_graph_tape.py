@@ -42,6 +42,7 @@ ON = [*PLAIN, *SPECULATE, *TINY_POOL, *GRAPHS, *QUICK_START]
 ENVIRONMENT = TINY_OVERLAPPING | ADMIT_ALL | FULL | TAPES
 SHORT, BRIEF = 64, 4
 """Tokens of answers."""
+TRIES = 10
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,21 @@ def replays(server: Server, log_start: int = 0) -> Counter[tuple[str, int, int]]
 
 def finding(server: Server, prompts: list[list[int]], off: list[Completion], steps: list[list[int]]) -> str:
     """Runs four requests at once, of which one soon ends. Returns what is wrong with the others; "" if nothing is.
+
+    On a busy machine the short request may end before the others have come. Then all run again.
+    """
+    for _ in range(TRIES):
+        log_start = server.log.stat().st_size
+        if found := wrong(server, prompts, off, steps):
+            return found
+        counts = replays(server, log_start)
+        if counts["target", 4, 4] and counts["target", 4, 3]:
+            return ""
+    raise AssertionError(f"in {TRIES} runs the four requests were never in one batch of which one ended first")
+
+
+def wrong(server: Server, prompts: list[list[int]], off: list[Completion], steps: list[list[int]]) -> str:
+    """Runs the four requests once. Returns what is wrong with their tokens or steps; "" if nothing is.
 
     Wrong drafts cost no token, so tokens alone would not tell.
     """

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--python", default="3.12", help="the target machine's Python version (default %(default)s)")
     parser.add_argument("--platform", default="manylinux_2_39_x86_64", help="its newest tag (default %(default)s)")
     parser.add_argument("--part-size", default="38MiB", help="maximum size of a part (default %(default)s)")
-    parser.add_argument("--with-fa3", action="store_true", help="include fa3: 200 MB more")
+    parser.add_argument("--with-fa3", action="store_true", help="include fa3: 130 MB more")
     parser.add_argument(
         "--preinstalled",
         type=Path,
@@ -71,20 +73,26 @@ def pack_all(found: dict[str, Path], versions: dict[str, str], folder: Path, wit
         found: distribution -> its wheel. This package is the first; its folder is named after the hash of its sources.
     """
     package = next(iter(found))
-    files = []
-    for name, wheel in found.items():
+
+    def pack(name: str) -> list[BundleFile]:
+        wheel = found[name]
         group, split = contents.SPLIT_OFF.get(name, ("", ()))
         dropped = (*contents.STRIPPED.get(name, ()), *split)
         print(f"packing {wheel.name}", flush=True)
         # The folder's name is the cache key: the list of dropped files, or for this package the hash of its sources.
-        place = folder / hashlib.sha256("\n".join(dropped).encode()).hexdigest()[:8] if dropped else folder
+        key = "\n".join([*dropped, f"sm_{contents.GPU_ARCHITECTURE}"])
+        place = folder / hashlib.sha256(key.encode()).hexdigest()[:8]
         place = folder / wheel.parent.name if name == package else place
-        packed = wheels.pack(wheel, place, lambda path, dropped=dropped: not contents.matches(path, dropped))
+        packed = wheels.pack(wheel, place, lambda path: not contents.matches(path, dropped))
         own = contents.group_of(name, wheels.is_pure(wheel), wheel.stat().st_size)
-        files.append(BundleFile(packed, own, name, versions[name]))
+        files = [BundleFile(packed, own, name, versions[name])]
         if split and with_fa3:
-            part = wheels.split_off(wheel, place, group, lambda path, split=split: contents.matches(path, split))
+            part = wheels.split_off(wheel, place, group, lambda path: contents.matches(path, split))
             files.append(BundleFile(part, group, f"{name}-{group}", versions[name]))
+        return files
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of the time goes into xz, which works outside of the GIL
+        files = [file for packed in pool.map(pack, found) for file in packed]
     order = [group.name for group in contents.GROUPS]
     rest = sorted(files[1:], key=lambda f: (order.index(f.group), f.path.stat().st_size, f.path.name))
     return [*files[:1], *rest]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 
 PURE_BYTES = 20_000_000
+GPU_ARCHITECTURE = 90
+"""The bundle is for a Hopper GPU. It holds no kernels for others."""
 
 
 @dataclass(frozen=True, slots=True)
