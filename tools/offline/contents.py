@@ -38,15 +38,10 @@ OWN_GROUP = {
     "triton": "triton",
     "flashinfer-python": "flashinfer",
     "nvidia-cudnn-frontend": "flashinfer",
-    "nvidia-cutlass-dsl": "flashinfer",
-    "nvidia-cutlass-dsl-libs-base": "flashinfer",
-    "nvidia-cutlass-dsl-libs-core": "flashinfer",
-    "nvidia-cutlass-dsl-libs-cu13": "flashinfer",
     "flash-attn-4": "flashinfer",
     "quack-kernels": "flashinfer",
 }
-"""Exceptions to the default of `group_of`. Without the flashinfer group, one of SGLang's models does not import on a
-Hopper GPU; DFLASH does not serve that model."""
+"""Exceptions to the default of `group_of`. nvidia-cutlass-dsl is none: SGLang's MLP imports it on every CUDA GPU."""
 
 LEFT_OUT = {
     **dict.fromkeys(

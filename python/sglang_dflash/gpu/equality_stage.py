@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import time
@@ -19,9 +18,6 @@ from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 
 STOP_S = 40.0  # time for the check to stop its servers
 ASKED = ["--num-prompts", "6", "--max-new-tokens", "48"]
-# By default Triton multiplies float32 in TF32: decode and verify are different kernels and would then differ by more
-# than the check excuses as a tie. The servers inherit the variable.
-ENVIRONMENT = {"float32": {"TRITON_F32_DEFAULT": "ieee"}}
 
 
 def equality(setting: Setting, stage: Stage, backend: str, dtype: str) -> str:
@@ -53,8 +49,7 @@ def _check(setting: Setting, stage: str, backend: str, dtype: str) -> Row:
     setting.screen.print(f"checking {backend} in {dtype} ...", style="dim")
     begin = time.monotonic()
     with (folder / "check.log").open("wb") as log:
-        environment = os.environ | ENVIRONMENT.get(dtype, {})
-        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
         try:
             process.wait(max(1.0, setting.budget.left_s))
         except subprocess.TimeoutExpired:

@@ -28,8 +28,8 @@ from sglang_dflash.gpu.unpack import Bundle
 
 ROOT = Path(__file__).parents[3]
 CARRY_S = 120  # limit of a call that only brings a part
-ARRIVAL_S = 30  # estimate of a transfer
-INSTALL_S = 60  # estimate of what is left to install before a stage
+ARRIVAL_S = 10  # estimate of a transfer
+INSTALL_S = 30  # estimate of what is left to install before a stage
 PIECE_BYTES = 1 << 20  # of the caches, to fill what a part leaves free
 SPARE_BYTES = 256 << 10  # names, folders and links of the repository
 NOTHING = {"machine": "", "device": "", "parts": [], "caches": "", "pieces": [], "failure": "", "said": []}

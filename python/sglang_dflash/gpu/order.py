@@ -42,12 +42,13 @@ class Step:
 
 STEPS = (
     Step((), ("block_layout", "acceptance", "accept_chain", "context_kv")),
+    Step(WITH_SERVER, ("smoke",)),
     Step(WITH_SERVER, ("equality-triton-bfloat16",)),
-    Step(WITH_SERVER, ("profile-qwen3-8b",)),
     Step(WITH_SERVER, ("steps-qwen3-8b-triton",)),
+    Step(WITH_SERVER, ("profile-qwen3-8b",)),
     Step(WITH_FA3, ("equality-fa3-bfloat16",)),
     Step(WITH_FA3, ("steps-qwen3-8b-fa3",)),
-    Step(WITH_FA3, ("equality-triton-float32",)),
+    Step(WITH_FA3, ("equality-triton-float16",)),
     Step(WITH_FLASHINFER, ("steps-qwen3-8b-triton", "steps-qwen3-8b-fa3", "profile-qwen3-8b")),
     Step(WITH_FLASHINFER, ("equality-flashinfer-bfloat16", "smoke")),
     Step(WITH_FLASHINFER, ("steps-qwen3-8b-flashinfer",)),
