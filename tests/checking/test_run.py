@@ -44,8 +44,8 @@ def plan(on: Faults, without: Faults = OFF, cases: str = "presence_penalty,ignor
     return replace(whole, **changes)
 
 
-def run(whole: Plan) -> Report:
-    return check(whole, Progress(Console(file=StringIO())))
+def run(whole: Plan, log: StringIO | None = None) -> Report:
+    return check(whole, Progress(Console(file=log or StringIO(), width=200)))
 
 
 def shown(report: Report) -> str:
@@ -89,6 +89,13 @@ def test_another_token_is_found_and_named() -> None:
     off, on = (f"'<{token}>' ({token}) with speculation" for token in (first.off_id, first.on_id))
     assert f"token 2 is {off} off and {on} on" in text
     assert "NOT LOSSLESS: " in text
+
+
+def test_a_check_says_early_what_it_found() -> None:
+    """Fails if a check that is ended in the middle leaves nothing of the phases that it has finished."""
+    log = StringIO()
+    run(plan(Faults(change_token(2, 1), dies_after=15)), log)
+    assert "Speculation on, one at a time: 8 identical, 0 ties, 4 different\n" in log.getvalue()
 
 
 def test_ties_are_listed_and_excused() -> None:

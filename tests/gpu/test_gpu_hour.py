@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,6 +178,15 @@ def test_caches_fill_what_parts_leave_free(checkout, tmp_path):
         assert (staged.step is None) == (len(sent) < 3)
     assert sorted(sent) == [f"caches-ab12-{n:03}-of-003" for n in range(3)]
     assert b"".join(sent[name] for name in sorted(sent)) == data
+
+
+def test_no_call_is_longer_than_the_machine_is_lent_for(checkout, tmp_path, monkeypatch):
+    """Fails where a call is cut by the end of the loan, so that what it measured does not come back."""
+    monkeypatch.setattr(hour, "ROOT", checkout)
+    here, smoke = hour.Hour(checkout, _bundle(tmp_path)), hour.Next("", order.STEPS[1])
+    for left_s, limit_s in ((130.0, 130), (900.0, order.CALL_S)):
+        said = hour.describe(here, smoke, Namespace(stand_in=None, out="back", left_s=left_s))
+        assert said["limit_s"] == limit_s and f"--limit-s {limit_s} " in said["command"]
 
 
 # The machine.

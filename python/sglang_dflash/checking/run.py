@@ -199,7 +199,8 @@ def _ask_on(plan: Plan, recording: Recording, client: Client, report: Report, pr
 def _ask_matrix(
     plan: Plan, recording: Recording, client: Client, report: Report, concurrency: int, progress: Progress
 ) -> list[Completion]:
-    """Every case at one concurrency, case after case; returns what the plain case got.
+    """Every case at one concurrency, case after case; returns what the plain case got. Says what was found, so that a
+    check that is ended later has not run for nothing.
 
     One at a time, prompts are fresh only in the first case and then hit the radix cache; several at a time, they are
     fresh in every case.
@@ -215,6 +216,10 @@ def _ask_matrix(
             outcomes = client.ask_all(bodies, concurrency, advance)
             report.results.append(judge_case(recording, case, concurrency, outcomes, report.tie_policy))
             plain = outcomes if case == PLAIN else plain
+    judged = [result for result in report.results if result.concurrency == concurrency]
+    identical, ties = sum(result.identical for result in judged), sum(result.ties for result in judged)
+    different = sum(result.different for result in judged)
+    progress.say(f"{name}: {identical} identical, {ties} ties, {different} different")
     return plain
 
 

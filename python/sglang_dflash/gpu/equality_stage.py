@@ -16,7 +16,7 @@ from sglang_dflash.gpu.results import Row, Stage
 from sglang_dflash.gpu.setting import EMBEDDED_FLAGS, Setting
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 
-STOP_S = 40.0  # time for the check to stop its servers
+STOP_S = 20.0  # time for the check to stop its servers
 ASKED = ["--num-prompts", "6", "--max-new-tokens", "48"]
 
 

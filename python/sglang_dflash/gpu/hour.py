@@ -1,9 +1,9 @@
 """Says, call by call, what to send to a GPU machine without a network and what to run there; goes on where it stopped.
 
 For a machine that takes 64 MiB a transfer, the repository included, runs commands of at most ten minutes, hands back
-some files after each, and is lost when it idles. Without --back the machine counts as a fresh one: it gets what it
-lacks, and goes on with the stages that are not done. The last line of stdout is JSON: the next call, or what is done.
-Needs Python 3.11 or newer, no packages.
+some files after each, and is lost when it idles, or when the time that it is lent for ends. Without --back the machine
+counts as a fresh one: it gets what it lacks, and goes on with the stages that are not done. The last line of stdout is
+JSON: the next call, or what is done. Needs Python 3.11 or newer, no packages.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--back", type=Path, help="folder of the files that the last call handed back")
     parser.add_argument("--out", default="back", help="how the machine calls the folder that comes back (%(default)s)")
     parser.add_argument("--transfer-mib", type=float, default=64, help="limit of a transfer (default %(default)g)")
+    parser.add_argument(
+        "--left-s", type=float, default=CALL_S, help="seconds that the machine is still lent for (default %(default)g)"
+    )
     parser.add_argument("--list", action="store_true", help="list the steps with estimates and states, and stop")
     parser.add_argument("--stand-in", type=Path, help="dry run: a script that replaces SGLang and the checker")
     return parser.parse_args()
@@ -185,6 +188,7 @@ def describe(hour: Hour, call: Next, arguments: argparse.Namespace) -> dict[str,
         limit_s = OPS_LIMIT_S + STOP_S if stages[0] in OPS_S else CALL_S
         estimate_s += sum(seconds(stage, 3 if call.step.with_builtin else 2) for stage in stages)
         estimate_s += INSTALL_S if call.step.groups else 0
+    limit_s = min(limit_s, int(arguments.left_s))
     words += ["--stand-in", str(arguments.stand_in)] if arguments.stand_in else []
     # Not quoted like the rest: it may be a variable of the machine's shell.
     command = f'PYTHONPATH=python {shlex.join(words)} --limit-s {limit_s} --out "{arguments.out}"'

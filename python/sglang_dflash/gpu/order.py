@@ -13,7 +13,7 @@ from pathlib import Path
 from sglang_dflash.gpu.estimates import OPS_S
 
 CALL_S = 600  # the longest command
-STOP_S = 75  # before the end of a call: servers stop, results and caches are packed
+STOP_S = 45  # before the end of a call: servers stop, results and caches are packed
 OPS_LIMIT_S = 240  # our ops must not use up the hour
 
 PACKAGE, SERVER, FA3, FLASHINFER = "package", "server", "fa3", "flashinfer"

@@ -26,8 +26,8 @@ from sglang_dflash.gpu.estimates import OPS_S
 from sglang_dflash.gpu.landing import Machine
 from sglang_dflash.gpu.order import OPS_LIMIT_S, STOP_S
 
-PREPARE_S = 30  # gpu-check ends by itself this long before it would be interrupted
-GRACE_S = 45  # from SIGTERM to SIGKILL: servers stop
+PREPARE_S = 15  # gpu-check ends by itself this long before it would be interrupted
+GRACE_S = 25  # from SIGTERM to SIGKILL: servers stop
 LOOK_S = 0.5
 SHOWN = 4000  # characters of the log that the call prints
 

@@ -58,6 +58,10 @@ class Progress:
         with self._console.status(name) as status:
             yield lambda seconds: status.update(f"{name} {seconds:.0f} s")
 
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        self._line(text, force=True)
+
     def _line(self, text: str, force: bool = False) -> None:
         now = time.monotonic()
         if force or now - self._said_at > _LINE_EVERY_S:
