@@ -95,7 +95,7 @@ def test_a_check_says_early_what_it_found() -> None:
     """Fails if a check that is ended in the middle leaves nothing of the phases that it has finished."""
     log = StringIO()
     run(plan(Faults(change_token(2, 1), dies_after=15)), log)
-    assert "Speculation on, one at a time: 8 identical, 0 ties, 4 different\n" in log.getvalue()
+    assert "Speculation on, one at a time: 8 identical, 0 ties, 4 different, 0 refused\n" in log.getvalue()
 
 
 def test_ties_are_listed_and_excused() -> None:

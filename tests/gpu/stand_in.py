@@ -2,7 +2,7 @@
 
 STAND_IN_OURS=ARM says to be our worker (else dflash). STAND_IN_WRONG=ARM: that arm's greedy tokens are not the model's.
 STAND_IN_LOSSY=BACKEND: the check finds a difference there. STAND_IN_SLOW=SECONDS: the check takes so long. The check
-keeps its words and variables beside its report, and fills Triton's cache.
+keeps its words beside its report, and fills Triton's cache.
 """
 
 from __future__ import annotations
@@ -111,11 +111,12 @@ def serve(words: list[str]) -> None:
 
 def check(words: list[str]) -> None:
     report = Path(words[words.index("--json") + 1])
-    report.with_name("asked.json").write_text(json.dumps({"words": words, "variables": dict(os.environ)}))
+    report.with_name("asked.json").write_text(json.dumps(words))
     if "TRITON_CACHE_DIR" in os.environ:
         kernel = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel"
         kernel.parent.mkdir(parents=True, exist_ok=True)
         kernel.write_bytes(kernel.read_bytes() if kernel.exists() else os.urandom(3000))
+    print("Speculation on, one at a time: 6 identical, 0 ties, 0 different, 0 refused", flush=True)
     time.sleep(float(os.environ.get("STAND_IN_SLOW", "0")))
     backend = words[words.index("--attention-backend") + 1]
     lossy = os.environ.get("STAND_IN_LOSSY") == backend

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import ctypes
+import hashlib
 import subprocess
+import zipfile
 
 import pytest
 
+from tiny_bundle import make_wheel
+from tools.offline import wheels
 from tools.offline.thin import ENTRY_HEADER, FATBIN, FATBIN_HEADER, thin
 
 HEADER_BYTES = {75: 64, 90: 64, 100: 112}
@@ -24,7 +30,8 @@ def fatbin(*entries: bytes) -> bytes:
 
 HOPPER, OTHERS = entry(90, b"H" * 96), (entry(75, b"T" * 80), entry(100, b"B" * 64))
 BOTH = fatbin(OTHERS[0], HOPPER, OTHERS[1])
-STRAY = FATBIN + b"no header of a fat binary"
+STRAY = FATBIN + b"no header of a fat binary" + fatbin(bytes(64)) + fatbin(HOPPER[:70])
+"""The magic number, and not what must follow it: the fat binaries behind would be swallowed."""
 
 
 @pytest.fixture
@@ -75,3 +82,16 @@ def test_the_symbol_table_goes(library):
 def test_what_is_no_library_stays():
     """Fails where a file of another kind changes."""
     assert thin(BOTH, 90) == BOTH
+
+
+def test_a_packed_wheel_has_thin_libraries(library, tmp_path):
+    """Fails where the packer leaves a library as it is, or RECORD names another content."""
+    whole, _ = library(BOTH + FATBIN)
+    wheel = make_wheel(tmp_path / "wheels", "big", {"big/lib.so.1": whole, "big/dropped": b""})
+    packed = wheels.pack(wheel, tmp_path / "packed", lambda path: path != "big/dropped")
+    with zipfile.ZipFile(packed) as archive:
+        thinned = archive.read("big/lib.so.1")
+        rows = dict(row[:2] for row in csv.reader(archive.read("big-1.0.dist-info/RECORD").decode().splitlines()))
+    assert thinned == thin(whole, 90) != whole
+    digest = base64.urlsafe_b64encode(hashlib.sha256(thinned).digest()).rstrip(b"=").decode()
+    assert rows["big/lib.so.1"] == f"sha256={digest}"

@@ -79,8 +79,8 @@ def pack_all(found: dict[str, Path], versions: dict[str, str], folder: Path, wit
         group, split = contents.SPLIT_OFF.get(name, ("", ()))
         dropped = (*contents.STRIPPED.get(name, ()), *split)
         print(f"packing {wheel.name}", flush=True)
-        # The folder's name is the cache key: the list of dropped files, or for this package the hash of its sources.
-        key = "\n".join([*dropped, f"sm_{contents.GPU_ARCHITECTURE}"])
+        # The folder's name is the cache key: what becomes of files, or for this package the hash of its sources.
+        key = "\n".join([*dropped, f"sm_{contents.GPU_ARCHITECTURE}", (HERE / "thin.py").read_text()])
         place = folder / hashlib.sha256(key.encode()).hexdigest()[:8]
         place = folder / wheel.parent.name if name == package else place
         packed = wheels.pack(wheel, place, lambda path: not contents.matches(path, dropped))

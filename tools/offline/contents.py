@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 
 PURE_BYTES = 20_000_000
 GPU_ARCHITECTURE = 90
-"""The bundle is for a Hopper GPU. It holds no kernels for others."""
+"""The bundle is for a Hopper GPU. Of a large library's kernels for several GPUs, it holds those of this one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,11 +63,14 @@ def _thin_fatbin(data: bytearray, begin: int, architecture: int) -> int:
 
     The kept entries move to the front, and the header says that there are no others.
     """
+    if begin + FATBIN_HEADER.size > len(data):
+        return len(data)
     magic, version, header, size = FATBIN_HEADER.unpack_from(data, begin)
-    first, end = begin + header, begin + header + size
-    if header != FATBIN_HEADER.size or end > len(data):  # the same four bytes in code or data
-        return begin + 4
-    kept = b"".join(data[start:stop] for start, stop, found in _entries(data, first, end) if found == architecture)
+    first, end = begin + FATBIN_HEADER.size, begin + FATBIN_HEADER.size + size
+    entries = list(_entries(data, first, end)) if header == FATBIN_HEADER.size and end <= len(data) else []
+    if not entries or entries[-1][1] != end:  # the same four bytes in code or data
+        return begin + len(FATBIN)
+    kept = b"".join(data[start:stop] for start, stop, found in entries if found == architecture)
     if kept:
         FATBIN_HEADER.pack_into(data, begin, magic, version, header, len(kept))
         data[first:end] = kept + bytes(size - len(kept))
@@ -75,8 +78,10 @@ def _thin_fatbin(data: bytearray, begin: int, architecture: int) -> int:
 
 
 def _entries(data: bytearray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Begin, end and architecture of each entry of a fat binary."""
-    while begin < end:
+    """Begin, end and architecture of each entry of a fat binary; no more behind bytes that are no entry."""
+    while begin + ENTRY_HEADER.size <= end:
         _, _, header, size, architecture = ENTRY_HEADER.unpack_from(data, begin)
+        if header < ENTRY_HEADER.size:
+            return
         yield begin, begin + header + size, architecture
         begin += header + size

@@ -1,4 +1,4 @@
-"""Rewrites wheels for the bundle: drops unneeded files, splits some off; thins large wheels' libraries, packs with xz.
+"""Rewrites wheels for the bundle: drops unneeded files, splits some off, thins libraries, compresses large wheels.
 
 Two runs over the same wheel give the same bytes, so an aborted run can resume.
 """

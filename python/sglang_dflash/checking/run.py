@@ -217,9 +217,9 @@ def _ask_matrix(
             report.results.append(judge_case(recording, case, concurrency, outcomes, report.tie_policy))
             plain = outcomes if case == PLAIN else plain
     judged = [result for result in report.results if result.concurrency == concurrency]
-    identical, ties = sum(result.identical for result in judged), sum(result.ties for result in judged)
-    different = sum(result.different for result in judged)
-    progress.say(f"{name}: {identical} identical, {ties} ties, {different} different")
+    identical, ties = sum(r.identical for r in judged), sum(r.ties for r in judged)
+    different, refused = sum(r.different for r in judged), sum(sum(r.refused.values()) for r in judged)
+    progress.say(f"{name}: {identical} identical, {ties} ties, {different} different, {refused} refused")
     return plain
 
 

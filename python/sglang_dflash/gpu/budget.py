@@ -13,7 +13,7 @@ from sglang_dflash.bench.records import Cell, CellKey, Record, Run
 from sglang_dflash.gpu.estimates import CELL_S, START_S
 
 MARGIN = 1.3  # factor on the longest time seen so far
-GRACE_S = 30.0  # extra time for a cell that takes longer than its estimate
+GRACE_S = 15.0  # extra time for a cell that takes longer than its estimate
 
 
 class OutOfTimeError(Exception):

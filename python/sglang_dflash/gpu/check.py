@@ -57,8 +57,8 @@ def checks(backends: Sequence[str], models: Sequence[str] = MODELS) -> list[Chec
     return [
         Check("smoke", about_smoke, smoke),
         _equality(first, "bfloat16"),
-        Check(f"profile-{models[0]}", about_profile, partial(profile, model=models[0])),
         _step_times(models[0], first),
+        Check(f"profile-{models[0]}", about_profile, partial(profile, model=models[0])),
         *(_equality(backend, "bfloat16") for backend in backends[1:]),
         *(_step_times(models[0], backend) for backend in backends[1:]),
         *(_equality(backend, FINE[backend]) for backend in backends if backend in FINE),

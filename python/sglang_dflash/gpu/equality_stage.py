@@ -22,11 +22,12 @@ ASKED = ["--num-prompts", "6", "--max-new-tokens", "48"]
 
 def equality(setting: Setting, stage: Stage, backend: str, dtype: str) -> str:
     """Compares tokens with those of speculation off; returns why another call is needed, or ""."""
-    stage.rows, stage.failures = [], []
+    stage.rows, stage.failures, stage.notes = [], [], []
     try:
         setting.budget.begin(f"checking {backend} in {dtype}", CHECK_S)
         row = _check(setting, stage.stage, backend, dtype)
     except OutOfTimeError as reason:
+        stage.notes = _found_so_far(setting.raw / stage.stage / "check.log")
         return str(reason)
     setting.budget.finished()
     stage.rows = [row]
@@ -58,6 +59,12 @@ def _check(setting: Setting, stage: str, backend: str, dtype: str) -> Row:
             _end(process)
     row = _row(report, folder / "check.log") | {"seconds": round(time.monotonic() - begin, 1)}
     return {"backend": backend, "dtype": dtype} | row
+
+
+def _found_so_far(log: Path) -> list[str]:
+    """What a check that was ended has said of its phases before."""
+    said = log.read_text(errors="replace") if log.exists() else ""
+    return [line for line in said.splitlines() if " identical, " in line]
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -23,7 +24,7 @@ from typing import Any
 from sglang_dflash.gpu.archive import cut, pack_results, unpack
 from sglang_dflash.gpu.ending import exit_code
 from sglang_dflash.gpu.estimates import OPS_S, seconds
-from sglang_dflash.gpu.order import CALL_S, OPS_LIMIT_S, STEPS, STOP_S, Step, unfinished
+from sglang_dflash.gpu.order import CALL_S, OPS_LIMIT_S, PREPARE_S, STEPS, STOP_S, Step, unfinished
 from sglang_dflash.gpu.unpack import Bundle
 
 ROOT = Path(__file__).parents[3]
@@ -42,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", default="back", help="how the machine calls the folder that comes back (%(default)s)")
     parser.add_argument("--transfer-mib", type=float, default=64, help="limit of a transfer (default %(default)g)")
     parser.add_argument(
-        "--left-s", type=float, default=CALL_S, help="seconds that the machine is still lent for (default %(default)g)"
+        "--left-s", type=float, default=math.inf, help="seconds that the machine is still lent for (default: no end)"
     )
     parser.add_argument("--list", action="store_true", help="list the steps with estimates and states, and stop")
     parser.add_argument("--stand-in", type=Path, help="dry run: a script that replaces SGLang and the checker")
@@ -178,7 +179,11 @@ class Hour:
 
 
 def describe(hour: Hour, call: Next, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The call for the person who makes it: what to carry, the command, its limit."""
+    """The call for the person who makes it: what to carry, the command, its limit.
+
+    Raises:
+        ValueError: the machine is lent for too short a time yet.
+    """
     cargo = hour.cargo.relative_to(ROOT)
     words = ["python3", "-m", "sglang_dflash.gpu.receive", "--cargo", str(cargo), "--commit", hour.commit]
     limit_s, estimate_s = CARRY_S, float(ARRIVAL_S)
@@ -188,7 +193,9 @@ def describe(hour: Hour, call: Next, arguments: argparse.Namespace) -> dict[str,
         limit_s = OPS_LIMIT_S + STOP_S if stages[0] in OPS_S else CALL_S
         estimate_s += sum(seconds(stage, 3 if call.step.with_builtin else 2) for stage in stages)
         estimate_s += INSTALL_S if call.step.groups else 0
-    limit_s = min(limit_s, int(arguments.left_s))
+    limit_s = int(min(limit_s, arguments.left_s - ARRIVAL_S))
+    if limit_s < (STOP_S + PREPARE_S if call.step else ARRIVAL_S):
+        raise ValueError(f"--left-s {arguments.left_s:g} is too short for the next call.")
     words += ["--stand-in", str(arguments.stand_in)] if arguments.stand_in else []
     # Not quoted like the rest: it may be a variable of the machine's shell.
     command = f'PYTHONPATH=python {shlex.join(words)} --limit-s {limit_s} --out "{arguments.out}"'

@@ -14,6 +14,7 @@ from sglang_dflash.gpu.estimates import OPS_S
 
 CALL_S = 600  # the longest command
 STOP_S = 45  # before the end of a call: servers stop, results and caches are packed
+PREPARE_S = 25  # gpu-check ends by itself this long before it would be interrupted
 OPS_LIMIT_S = 240  # our ops must not use up the hour
 
 PACKAGE, SERVER, FA3, FLASHINFER = "package", "server", "fa3", "flashinfer"

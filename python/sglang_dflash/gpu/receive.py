@@ -24,9 +24,8 @@ from sglang_dflash.gpu.archive import pack_caches, pack_results, write_whole
 from sglang_dflash.gpu.ending import exit_code
 from sglang_dflash.gpu.estimates import OPS_S
 from sglang_dflash.gpu.landing import Machine
-from sglang_dflash.gpu.order import OPS_LIMIT_S, STOP_S
+from sglang_dflash.gpu.order import OPS_LIMIT_S, PREPARE_S, STOP_S
 
-PREPARE_S = 15  # gpu-check ends by itself this long before it would be interrupted
 GRACE_S = 25  # from SIGTERM to SIGKILL: servers stop
 LOOK_S = 0.5
 SHOWN = 4000  # characters of the log that the call prints
