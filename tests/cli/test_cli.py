@@ -181,7 +181,7 @@ def test_a_command_line_that_cannot_be_read(call):
         (("bench", "--arms", "nope"), "error: --arms has nope"),
         (("bench", "--no-such-flag"), "--no-such-flag"),
         (("quickstart", "--pair", "nope"), "--pair is nope; choose from dense, hybrid"),
-        (("gpu-check", "--stage", "nope"), "error: --stage nope: choose from equality-triton-bfloat16"),
+        (("gpu-check", "--stage", "nope"), "error: --stage nope: choose from smoke, equality-triton-bfloat16"),
         (("gpu-check", "--backends", "nope"), "error: --backends nope: choose from triton,fa3,flashinfer"),
         (("gpu-check", "--device", "tpu"), "error: --device tpu: choose from cuda, cpu"),
     ],
