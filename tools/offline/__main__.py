@@ -73,6 +73,7 @@ def pack_all(found: dict[str, Path], versions: dict[str, str], folder: Path, wit
         found: distribution -> its wheel. This package is the first; its folder is named after the hash of its sources.
     """
     package = next(iter(found))
+    thinning = [f"sm_{contents.GPU_ARCHITECTURE}", (HERE / "thin.py").read_text()]
 
     def pack(name: str) -> list[BundleFile]:
         wheel = found[name]
@@ -80,7 +81,7 @@ def pack_all(found: dict[str, Path], versions: dict[str, str], folder: Path, wit
         dropped = (*contents.STRIPPED.get(name, ()), *split)
         print(f"packing {wheel.name}", flush=True)
         # The folder's name is the cache key: what becomes of files, or for this package the hash of its sources.
-        key = "\n".join([*dropped, f"sm_{contents.GPU_ARCHITECTURE}", (HERE / "thin.py").read_text()])
+        key = "\n".join([*dropped, *thinning])
         place = folder / hashlib.sha256(key.encode()).hexdigest()[:8]
         place = folder / wheel.parent.name if name == package else place
         packed = wheels.pack(wheel, place, lambda path: not contents.matches(path, dropped))

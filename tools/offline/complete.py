@@ -20,8 +20,10 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 SITE = Path(sysconfig.get_paths()["purelib"])
+ELF = b"\x7fELF\x02"  # how a 64-bit one begins
 
 
 def link_paths(folders: list[Path]) -> None:
@@ -37,21 +39,40 @@ def link_paths(folders: list[Path]) -> None:
                 link.symlink_to(library.resolve(), target_is_directory=True)
 
 
+class Section(NamedTuple):
+    """A section header of a 64-bit ELF file; offset and size in bytes. link: the section with its names."""
+
+    name: int
+    type: int
+    flags: int
+    address: int
+    offset: int
+    size: int
+    link: int
+    info: int
+    alignment: int
+    entry_size: int
+
+
+def sections(data: mmap.mmap | bytearray) -> list[Section]:
+    """The section headers of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    return [Section(*struct.unpack_from("<IIQQQQIIQQ", data, table + number * size)) for number in range(count)]
+
+
 def undefined_symbols(library: Path) -> list[str]:
     """Names in the dynamic symbol table of a 64-bit ELF library that it does not define."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        assert data[:5] == b"\x7fELF\x02", f"{library} is not a 64-bit ELF file"
-        (table,) = struct.unpack_from("<Q", data, 40)
-        entry, count = struct.unpack_from("<HH", data, 58)
-        sections = [struct.unpack_from("<IIQQQQIIQQ", data, table + i * entry) for i in range(count)]
-        # Fields of a section: [1] type, [4] offset, [5] size, [6] index of the section with its names.
-        symbols = next(section for section in sections if section[1] == 11)  # SHT_DYNSYM
-        names = sections[symbols[6]]
+        assert data[:5] == ELF, f"{library} is not a 64-bit ELF file"
+        headers = sections(data)
+        symbols = next(section for section in headers if section.type == 11)  # SHT_DYNSYM
+        names = headers[symbols.link]
         found = []
-        for offset in range(symbols[4], symbols[4] + symbols[5], 24):
+        for offset in range(symbols.offset, symbols.offset + symbols.size, 24):
             name, section = struct.unpack_from("<I2xH", data, offset)
             if section == 0 and name:
-                begin = names[4] + name
+                begin = names.offset + name
                 found.append(data[begin : data.find(b"\0", begin)].decode())
         return found
 

@@ -8,28 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
 
-ELF = b"\x7fELF\x02"
+from tools.offline.complete import ELF, sections
+
 SYMTAB = 2  # sh_type of the symbol table that the dynamic loader does not read
 FATBIN = struct.pack("<I", 0xBA55ED50)
 FATBIN_HEADER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of the entries behind it
 ENTRY_HEADER = struct.Struct("<HHIQ12xI")  # kind, version, bytes of the header, bytes of the code, ..., architecture
-
-
-class Section(NamedTuple):
-    """A section header of a 64-bit ELF file; offset and size in bytes."""
-
-    name: int
-    type: int
-    flags: int
-    address: int
-    offset: int
-    size: int
-    link: int
-    info: int
-    alignment: int
-    entry_size: int
 
 
 def thin(library: bytes, architecture: int) -> bytes:
@@ -41,21 +26,15 @@ def thin(library: bytes, architecture: int) -> bytes:
     if not library.startswith(ELF):
         return library
     data = bytearray(library)
-    sections = _sections(data)
-    for section in sections:
+    found = sections(data)
+    for section in found:
         if section.type == SYMTAB:
-            for table in (section, sections[section.link]):
+            for table in (section, found[section.link]):
                 data[table.offset : table.offset + table.size] = bytes(table.size)
     begin = 0
     while (begin := data.find(FATBIN, begin)) >= 0:
         begin = _thin_fatbin(data, begin, architecture)
     return bytes(data)
-
-
-def _sections(data: bytearray) -> list[Section]:
-    (table,) = struct.unpack_from("<Q", data, 40)
-    size, count = struct.unpack_from("<HH", data, 58)
-    return [Section(*struct.unpack_from("<IIQQQQIIQQ", data, table + number * size)) for number in range(count)]
 
 
 def _thin_fatbin(data: bytearray, begin: int, architecture: int) -> int:
