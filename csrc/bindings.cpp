@@ -46,15 +46,15 @@ TORCH_LIBRARY(sglang_dflash, m) {
   m.def(
       "platt(Tensor log_probs, Tensor shared, Tensor own, int[] places, float max_logit) -> Tensor");
   m.def(
-      "platt_step(Tensor(a!) shared, Tensor(b!) own, int[] places, int[] drafted, Tensor row_starts, Tensor parents, "
-      "Tensor depths, Tensor ranks, Tensor path, Tensor log_probs, float[] tuning) -> ()");
+      "platt_steps(Tensor(a!) shared, Tensor(b!) own, int[] places, int[] drafted, Tensor[] row_starts, "
+      "Tensor[] parents, Tensor[] depths, Tensor[] ranks, Tensor[] paths, Tensor[] log_probs, float[] tuning) -> ()");
   m.def(
       "plan_rows(Tensor log_probs, Tensor shared, Tensor own, int[] places, float max_logit, int max_rows, float least, "
       "int[] drafted, int batch) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
       "Tensor, int, int[], int, float)");
   m.def(
       "keep_offers(Tensor(a!) reaches, Tensor(b!) depths, Tensor(c!) drafted, Tensor(d!) through, Tensor(e!) odds, "
-      "Tensor(f!) kept, Tensor(g!) deep, int[] places, Tensor chances, Tensor tree_reaches, Tensor tree_depths, "
+      "Tensor(f!) kept, Tensor(g!) deep, int[] places, Tensor[] chances, Tensor[] tree_reaches, Tensor[] tree_depths, "
       "float deep_weight, float own_share) -> ()");
   m.def(
       "best_width(Tensor reaches, Tensor depths, Tensor drafted, Tensor through, Tensor odds, Tensor kept, Tensor deep, "

@@ -55,14 +55,13 @@ void split(Work& work, int64_t threads) {
   }
 }
 
-void run(Attention& a, int64_t batch, const at::Tensor& like) {
+void run(Attention& a, int64_t batch) {
   const Kernels& kernel = kernels();
   Work work;
   lay_out_tiles(a, batch, work);
   split(work, at::in_parallel_region() ? 1 : at::get_num_threads());
-  const auto options = like.options().dtype(at::kFloat);
   const int64_t memory = kernel.attention_workspace(a);
-  const at::Tensor workspace = at::empty({at::get_num_threads(), memory}, options);
+  const at::Tensor workspace = unfilled({at::get_num_threads(), memory}, at::kFloat);
   float* base = workspace.data_ptr<float>();
   a.partial_rows = std::max(kTileRows / a.groups, int64_t(1)) * a.groups;
   at::Tensor partials;
@@ -70,7 +69,7 @@ void run(Attention& a, int64_t batch, const at::Tensor& like) {
     int64_t rows = 0;  // rows of the largest tile; a decode step has few
     for (const auto& tile : work.tiles) rows = std::max(rows, tile.rows * a.groups);
     a.partial_rows = rows;
-    partials = at::empty({work.partials * rows * partial_size(a.v_dim)}, options);
+    partials = unfilled({work.partials * rows * partial_size(a.v_dim)}, at::kFloat);
     a.partials = partials.data_ptr<float>();
   }
   std::atomic<bool> good{true};
@@ -122,7 +121,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
   TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
               "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
   const int64_t batch = req_pool_indices.numel();
-  at::Tensor out = at::empty({q.size(0), q.size(1), v_cache.size(2)}, q.options());
+  at::Tensor out = unfilled({q.size(0), q.size(1), v_cache.size(2)}, q.scalar_type());
   Attention a{};
   a.q = view_of(q, "q");
   a.k = view_of(k_cache, "k_cache");
@@ -159,7 +158,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
     depths = depths_of(a, batch);
     a.depths = depths.data();
   }
-  if (out.numel() > 0 && a.groups > 0) run(a, batch, q);
+  if (out.numel() > 0 && a.groups > 0) run(a, batch);
   return out;
 }
 

@@ -1,11 +1,9 @@
 // Shared by all CPU ops: views of tensors, argument checks, the chosen kernels, loops over threads.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -23,6 +21,10 @@ inline Type type_of(const at::Tensor& t, const char* name) {
               "; allowed: float32, bfloat16");
   return t.scalar_type() == at::kFloat ? Type::kFloat : Type::kBFloat16;
 }
+
+// A new, uninitialised tensor. It goes around torch's dispatcher, whose code would have to come into the processor's
+// caches in every step, because the models' weights have filled them.
+inline at::Tensor unfilled(at::IntArrayRef sizes, at::ScalarType type) { return at::detail::empty_cpu(sizes, type); }
 
 // Whether the last dimension is dense. If it has a single element, torch may keep any stride.
 inline bool dense(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
@@ -43,6 +45,22 @@ inline const int64_t* ids_of(const at::Tensor& t, const char* name, int64_t size
 inline void require_below(const int64_t* ids, int64_t count, int64_t limit, const char* name) {
   for (int64_t i = 0; i < count; i++)
     TORCH_CHECK(ids[i] >= 0 && ids[i] < limit, name, "[", i, "] is ", ids[i], "; allowed: 0 .. ", limit - 1);
+}
+
+// Splits `places`, those of all steps one after the other: a step has as many as its table has entries.
+inline std::vector<at::IntArrayRef> places_of_steps(at::IntArrayRef places, at::TensorList tables, const char* name) {
+  std::vector<at::IntArrayRef> steps;
+  size_t first = 0;
+  for (const at::Tensor& table : tables) {
+    TORCH_CHECK(table.dim() == 3, name, " are ", table.sizes(), "; 3 dimensions are needed");
+    const size_t count = table.size(0);
+    TORCH_CHECK(first + count <= places.size(), name, " of ", tables.size(), " steps need more than ", places.size(),
+                " places");
+    steps.push_back(places.slice(first, count));
+    first += count;
+  }
+  TORCH_CHECK(first == places.size(), name, " are of ", first, " requests, but there are ", places.size(), " places");
+  return steps;
 }
 
 // Copies a row of `heads` vectors with `dim` elements of `element` bytes: at once if the heads are adjacent in both.

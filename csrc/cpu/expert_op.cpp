@@ -70,7 +70,7 @@ Activation activation_of(c10::string_view name) {
 at::Tensor gather(const Grouped& grouped, const at::Tensor& x) {
   const at::Tensor rows = x.to(at::kFloat).contiguous();
   const int64_t pairs = grouped.places.size(), each = x.size(0) ? pairs / x.size(0) : 0, size = x.size(1);
-  at::Tensor gathered = at::empty({pairs, size}, rows.options());
+  at::Tensor gathered = unfilled({pairs, size}, rows.scalar_type());
   const float* from = rows.const_data_ptr<float>();
   float* to = gathered.data_ptr<float>();
   for (int64_t i = 0; i < pairs; i++)
@@ -92,7 +92,7 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
               ", up ", up.scalar_type(), ", down ", down.scalar_type());
   TORCH_CHECK(ids.dim() == 2 && ids.size(0) == tokens && weights.sizes() == ids.sizes(), "ids are ", ids.sizes(),
               " and weights ", weights.sizes(), " for ", tokens, " rows; [T, K] is needed");
-  at::Tensor out = at::empty({tokens, size}, x.options());
+  at::Tensor out = unfilled({tokens, size}, x.scalar_type());
   const int64_t pairs = ids.numel();
   if (pairs == 0 || size == 0) return out.zero_();
   const at::Tensor chosen = ids.to(at::kLong).contiguous(), factors = weights.to(at::kFloat).contiguous();
@@ -100,8 +100,8 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
   const Grouped grouped = group(chosen.const_data_ptr<int64_t>(), pairs, up.size(0));
 
   const at::Tensor rows = gather(grouped, x);
-  const at::Tensor raw = at::empty({pairs, up.size(1)}, x.options());
-  const at::Tensor hidden = at::empty({pairs, inner}, rows.options());
+  const at::Tensor raw = unfilled({pairs, up.size(1)}, x.scalar_type());
+  const at::Tensor hidden = unfilled({pairs, inner}, rows.scalar_type());
   const Activated a{raw.const_data_ptr(), hidden.data_ptr<float>(), type_of(x, "x"), up.size(1), inner, activation};
   const std::vector<Item> ups = items_of(grouped, inner, size * (gated ? 2 : 1));
   each_item(ups.size(), [&](int64_t i, int64_t) {
@@ -113,7 +113,7 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
       kernels().activate(a, row, begin, end);
   });
 
-  const at::Tensor outs = at::empty({pairs, size}, x.options());
+  const at::Tensor outs = unfilled({pairs, size}, x.scalar_type());
   const std::vector<Item> downs = items_of(grouped, size, inner);
   each_item(downs.size(), [&](int64_t i, int64_t) {
     const auto [expert, begin, end] = downs[i];

@@ -31,7 +31,7 @@ void multiply_few(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   packed.rows = l.panel_rows = kernels().panel_rows(l);
   at::Tensor panels;
   if (l.panel_rows) {
-    panels = at::empty({padded(l.panel_rows), padded(l.inner)}, rows.options());
+    panels = unfilled({padded(l.panel_rows), padded(l.inner)}, rows.scalar_type());
     kernels().pack_panels(packed, panels.data_ptr<float>());
     l.panels = panels.const_data_ptr<float>();
   }
@@ -65,7 +65,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   TORCH_CHECK(x.scalar_type() == weight.scalar_type(), "x is ", x.scalar_type(), ", weight ", weight.scalar_type());
   TORCH_CHECK(!addend || fits(*addend, x.size(0), weight), "the addend is ", addend->scalar_type(), addend->sizes(),
               ", weight ", weight.scalar_type(), weight.sizes(), "; [O] or [N, O] of its dtype is needed");
-  at::Tensor out = at::empty({x.size(0), weight.size(0)}, x.options());
+  at::Tensor out = unfilled({x.size(0), weight.size(0)}, x.scalar_type());
   multiply(x, weight, addend ? &*addend : nullptr, out);
   return out;
 }

@@ -65,10 +65,8 @@ double log_odds(double chance) {
   return std::log(clamped / (1 - clamped));
 }
 
-void keep_offers(at::Tensor& reaches, at::Tensor& depths, at::Tensor& drafted, at::Tensor& through, at::Tensor& odds,
-                 at::Tensor& kept, at::Tensor& deep, at::IntArrayRef places, const at::Tensor& chances,
-                 const at::Tensor& tree_reaches, const at::Tensor& tree_depths, double deep_weight, double own_share) {
-  const Offers offers(reaches, depths, drafted, through, odds, kept, deep);
+void keep_step(const Offers& offers, at::IntArrayRef places, const at::Tensor& chances, const at::Tensor& tree_reaches,
+               const at::Tensor& tree_depths, double deep_weight, double own_share) {
   const int64_t batch = places.size();
   TORCH_CHECK(chances.scalar_type() == at::kFloat && chances.dim() == 3 && chances.is_contiguous() &&
                   chances.size(0) == batch && chances.size(1) <= offers.most && chances.size(2) > 0,
@@ -102,6 +100,18 @@ void keep_offers(at::Tensor& reaches, at::Tensor& depths, at::Tensor& drafted, a
     offers.odds[offer] = std::exp(own_share * (own_log_odds - mean_log_odds) / filled);
     offers.drafted[offer] = filled;
   }
+}
+
+// `places` holds those of all steps one after the other. Steps before a wrong one are kept.
+void keep_offers(at::Tensor& reaches, at::Tensor& depths, at::Tensor& drafted, at::Tensor& through, at::Tensor& odds,
+                 at::Tensor& kept, at::Tensor& deep, at::IntArrayRef places, at::TensorList chances,
+                 at::TensorList tree_reaches, at::TensorList tree_depths, double deep_weight, double own_share) {
+  const Offers offers(reaches, depths, drafted, through, odds, kept, deep);
+  for (const at::TensorList* list : {&tree_reaches, &tree_depths})
+    TORCH_CHECK(list->size() == chances.size(), "a list has ", list->size(), " of ", chances.size(), " steps");
+  const auto steps = places_of_steps(places, chances, "chances");
+  for (size_t i = 0; i < steps.size(); i++)
+    keep_step(offers, steps[i], chances[i], tree_reaches[i], tree_depths[i], deep_weight, own_share);
 }
 
 // Expected tokens and rows of one request's block, by depth.

@@ -47,7 +47,7 @@ double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 at::Tensor platt(const at::Tensor& log_probs, const at::Tensor& shared, const at::Tensor& own, at::IntArrayRef places,
                  double max_logit) {
   const Parameters parameters(shared, own, places, log_probs);
-  at::Tensor chances = at::empty(log_probs.sizes(), log_probs.options());
+  at::Tensor chances = unfilled(log_probs.sizes(), at::kFloat);
   const int64_t batch = log_probs.size(0), depths = log_probs.size(1), ranks = log_probs.size(2);
   const double slope = parameters.value(Parameters::kSlope), others = parameters.value(Parameters::kOthers);
   const float* log_prob = log_probs.const_data_ptr<float>();
@@ -66,7 +66,7 @@ at::Tensor platt(const at::Tensor& log_probs, const at::Tensor& shared, const at
 }
 
 // tuning: prior and trials of the slope, of depths and other candidates, and of requests; damping; max_logit.
-void platt_step(at::Tensor& shared, at::Tensor& own, at::IntArrayRef places, at::IntArrayRef drafted,
+void platt_step(const at::Tensor& shared, const at::Tensor& own, at::IntArrayRef places, at::IntArrayRef drafted,
                 const at::Tensor& row_starts, const at::Tensor& parents, const at::Tensor& depths,
                 const at::Tensor& ranks, const at::Tensor& path, const at::Tensor& log_probs,
                 at::ArrayRef<double> tuning) {
@@ -74,7 +74,6 @@ void platt_step(at::Tensor& shared, at::Tensor& own, at::IntArrayRef places, at:
   const int64_t count = parents.numel(), batch = row_starts.numel() - 1, depth_count = log_probs.size(1);
   const int64_t rank_count = log_probs.size(2), length = path.size(-1);
   TORCH_CHECK(tuning.size() == 8, tuning.size(), " tuning values; 8 are needed");
-  TORCH_CHECK(drafted.size() == places.size(), drafted.size(), " drafted requests, ", places.size(), " places");
   for (const at::Tensor* t : {&parents, &depths, &ranks})
     TORCH_CHECK(t->scalar_type() == at::kInt && t->is_contiguous() && t->numel() == count, "rows are ",
                 t->scalar_type(), t->sizes(), "; dense int32 of [", count, "] is needed");
@@ -125,6 +124,20 @@ void platt_step(at::Tensor& shared, at::Tensor& own, at::IntArrayRef places, at:
   }
 }
 
+// `places` and `drafted` hold the requests of all steps one after the other. Steps before a wrong one are learned.
+void platt_steps(at::Tensor& shared, at::Tensor& own, at::IntArrayRef places, at::IntArrayRef drafted,
+                 at::TensorList row_starts, at::TensorList parents, at::TensorList depths, at::TensorList ranks,
+                 at::TensorList paths, at::TensorList log_probs, at::ArrayRef<double> tuning) {
+  for (const at::TensorList* list : {&row_starts, &parents, &depths, &ranks, &paths})
+    TORCH_CHECK(list->size() == log_probs.size(), "a list has ", list->size(), " of ", log_probs.size(), " steps");
+  TORCH_CHECK(drafted.size() == places.size(), drafted.size(), " drafted requests, ", places.size(), " places");
+  const auto steps = places_of_steps(places, log_probs, "log_probs");
+  const auto requests = places_of_steps(drafted, log_probs, "log_probs");
+  for (size_t i = 0; i < steps.size(); i++)
+    platt_step(shared, own, steps[i], requests[i], row_starts[i], parents[i], depths[i], ranks[i], paths[i],
+               log_probs[i], tuning);
+}
+
 struct Node {
   float reach;
   int64_t order;  // of two with equal reach, the earlier found comes first
@@ -141,9 +154,8 @@ Trees best_first(const at::Tensor& chances, int64_t rows) {
               "chances are ", chances.scalar_type(), chances.sizes(), " and rows is ", rows,
               "; dense float32 of [B, D, k] and at least one row are needed");
   const int64_t batch = chances.size(0), depths_count = chances.size(1), ranks_count = chances.size(2);
-  const auto ids = chances.options().dtype(at::kInt);
-  at::Tensor parents = at::empty({batch, rows}, ids), depths = at::empty({batch, rows}, ids);
-  at::Tensor ranks = at::empty({batch, rows}, ids), reaches = at::empty({batch, rows}, chances.options());
+  at::Tensor parents = unfilled({batch, rows}, at::kInt), depths = unfilled({batch, rows}, at::kInt);
+  at::Tensor ranks = unfilled({batch, rows}, at::kInt), reaches = unfilled({batch, rows}, at::kFloat);
   const float* chance = chances.const_data_ptr<float>();
   int32_t *parent = parents.data_ptr<int32_t>(), *depth = depths.data_ptr<int32_t>();
   int32_t* rank = ranks.data_ptr<int32_t>();
@@ -202,12 +214,11 @@ Rows take_rows(
     total += lens[i] - 1;
     width = std::max(width, lens[i]);
   }
-  const auto options = parents.options();
-  at::Tensor out = at::empty({3, total}, options), requests = at::empty({total}, options.dtype(at::kLong));
-  at::Tensor row_starts = at::empty({batch + 1}, options.dtype(at::kLong));
+  at::Tensor out[3] = {unfilled({total}, at::kInt), unfilled({total}, at::kInt), unfilled({total}, at::kInt)};
+  at::Tensor requests = unfilled({total}, at::kLong), row_starts = unfilled({batch + 1}, at::kLong);
   const int32_t* from[3] = {parents.const_data_ptr<int32_t>(), depths.const_data_ptr<int32_t>(),
                             ranks.const_data_ptr<int32_t>()};
-  int32_t* field = out.data_ptr<int32_t>();
+  int32_t* field[3] = {out[0].data_ptr<int32_t>(), out[1].data_ptr<int32_t>(), out[2].data_ptr<int32_t>()};
   int64_t *request = requests.data_ptr<int64_t>(), *start = row_starts.data_ptr<int64_t>();
   int64_t row = 0, tree = 0, length = 1;
   bool chains = true;
@@ -218,19 +229,20 @@ Rows take_rows(
     for (int64_t i = 0; i < count; i++, row++) {
       request[row] = b;
       for (int64_t f = 0; f < 3; f++)
-        field[f * total + row] = own ? from[f][tree * stride + i] : f == 1 ? 0 : -1;
-      const int64_t depth = field[total + row];
+        field[f][row] = own ? from[f][tree * stride + i] : f == 1 ? 0 : -1;
+      const int64_t depth = field[1][row];
       chains &= depth == i;
       length = std::max(length, depth + 1);
     }
     tree += own;
   }
   start[batch] = row;
-  at::Tensor masks = at::zeros({chains ? 0 : batch, width, width}, options.dtype(at::kBool));
+  at::Tensor masks = unfilled({chains ? 0 : batch, width, width}, at::kBool);
+  if (!chains) std::fill_n(masks.data_ptr<bool>(), masks.numel(), false);
   for (int64_t b = 0; !chains && b < batch; b++) {
     bool* mask = masks.data_ptr<bool>() + b * width * width;
     for (int64_t i = 0; i < start[b + 1] - start[b]; i++) {
-      const int64_t parent = field[start[b] + i];
+      const int64_t parent = field[0][start[b] + i];
       TORCH_CHECK(parent < i, "row ", i, " of request ", b, " has the parent ", parent);
       if (parent >= 0) std::copy_n(mask + parent * width, width, mask + i * width);
       mask[i * width + i] = true;
@@ -239,8 +251,8 @@ Rows take_rows(
   return {out[0], out[1], out[2], requests, row_starts, masks, length};
 }
 
-// A draft's log-probabilities to the rows that are verified. The tuple holds the chances, the fields of the trees, those
-// of the rows, the rows of each tree, the sum of their depths, and the drafts that should be accepted.
+// A draft's log-probabilities to the rows that are verified. The tuple holds the chances, the fields of the trees,
+// those of the rows, the rows of each tree, the sum of their depths, and the drafts that should be accepted.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
            at::Tensor, at::Tensor, int64_t, std::vector<int64_t>, int64_t, double>
 plan_rows(const at::Tensor& log_probs, const at::Tensor& shared, const at::Tensor& own, at::IntArrayRef places,
@@ -269,7 +281,7 @@ plan_rows(const at::Tensor& log_probs, const at::Tensor& shared, const at::Tenso
 
 TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
   m.impl("platt", platt);
-  m.impl("platt_step", platt_step);
+  m.impl("platt_steps", platt_steps);
   m.impl("best_first", best_first);
   m.impl("take_rows", take_rows);
   m.impl("plan_rows", plan_rows);

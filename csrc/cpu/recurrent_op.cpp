@@ -118,7 +118,7 @@ at::Tensor causal_conv(const at::Tensor& x, const at::Tensor& weight, const std:
   const Rows rows =
       rows_of(slots, row_starts, fresh, scratch, snapshot_rows, snapshot_slots, x.size(0), states.size(0));
   check_scratch(windows, rows, states, "windows");
-  at::Tensor out = at::empty({x.size(0), channels}, x.options());
+  at::Tensor out = unfilled({x.size(0), channels}, x.scalar_type());
   Conv c{};
   c.x = view_of(x, "x");
   c.out = view_of(out, "out");
@@ -165,7 +165,7 @@ std::tuple<at::Tensor, at::Tensor> delta_gates(const at::Tensor& a, const at::Te
               "a is ", a.sizes(), ", b ", b.sizes(), ", a_log ", a_log.sizes(), ", dt_bias ", dt_bias.sizes());
   const at::Tensor wide_a = a.to(at::kFloat).contiguous(), wide_b = b.to(at::kFloat).contiguous();
   const at::Tensor log_rate = a_log.to(at::kFloat).contiguous(), shift = dt_bias.to(at::kFloat).contiguous();
-  at::Tensor g = at::empty(a.sizes(), wide_a.options()), beta = at::empty({rows, heads}, wide_a.options());
+  at::Tensor g = unfilled(a.sizes(), at::kFloat), beta = unfilled({rows, heads}, at::kFloat);
   const float *in_a = wide_a.const_data_ptr<float>(), *in_b = wide_b.const_data_ptr<float>();
   const float *rate = log_rate.const_data_ptr<float>(), *bias = shift.const_data_ptr<float>();
   float *out_g = g.data_ptr<float>(), *out_beta = beta.data_ptr<float>();
@@ -198,7 +198,7 @@ at::Tensor delta_rule(const at::Tensor& qkv, const at::Tensor& g, const at::Tens
               beta.scalar_type(), beta.sizes());
   const Rows rows = rows_of(slots, row_starts, fresh, scratch, snapshot_rows, snapshot_slots, total, states.size(0));
   check_scratch(scratch_states, rows, states, "scratch_states");
-  at::Tensor out = at::empty({total, heads, v_dim}, qkv.options());
+  at::Tensor out = unfilled({total, heads, v_dim}, qkv.scalar_type());
   Delta d{};
   d.qkv = view_of(qkv, "qkv");
   d.out = view_of(out, "out");
@@ -233,7 +233,7 @@ at::Tensor selective_scan(const at::Tensor& xbc, const at::Tensor& dt, const at:
   check_scratch(scratch_states, rows, states, "scratch_states");
   const at::Tensor wide_dt = dt.to(at::kFloat).contiguous(), rate = a.to(at::kFloat).contiguous();
   const at::Tensor shift = dt_bias.to(at::kFloat).contiguous(), through = skip.to(at::kFloat).contiguous();
-  at::Tensor step = at::empty({total, heads}, wide_dt.options()), decay = at::empty_like(step);
+  at::Tensor step = unfilled({total, heads}, at::kFloat), decay = unfilled({total, heads}, at::kFloat);
   const float *in = wide_dt.const_data_ptr<float>(), *bias = shift.const_data_ptr<float>();
   const float* rates = rate.const_data_ptr<float>();
   float *steps = step.data_ptr<float>(), *decays = decay.data_ptr<float>();
@@ -243,7 +243,7 @@ at::Tensor selective_scan(const at::Tensor& xbc, const at::Tensor& dt, const at:
       decays[i] = std::exp(steps[i] * rates[i % heads]);
     }
   });
-  at::Tensor out = at::empty({total, heads, v_dim}, xbc.options());
+  at::Tensor out = unfilled({total, heads, v_dim}, xbc.scalar_type());
   Scan s{};
   s.xbc = view_of(xbc, "xbc");
   s.out = view_of(out, "out");
@@ -269,7 +269,7 @@ at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate, const at:
               "weight has shape ", weight.sizes(), " and x ", x.sizes());
   const at::Tensor in = x.dim() == 3 ? x : x.reshape({-1, 1, x.size(-1)});
   const at::Tensor gates = gate.dim() == 3 ? gate : gate.reshape({-1, 1, x.size(-1)});
-  at::Tensor out = at::empty(in.sizes(), x.options());
+  at::Tensor out = unfilled(in.sizes(), x.scalar_type());
   GatedNorm n{};
   n.x = view_of(in, "x");
   n.gate = view_of(gates, "gate");

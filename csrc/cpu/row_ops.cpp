@@ -1,5 +1,6 @@
 // The row-wise ops: norms, rotary embedding, block layout, context KV, argmax, greedy acceptance. Also the choice of
 // the kernels.
+#include <algorithm>
 #include <cstdlib>
 #include <vector>
 
@@ -44,7 +45,7 @@ void normalise(const at::Tensor& x, const at::Tensor* residual, const at::Tensor
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   const at::Tensor rows = x.contiguous().view({-1, x.size(-1)});
-  at::Tensor out = at::empty(rows.sizes(), x.options());
+  at::Tensor out = unfilled(rows.sizes(), x.scalar_type());
   normalise(rows, nullptr, weight, eps, out, nullptr);
   return out.view(x.sizes());
 }
@@ -53,7 +54,7 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::T
                                                 const at::Tensor& weight, double eps) {
   const at::Tensor rows = x.contiguous().view({-1, x.size(-1)});
   const at::Tensor residual_rows = residual.contiguous().view({-1, residual.size(-1)});
-  at::Tensor out = at::empty(rows.sizes(), x.options()), residual_out = at::empty(rows.sizes(), x.options());
+  at::Tensor out = unfilled(rows.sizes(), x.scalar_type()), residual_out = unfilled(rows.sizes(), x.scalar_type());
   normalise(rows, &residual_rows, weight, eps, out, &residual_out);
   return {out.view(x.sizes()), residual_out.view(x.sizes())};
 }
@@ -150,8 +151,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> block_layout(const at::Tensor& bo
   const int64_t* row = ids_of(rows, "req_pool_indices", batch);
   require_below(row, batch, req_to_token.size(0), "req_pool_indices");
   require_below(prefix, batch, req_to_token.size(1) - block_size + 1, "prefix_lens");
-  at::Tensor ids = at::empty({batch, block_size}, bonus_ids.options());
-  at::Tensor positions = at::empty_like(ids), slots = at::empty_like(ids);
+  at::Tensor ids = unfilled({batch, block_size}, at::kLong);
+  at::Tensor positions = unfilled({batch, block_size}, at::kLong), slots = unfilled({batch, block_size}, at::kLong);
   int64_t *id = ids.data_ptr<int64_t>(), *position = positions.data_ptr<int64_t>(), *slot = slots.data_ptr<int64_t>();
   const int32_t* table = req_to_token.const_data_ptr<int32_t>();
   for (int64_t b = 0; b < batch; b++) {
@@ -169,7 +170,7 @@ at::Tensor row_argmax(const at::Tensor& logits) {
               logits.strides(), "; [N, V] with dense rows is needed");
   const int64_t rows = logits.size(0), vocabulary = logits.size(1), stride = logits.stride(0) * logits.element_size();
   const Type type = type_of(logits, "logits");
-  at::Tensor ids = at::empty({rows}, logits.options().dtype(at::kLong));
+  at::Tensor ids = unfilled({rows}, at::kLong);
   const char* base = static_cast<const char*>(logits.const_data_ptr());
   int64_t* id = ids.data_ptr<int64_t>();
   each_of_logits(rows, vocabulary, [&](int64_t row) {
@@ -186,9 +187,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& l
               "ids are ", ids.scalar_type(), ids.sizes(), "; dense int64 of the logits' [B, W] is needed");
   const int64_t batch = ids.size(0), width = ids.size(1), vocabulary = logits.size(2);
   const Type type = type_of(logits, "logits");
-  at::Tensor out_ids = at::zeros({batch, width}, ids.options());
-  at::Tensor commit_lens = at::empty({batch}, ids.options().dtype(at::kInt));
-  at::Tensor bonus_ids = at::empty({batch}, ids.options());
+  at::Tensor out_ids = unfilled({batch, width}, at::kLong), commit_lens = unfilled({batch}, at::kInt);
+  at::Tensor bonus_ids = unfilled({batch}, at::kLong);
   const int64_t element = logits.element_size();
   const char* base = static_cast<const char*>(logits.const_data_ptr());
   const int64_t batch_stride = logits.stride(0) * element, row_stride = logits.stride(1) * element;
@@ -196,6 +196,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& l
   int64_t *out = out_ids.data_ptr<int64_t>(), *bonus = bonus_ids.data_ptr<int64_t>();
   int32_t* lens = commit_lens.data_ptr<int32_t>();
   each_of_logits(batch, vocabulary, [&](int64_t b) {
+    std::fill_n(out + b * width, width, int64_t(0));
     int64_t row = 0;
     for (;; row++) {  // rows after the first rejected draft are not read
       bonus[b] = argmax_of(base + b * batch_stride + row * row_stride, type, vocabulary, element);

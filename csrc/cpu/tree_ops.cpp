@@ -29,8 +29,8 @@ std::tuple<at::Tensor, at::Tensor> top_log_probs(const at::Tensor& logits, int64
   constexpr int64_t kSpan = 16384;
   const int64_t rows = logits.size(0), vocabulary = logits.size(1), element = logits.element_size();
   const Type type = type_of(logits, "logits");
-  at::Tensor ids = at::empty({rows, count}, logits.options().dtype(at::kLong));
-  at::Tensor log_probs = at::empty({rows, count}, logits.options().dtype(at::kFloat));
+  at::Tensor ids = unfilled({rows, count}, at::kLong);
+  at::Tensor log_probs = unfilled({rows, count}, at::kFloat);
   const char* base = static_cast<const char*>(logits.const_data_ptr());
   int64_t* id = ids.data_ptr<int64_t>();
   float* log_prob = log_probs.data_ptr<float>();
@@ -83,9 +83,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> walk(const at::Tensor
       TORCH_CHECK(row == start[b] ? parent[row] == -1 : parent[row] >= 0 && parent[row] < row - start[b], "row ",
                   row - start[b], " of request ", b, " has the parent ", parent[row]);
   }
-  at::Tensor out_ids = at::zeros({batch, length}, ids.options()), bonus_ids = at::empty({batch}, ids.options());
-  at::Tensor commit_lens = at::empty({batch}, ids.options().dtype(at::kInt));
-  at::Tensor path_rows = at::empty({batch, length}, ids.options());
+  at::Tensor out_ids = unfilled({batch, length}, at::kLong), bonus_ids = unfilled({batch}, at::kLong);
+  at::Tensor commit_lens = unfilled({batch}, at::kInt), path_rows = unfilled({batch, length}, at::kLong);
   int64_t *out = out_ids.data_ptr<int64_t>(), *bonus = bonus_ids.data_ptr<int64_t>();
   int64_t* path = path_rows.data_ptr<int64_t>();
   int32_t* lens = commit_lens.data_ptr<int32_t>();
@@ -93,6 +92,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> walk(const at::Tensor
   each_of_logits(batch, cost, [&](int64_t b) {
     const int64_t first = start[b], end = start[b + 1];
     std::fill_n(path + b * length, length, first);
+    std::fill_n(out + b * length, length, int64_t(0));
     int64_t row = first, depth = 0;
     for (;; depth++) {
       if (depth == length) {
@@ -164,9 +164,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out_trees(
   }
   const int32_t *depth = depths.const_data_ptr<int32_t>(), *rank = ranks.const_data_ptr<int32_t>();
   const int64_t* candidate = candidate_ids.const_data_ptr<int64_t>();
-  at::Tensor out = at::empty({3, rows}, bonus_ids.options().dtype(at::kLong));
-  int64_t* id = out.data_ptr<int64_t>();
-  int64_t *position = id + rows, *slot = position + rows;
+  at::Tensor ids = unfilled({rows}, at::kLong), positions = unfilled({rows}, at::kLong);
+  at::Tensor slots = unfilled({rows}, at::kLong);
+  int64_t *id = ids.data_ptr<int64_t>(), *position = positions.data_ptr<int64_t>(), *slot = slots.data_ptr<int64_t>();
   for (int64_t row = 0; row < rows; row++) {
     const int64_t b = request[row], place = prefix[b] + row - start[b];
     TORCH_CHECK(place >= 0 && place < req_to_token.size(1), "request ", b, " has ", prefix[b], " tokens and a row ",
@@ -181,7 +181,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out_trees(
     position[row] = prefix[b] + depth[row];
     slot[row] = req_to_token.const_data_ptr<int32_t>()[index[b] * req_to_token.stride(0) + place];
   }
-  return {out[0], out[1], out[2]};
+  return {ids, positions, slots};
 }
 
 void require_paths(const at::Tensor& req_to_token, const at::Tensor& path, const at::Tensor& commit_lens) {
@@ -244,14 +244,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> committed_rows(const at::Tensor& 
                 "request ", b, " commits ", lens[b], " rows behind ", prefix[b], " tokens");
     total += lens[b];
   }
-  at::Tensor out = at::empty({3, total}, path.options());
-  int64_t *row = out.data_ptr<int64_t>(), *position = row + total, *slot = position + total;
+  at::Tensor rows = unfilled({total}, at::kLong), positions = unfilled({total}, at::kLong);
+  at::Tensor slots = unfilled({total}, at::kLong);
+  int64_t *row = rows.data_ptr<int64_t>(), *position = positions.data_ptr<int64_t>();
+  int64_t* slot = slots.data_ptr<int64_t>();
   const int64_t* taken = path.const_data_ptr<int64_t>();
   for (int64_t b = 0; b < batch; b++, taken += path.size(1)) {
-    const int32_t* slots = req_to_token.const_data_ptr<int32_t>() + request[b] * req_to_token.stride(0) + prefix[b];
-    for (int64_t i = 0; i < lens[b]; i++) *row++ = taken[i], *position++ = prefix[b] + i, *slot++ = slots[i];
+    const int32_t* own = req_to_token.const_data_ptr<int32_t>() + request[b] * req_to_token.stride(0) + prefix[b];
+    for (int64_t i = 0; i < lens[b]; i++) *row++ = taken[i], *position++ = prefix[b] + i, *slot++ = own[i];
   }
-  return {out[0], out[1], out[2]};
+  return {rows, positions, slots};
 }
 
 }  // namespace

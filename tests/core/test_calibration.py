@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_dflash import ops
-from sglang_dflash.core.calibration import Calibration
+from sglang_dflash.core.calibration import Calibration, Verified
 
 KERNELS = ops.choose_kernels("cpu", torch.float32)
 
@@ -49,7 +49,7 @@ class Draft:
             lens = (trees.reaches > 0).sum(1).tolist()
             rows = KERNELS.plans.take_rows(trees, drafted, lens, batch)
             path = self.follow(rows, drafted, truth(said))
-            self.calibration.observe(names, drafted, rows, path, log_probs)
+            self.calibration.observe([Verified(list(names), drafted, rows, path, log_probs)])
 
     def follow(self, rows: ops.PlannedRows, drafted: list[int], chances: np.ndarray) -> torch.Tensor:
         """The paths with a target that takes each candidate with its chance, at most one of each depth."""
@@ -165,7 +165,8 @@ def test_a_draft_that_is_always_certain(right):
     for _ in range(2000):
         chances = calibration.chances(log_probs, ["a"])
         rows = KERNELS.plans.take_rows(KERNELS.plans.best_first(chances, 2), [0], [2], 1)
-        calibration.observe(["a"], [0], rows, torch.tensor([[0, 1 if right else 0]]), log_probs)
+        path = torch.tensor([[0, 1 if right else 0]])
+        calibration.observe([Verified(["a"], [0], rows, path, log_probs)])
     chance = float(calibration.chances(log_probs, ["a"]))
     assert chance > 0.99 if right else chance < 0.1
 
@@ -177,7 +178,7 @@ def test_rows_behind_a_rejected_one_say_nothing():
     for _ in range(50):
         chances = calibration.chances(half, ["a"])
         rows = KERNELS.plans.take_rows(KERNELS.plans.best_first(chances, 3), [0], [3], 1)
-        calibration.observe(["a"], [0], rows, torch.tensor([[0, 0, 0]]), half)
+        calibration.observe([Verified(["a"], [0], rows, torch.tensor([[0, 0, 0]]), half)])
     first, second = calibration.chances(half, ["new"]).flatten().tolist()
     assert first < 0.3 and second == pytest.approx(0.5, abs=0.01)
 

@@ -141,36 +141,6 @@ def test_a_disturbed_step_is_forgotten(machine):
         assert rates[1] >= 0.95 * rates[0], (index, rates)
 
 
-def test_new_requests_are_taken_for_what_others_are():
-    """Fails where a new request must show first what its drafts are worth, or where each new one is drafted."""
-    for machine, skills, drafted in (("middling rows", mix(4), True), ("dear rows", mix(0, 4), False)):
-        world = World(MACHINES[machine])
-        planner = world.planner()
-        world.run(planner, skills, 100)
-        for turn in range(4):
-            new = {f"{name}-{turn}": skill for name, skill in skills.items()}
-            steps = world.run(planner, new, 6)
-            shares = [len(step.drafting.requests) / len(new) for step in steps]
-            assert (np.mean(shares) > 0.8) if drafted else (np.mean(shares) < 0.3), shares
-
-
-def test_requests_that_leave_cost_no_decision():
-    """Fails where, with nobody drafted, each request that leaves makes the planner decide anew, or where a crowd that
-    has halved is still planned for as it was."""
-    world = World(MACHINES["dear rows"])
-    planner, skills = world.planner(), mix(0, 8)
-    world.run(planner, skills, 200)
-    decide, decided_for = planner._decide, []
-    planner._decide = lambda: (decided_for.append(len(planner._requests)), decide())
-    planner._probe = lambda: None  # after a probe it decides, too
-    while not decided_for:
-        world.step(planner, skills)
-    assert planner._decided == NOTHING
-    for left in (7, 6, 5, 4):
-        world.step(planner, dict(list(skills.items())[:left]))
-    assert decided_for == [8, 4]
-
-
 def assert_sound(step: Step, max_rows: int, candidates: int) -> None:
     """The rows of a plan hang together."""
     planned, drafting = step.planned, step.drafting

@@ -38,7 +38,7 @@ def test_a_fixed_plan_counts_its_steps() -> None:
 
 
 def test_what_is_learned_for_a_reader_is_planning() -> None:
-    """Fails where counts are completed for the log in time that no count has."""
+    """Fails where counts are completed for a reader in time that no count has."""
     planner = Planner(4, clock=map(float, itertools.count()).__next__)
     planner.settle()
     assert planner.counts.planning_s == planner.counts.seconds > 0

@@ -64,6 +64,17 @@ def test_prometheus_gets_what_is_new(observability):
     assert [value(name, depth="2") for name in names] == [2, 0.5, 1]
 
 
+@pytest.mark.parametrize("metrics", [True, False])
+def test_only_metrics_need_all_counts(observability, metrics, monkeypatch):
+    """Fails where the log alone makes the plan settle its counts, which takes time, or where metrics lack the latest
+    steps."""
+    observability.enable_metrics = metrics
+    monkeypatch.setattr(plan_report, "_prometheus", lambda: lambda since: None)
+    counts, settled = PlanCounts(), []
+    take(counts, plan_report.PlanReport(counts, settle=lambda: settled.append(counts.steps)), 8, blocks=1)
+    assert settled == ([4, 8] if metrics else [])
+
+
 def test_server_info_has_the_counts(observability):
     """Fails where `/server_info` lacks them or those by depth that wait, or fails on a server whose blocks are whole,
     or without speculation."""

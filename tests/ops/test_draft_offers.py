@@ -27,11 +27,14 @@ def empty() -> Offers:
     return Offers.none(PLACES, STEPS, ROWS, DEPTHS)
 
 
+def offered(places: list[int], chances: torch.Tensor) -> ops.OfferedStep:
+    return ops.OfferedStep(places, chances, KERNELS.plans.best_first(chances, ROWS + 1))
+
+
 def keep(body, offers: Offers, places: list[int], depths: int, seed: int, weight: float = 0.25) -> ops.Trees:
-    chances = make_chances(len(places), depths, 3, "any", seed)
-    trees = KERNELS.plans.best_first(chances, ROWS + 1)
-    body.keep_offers(offers, places, chances, trees, weight, 0.5)
-    return trees
+    step = offered(places, make_chances(len(places), depths, 3, "any", seed))
+    body.keep_offers(offers, [step], weight, 0.5)
+    return step.trees
 
 
 def chains(offers: Offers, place: int, *reaches: float) -> None:
@@ -39,8 +42,8 @@ def chains(offers: Offers, place: int, *reaches: float) -> None:
     parents = torch.arange(-1, ROWS, dtype=torch.int32)[None]
     chain = torch.zeros(1, ROWS + 1)
     chain[0, : len(reaches) + 1] = torch.tensor([1.0, *reaches])
-    chances = torch.zeros(1, DEPTHS, 1)
-    draft_offers.keep_offers(offers, [place], chances, ops.Trees(parents, parents + 1, parents, chain), 0.0, 0.0)
+    trees = ops.Trees(parents, parents + 1, parents, chain)
+    draft_offers.keep_offers(offers, [ops.OfferedStep([place], torch.zeros(1, DEPTHS, 1), trees)], 0.0, 0.0)
 
 
 @BODIES
@@ -61,7 +64,7 @@ def test_what_is_kept_of_a_narrow_block(body):
     """Fails where depths that were not drafted change, or where the chance to come through is of one depth only."""
     offers = empty()
     chances = torch.tensor([[[0.5, 0.1], [0.8, 0.1]], [[0.3, 0.1], [0.4, 0.1]]])
-    body.keep_offers(offers, [4, 1], chances, KERNELS.plans.best_first(chances, ROWS + 1), 0.5, 0.0)
+    body.keep_offers(offers, [offered([4, 1], chances)], 0.5, 0.0)
     assert offers.deep.tolist() == pytest.approx([0.7, 0.8, 1.0, 1.0])
     assert offers.through[[4, 1], 0].tolist() == pytest.approx([0.4, 0.12])
     assert offers.drafted[[4, 1], 0].tolist() == [2, 2]
@@ -110,13 +113,8 @@ def test_an_unknown_request_is_like_the_others(body):
 def test_beyond_a_narrow_block(body):
     """Fails where a request whose blocks were narrow can never get wider ones."""
     offers = empty()
-    chances = torch.full((1, 1, 1), 0.9)
-    for _ in range(200):
-        body.keep_offers(
-            offers, [0], torch.full((1, DEPTHS, 1), 0.9), KERNELS.plans.best_first(chances, ROWS + 1), 0.1, 0.5
-        )
-    for _ in range(STEPS):
-        body.keep_offers(offers, [0], chances, KERNELS.plans.best_first(chances, ROWS + 1), 0.1, 0.5)
+    body.keep_offers(offers, [offered([0], torch.full((1, DEPTHS, 1), 0.9))] * 200, 0.1, 0.5)
+    body.keep_offers(offers, [offered([0], torch.full((1, 1, 1), 0.9))] * STEPS, 0.1, 0.5)
     best = body.best_width(offers, [0], [], 1.0, COSTS, 0.2)
     assert best.width == DEPTHS + 1
     assert best.tokens == pytest.approx(1 + 0.9 + 0.9**2 + 0.9**3 + 0.9**4, rel=1e-3)
@@ -126,12 +124,9 @@ def test_beyond_a_narrow_block(body):
 def test_a_good_narrow_block_promises_good_depths(body):
     """Fails where depths that were not drafted have the mean chance for a request that is better, or worse, than it."""
     offers = empty()
-    for _ in range(200):  # others' chances
-        wide = torch.full((1, DEPTHS, 1), 0.5)
-        body.keep_offers(offers, [0], wide, KERNELS.plans.best_first(wide, ROWS + 1), 0.1, 0.5)
-    for place, chance in ((1, 0.8), (2, 0.2)):
-        narrow = torch.full((1, 2, 1), chance)
-        body.keep_offers(offers, [place], narrow, KERNELS.plans.best_first(narrow, ROWS + 1), 0.0, 0.5)
+    body.keep_offers(offers, [offered([0], torch.full((1, DEPTHS, 1), 0.5))] * 200, 0.1, 0.5)  # others' chances
+    narrow = [offered([place], torch.full((1, 2, 1), chance)) for place, chance in ((1, 0.8), (2, 0.2))]
+    body.keep_offers(offers, narrow, 0.0, 0.5)
     assert offers.odds[[1, 2], 0].tolist() == pytest.approx([2.0, 0.5], rel=1e-4)  # the odds are 4 and 1 / 4
     free = StepCosts(gap_s=0.5, draft_fixed_s=0.1, draft_row_s=0.0, rest_fixed_s=2.0, rest_row_s=0.0)
     for place, chance, deeper in ((1, 0.8, 2 / 3), (2, 0.2, 1 / 3)):
@@ -143,16 +138,18 @@ def test_a_good_narrow_block_promises_good_depths(body):
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 9999))
 def test_the_specification(seed):
-    """Fails where the native ops keep or choose anything else than the specification."""
+    """Fails where the native ops keep or choose anything else than the specification, several steps at once or not."""
     chance = random.Random(seed)
     expected, got = empty(), empty()
+    steps = []
     for step in range(chance.randrange(12)):
-        places = chance.sample(range(PLACES), chance.randrange(PLACES + 1))
-        if not places:
-            continue  # the mean of no chance
-        depths = chance.randrange(1, DEPTHS + 1)
-        for body, offers in ((draft_offers, expected), (KERNELS.plans, got)):
-            keep(body, offers, places, depths, seed + step)
+        places = chance.sample(range(PLACES), chance.randrange(1, PLACES + 1))  # the mean of no chance is none
+        chances = make_chances(len(places), chance.randrange(1, DEPTHS + 1), 3, "any", seed + step)
+        steps.append(offered(places, chances))
+    draft_offers.keep_offers(expected, steps, 0.25, 0.5)
+    half = chance.randrange(len(steps) + 1)
+    for some in (steps[:half], steps[half:]):
+        KERNELS.plans.keep_offers(got, some, 0.25, 0.5)
     for one, other in zip(expected, got, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-7)
     got = Offers(*(table.clone() for table in expected))  # the same bits for the choice
@@ -175,12 +172,18 @@ def test_wrong_tables_are_refused():
     for places, wrong, rows, message in (
         ([0, PLACES], chances, trees, "a place is 5"),
         ([-1, 0], chances, trees, "a place is -1"),
-        ([0], chances, trees, "chances are"),
+        ([0], chances, trees, "need more than 1 places"),
+        ([0, 1, 2], chances, trees, "of 2 requests, but there are 3 places"),
+        ([0, 1], chances[0], trees, "3 dimensions are needed"),
         ([0, 1], make_chances(2, DEPTHS + 1, 3, "any", 0), trees, "up to 4"),
         ([0, 1], chances, KERNELS.plans.best_first(chances, ROWS), "trees are"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            KERNELS.plans.keep_offers(offers, places, wrong, rows, 0.1, 0.5)
+            KERNELS.plans.keep_offers(offers, [ops.OfferedStep(places, wrong, rows)], 0.1, 0.5)
+    for counts in ((1, 2), (2, 1)):
+        with pytest.raises(RuntimeError, match="a list has 1 of 2 steps"):
+            lists = [trees.reaches] * counts[0], [trees.depths] * counts[1]
+            torch.ops.sglang_dflash.keep_offers(*offers, [0, 1, 2, 3], [chances] * 2, *lists, 0.1, 0.5)
     assert all(map(torch.equal, offers, before))
     with pytest.raises(RuntimeError, match="a place is 5"):
         KERNELS.plans.best_width(offers, [0], [PLACES], 1.0, COSTS, 0.5)

@@ -116,18 +116,27 @@ def verified(requests: int, depths: int, candidates: int, seed: int) -> tuple[li
 
 @NATIVE
 @settings(max_examples=100, deadline=None)
-@given(requests=st.integers(0, 4), depths=st.integers(1, 5), candidates=st.integers(1, 4), seed=st.integers(0, 99))
+@given(
+    requests=st.lists(st.integers(0, 4), max_size=3),
+    depths=st.integers(1, 5),
+    candidates=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
 def test_what_is_learned_is_the_specification(requests, depths, candidates, seed):
-    """Fails where a row teaches another parameter, a row behind a rejected one teaches at all, or bounds are left."""
-    drafted, rows, path = verified(requests, depths, candidates, seed)
+    """Fails where a row teaches another parameter, a row behind a rejected one teaches at all, bounds are left, or
+    several lessons at once teach anything else than one after the other. requests: of each lesson."""
     random = torch.Generator().manual_seed(seed)
-    log_probs = torch.rand((requests, depths, candidates), generator=random).log() * (1 + seed % 3)
-    log_probs[torch.rand(log_probs.shape, generator=random) < 0.1] = [-torch.inf, torch.nan][seed % 2]
-    places = torch.randperm(6, generator=random)[:requests].tolist()
+    lessons = []
+    for count in requests:
+        drafted, rows, path = verified(count, depths, candidates, seed + len(lessons))
+        log_probs = torch.rand((count, depths, candidates), generator=random).log() * (1 + seed % 3)
+        log_probs[torch.rand(log_probs.shape, generator=random) < 0.1] = [-torch.inf, torch.nan][seed % 2]
+        places = torch.randperm(6, generator=random)[:count].tolist()
+        lessons.append(ops.Lesson(places, drafted, rows, path, log_probs))
     expected, got = parameters(depths + seed % 2, 6, seed), parameters(depths + seed % 2, 6, seed)
     tuning = PlattTuning(slope_prior=0.1, damping=0.5 + seed % 4)
-    platt_scaling.platt_step(*expected, places, drafted, rows, path, log_probs, tuning)
-    KERNELS.plans.platt_step(*got, places, drafted, rows, path, log_probs, tuning)
+    platt_scaling.platt_steps(*expected, lessons, tuning)
+    KERNELS.plans.platt_steps(*got, lessons, tuning)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
         assert ours.isfinite().all()
@@ -143,7 +152,7 @@ def test_one_observation(body):
     tuning, log_probs = PlattTuning(), torch.tensor([[[-0.7, -1.5], [-0.2, -3.0]]])
     only_first = rows._replace(row_starts=torch.tensor([0, 2]), parents=rows.parents[:2], depths=rows.depths[:2])
     only_first = only_first._replace(ranks=rows.ranks[:2])
-    body.platt_step(shared, own, [1], [0], only_first, torch.tensor([[0, 1]]), log_probs, tuning)
+    body.platt_steps(shared, own, [ops.Lesson([1], [0], only_first, torch.tensor([[0, 1]]), log_probs)], tuning)
     x = platt_scaling.logit(-0.7, 12.0)
     chance = 1 / (1 + math.exp(-float(before[SLOPE, 0] * x + before[DEPTHS, 0] + own_before[1, 0])))
     information = chance * (1 - chance) + 1e-4
@@ -161,7 +170,8 @@ def test_one_observation(body):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"places": [0]}, "for 1 requests"),
+        ({"places": [0], "drafted": [1]}, "need more than 1 places"),
+        ({"places": [0, 1, 2], "drafted": [1, 3, 4]}, "of 2 requests, but there are 3 places"),
         ({"places": [0, 6]}, "a place is 6; allowed: -1 .. 5"),
         ({"places": [0, -1]}, "request 3 of 5 has the place -1"),
         ({"drafted": [1, 7]}, "request 7 of 5"),
@@ -170,7 +180,7 @@ def test_one_observation(body):
         ({"path": torch.zeros(3, 3, dtype=torch.int64)}, r"int64 of \[5, L\]"),
         ({"shared": torch.zeros(3, 2, dtype=torch.float64)}, "3 shared parameters for 2 depths"),
         ({"own": torch.zeros(6, 2)}, r"float64 of \[P, 2\]"),
-        ({"log_probs": torch.zeros(2, 2)}, r"\[b, D, k\]"),
+        ({"log_probs": torch.zeros(2, 2, 2).mT}, r"\[b, D, k\]"),
         ({"tuning": (1.0,)}, "8 are needed"),
     ],
 )
@@ -180,9 +190,27 @@ def test_wrong_lessons_are_refused(change, words):
     shared, own = parameters(2, 6, 0)
     arguments = {"shared": shared, "own": own, "places": [0, 3], "drafted": [1, 3], "rows": rows, "path": path}
     arguments |= {"log_probs": torch.full((2, 2, 2), -1.0), "tuning": PlattTuning()}
-    KERNELS.plans.platt_step(**arguments)
+
+    def learn(shared, own, tuning, **lesson):
+        KERNELS.plans.platt_steps(shared, own, [ops.Lesson(**lesson)], tuning)
+
+    learn(**arguments)
     with pytest.raises(RuntimeError, match=words):
-        KERNELS.plans.platt_step(**arguments | change)
+        learn(**arguments | change)
+
+
+@NATIVE
+@pytest.mark.parametrize("short", range(5))
+def test_lessons_of_unequal_parts_are_refused(short):
+    """Fails where a list is read beyond its end."""
+    drafted, rows, path = verified(2, 2, 2, 3)
+    tables, log_probs = parameters(2, 6, 0), torch.full((2, 2, 2), -1.0)
+    fields = [[field] * 2 for field in (rows.row_starts, rows.parents, rows.depths, rows.ranks, path)]
+    requests = [0, 3] * 2, drafted * 2
+    torch.ops.sglang_dflash.platt_steps(*tables, *requests, *fields, [log_probs] * 2, PlattTuning())
+    fields[short].pop()
+    with pytest.raises(RuntimeError, match="a list has 1 of 2 steps"):
+        torch.ops.sglang_dflash.platt_steps(*tables, *requests, *fields, [log_probs] * 2, PlattTuning())
 
 
 @NATIVE
@@ -190,10 +218,11 @@ def test_their_schemas_are_right():
     """Fails where an op changes an argument, or returns one, and its schema does not say so."""
     native, (drafted, rows, path) = torch.ops.sglang_dflash, verified(2, 2, 2, 3)
     shared, own = parameters(2, 6, 0)
-    log_probs, fields = torch.full((2, 2, 2), -1.0), (rows.row_starts, rows.parents, rows.depths, rows.ranks)
+    log_probs = torch.full((2, 2, 2), -1.0)
+    fields = [rows.row_starts], [rows.parents], [rows.depths], [rows.ranks], [path], [log_probs]
     calls = {
         native.platt: (log_probs, shared, own, [0, -1], 12.0),
-        native.platt_step: (shared, own, [0, 3], drafted, *fields, path, log_probs, list(PlattTuning())),
+        native.platt_steps: (shared, own, [0, 3], drafted, *fields, list(PlattTuning())),
     }
     for call, arguments in calls.items():
         torch.library.opcheck(call.default, arguments, test_utils=("test_schema",))

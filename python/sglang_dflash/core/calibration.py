@@ -8,6 +8,7 @@ regression. This file keeps the parameters: those of all requests, and one of ea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,16 @@ from sglang_dflash.ops.platt_scaling import DEPTHS, SLOPE
 
 REQUESTS = 1024
 """Requests whose offsets are kept."""
+
+
+class Verified(NamedTuple):
+    """What was verified of the b drafted requests of a step: `ops.Lesson`, with their names instead of places."""
+
+    names: list[str]
+    drafted: list[int]
+    rows: ops.PlannedRows
+    path: torch.Tensor
+    log_probs: torch.Tensor
 
 
 class Calibration:
@@ -60,25 +71,14 @@ class Calibration:
         rows = [self._places.get(name) for name in names]
         return self._shared, self._own, [-1 if row is None else row for row in rows], self._tuning.max_logit
 
-    def observe(
-        self,
-        names: Sequence[str],
-        drafted: Sequence[int],
-        rows: ops.PlannedRows,
-        path: torch.Tensor,
-        log_probs: torch.Tensor,
-    ) -> None:
-        """Learns from the verified rows whose parents were accepted.
-
-        Args:
-            names: of the b drafted requests, at most as many as are kept.
-            drafted: their indices among all B requests.
-            rows: all rows that were verified.
-            path: [B, L] int64; see `ops.TreeAcceptance`.
-            log_probs: [b, D, k]; as given to `chances`.
-        """
-        places = [self._place(name) for name in names]
-        self._kernels.platt_step(self._shared, self._own, places, drafted, rows, path, log_probs, self._tuning)
+    def observe(self, steps: Sequence[Verified]) -> None:
+        """Learns from the verified rows whose parents were accepted, the oldest step first. All steps together name at
+        most as many requests as are kept."""
+        lessons = [
+            ops.Lesson([self._place(name) for name in names], drafted, rows, path, log_probs)
+            for names, drafted, rows, path, log_probs in steps
+        ]
+        self._kernels.platt_steps(self._shared, self._own, lessons, self._tuning)
 
     def _place(self, name: str) -> int:
         place, new = self._places.use(name)

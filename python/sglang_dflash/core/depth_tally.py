@@ -9,7 +9,7 @@ import torch
 from sglang_dflash import ops
 from sglang_dflash.core.plan_counts import DepthCounts, PlanCounts
 
-TOGETHER = 64
+TOGETHER = 256
 """Most drafted steps that are counted by depth together: a count of its own for each would cost a share of a step."""
 
 

@@ -54,16 +54,17 @@ class DraftMemory:
         others = set(range(len(names))).difference(drafted)
         return sorted(others, key=lambda i: (ages.get(names[i], -1), -i))
 
-    def keep(self, names: Sequence[str], chances: torch.Tensor, trees: ops.Trees) -> None:
-        """Keeps one step of each named request. chances: [b, D, k]."""
-        places = []
-        for name in names:
-            place, new = self._places.use(name)
-            if new:
-                self._offers.kept[place] = 0
-            places.append(place)
-        tuning = self._tuning
-        self._kernels.keep_offers(self._offers, places, chances, trees, tuning.deep_weight, tuning.own_share)
+    def keep(self, steps: Sequence[tuple[list[str], ops.ChosenRows]]) -> None:
+        """Keeps what some steps offered to the named requests, the oldest step first. All steps together name at most
+        as many requests as are kept."""
+        offered = [ops.OfferedStep(list(map(self._place, names)), step.chances, step.trees) for names, step in steps]
+        self._kernels.keep_offers(self._offers, offered, self._tuning.deep_weight, self._tuning.own_share)
+
+    def _place(self, name: str) -> int:
+        place, new = self._places.use(name)
+        if new:
+            self._offers.kept[place] = 0
+        return place
 
     def best_width(self, names: Sequence[str], costs: ops.StepCosts, price: float) -> ops.BestWidth:
         """See `draft_offers.best_width`."""

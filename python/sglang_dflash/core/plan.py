@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_dflash import ops
-from sglang_dflash.core.calibration import Calibration
+from sglang_dflash.core.calibration import Calibration, Verified
 from sglang_dflash.core.copying import Copying, best_copies
 from sglang_dflash.core.depth_tally import DepthTally
 from sglang_dflash.core.draft_memory import DraftMemory
@@ -41,6 +41,7 @@ class PlanTuning:
     Fields:
         decision_steps: steps after which it is decided anew who is drafted, if the requests stay the same. Each
             decision learns from the drafted steps before it.
+        settled_steps: steps after a decision in which it takes in requests that come or leave; then it is made anew.
         least_gain: share. Tokens per second that a plan must promise beyond plain steps: the best of several uncertain
             promises is mostly too high, and a plan that is taken now and then costs more than one taken every time.
         warm_up_steps: first steps, which take every row, the planned rows, and one row for each request, in turn.
@@ -52,6 +53,7 @@ class PlanTuning:
     """
 
     decision_steps: int = 16
+    settled_steps: int = 4
     least_gain: float = 0.04
     warm_up_steps: int = 12
     gap_weight: float = 0.1
@@ -64,21 +66,18 @@ class Drafted(NamedTuple):
     """A drafted step that is not learned from yet.
 
     Fields:
-        names: of the b requests with blocks.
-        requests: their indices in the batch.
+        requests: names of all B.
+        drafting: for b of them.
         log_probs: [b, D, k]; of the draft.
         chosen: what was verified.
-        path: of all requests; see `ops.TreeAcceptance`.
-        accepted: drafts, of these requests.
-        commit_lens: [n] int32; of these requests, and perhaps of others that commit one token.
+        path, commit_lens: of all requests; see `ops.TreeAcceptance`.
     """
 
-    names: list[str]
-    requests: list[int]
+    requests: list[str]
+    drafting: Drafting
     log_probs: torch.Tensor
     chosen: ops.ChosenRows
     path: torch.Tensor
-    accepted: int
     commit_lens: torch.Tensor
 
 
@@ -118,7 +117,9 @@ class Planner:
         self._probing = False
         self._tally = DepthTally(self.counts)
         self._drafting = self._decided = NOTHING
-        self._decided_for: list[str] | None = None
+        self._decided_for: list[str] | None = None  # the requests that the decision has come to hold for
+        self._decided_batch = 0  # requests for which it was made
+        self._adapted = False  # whether it has taken in changes since
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
         self._least: float | None = 0.0  # chance from which a row pays, by these; None: not reckoned yet
         self._kernels = ops.choose_kernels("cpu").plans
@@ -126,6 +127,7 @@ class Planner:
         self._everything = False  # this step verifies every row that the draft offers
         self._steps = self._decided_at = self._steps_since_probe = self._probes = 0
         self._probe_budget_s = 0.0
+        self._probe_price_s = 0.0  # no probe is looked for before the budget has grown so far
         self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
         self._rows: ops.PlannedRows | None = None
@@ -139,8 +141,9 @@ class Planner:
             self._gaps.observe(self._begun_s - self._ended_s, goes_on)
         self._requests = list(requests)
         tuning, since = self._tuning, self._steps - self._decided_at
-        due = since >= tuning.decision_steps or self._steps_since_probe == 1
-        if due or (self._requests != self._decided_for and not self._holds()):
+        settled = since <= tuning.settled_steps
+        due = since >= tuning.decision_steps or self._steps_since_probe == 1 or (self._adapted and not settled)
+        if due or (self._requests != self._decided_for and not self._holds() and not (settled and self._adapts())):
             self._decided_at = self._steps
             self._decide()
         elif self._decided.width == 1 and self._expected[1] and self._expected[0] != len(self._requests):
@@ -189,6 +192,37 @@ class Planner:
             return False
         return not any(map(self._memory.knows, set(self._requests).difference(before)))
 
+    def _adapts(self) -> bool:
+        """Lets a decision to draft take in changes, if it can: requests that left are dropped, and newcomers are
+        drafted if it drafts requests that were never drafted before. Returns whether it could.
+
+        It cannot where it knew no such request, where a newcomer was drafted before, where nobody is left to draft, and
+        where the number of requests has doubled or halved, since it was priced for another one. Where text is copied,
+        `_drafts_worth` has the places of the requests that were decided for.
+        """
+        before, decided = self._decided_for, self._decided
+        if before is None or decided.width == 1 or self.copying is not None or self._doubled_or_halved():
+            return False
+        drafted, knows = {before[i] for i in decided.requests}, self._memory.knows
+        new = set(self._requests).difference(before)
+        if new:
+            unknown = next((name for name in before if not knows(name)), None)
+            if unknown is None or any(map(knows, new)):
+                return False
+            if unknown in drafted:
+                drafted |= new
+        requests = [i for i, name in enumerate(self._requests) if name in drafted]
+        if not requests:
+            return False
+        self._decided, self._decided_for = Drafting(decided.width, requests), self._requests
+        self._adapted, self._probe_price_s = True, 0.0
+        return True
+
+    def _doubled_or_halved(self) -> bool:
+        """The number of requests, since the latest decision."""
+        batch, before = len(self._requests), self._decided_batch
+        return 2 * batch <= before or batch >= 2 * before
+
     def _whole_blocks(self) -> Drafting:
         return Drafting(self._block_size, list(range(len(self._requests)))) if self._drafts else NOTHING
 
@@ -236,11 +270,7 @@ class Planner:
             lens = commit_lens.tolist()
             self.counts.copied_accepted += sum(lens[copy.request] - 1 for copy in drafting.copies)
         if drafting.width > 1 and self._offered is not None:
-            names = [self._requests[i] for i in drafting.requests]
-            if drafting.copies:
-                commit_lens = commit_lens[drafting.requests]
-            accepted = int(commit_lens.sum()) - len(commit_lens)
-            self._unlearned.append(Drafted(names, drafting.requests, *self._offered, path, accepted, commit_lens))
+            self._unlearned.append(Drafted(self._requests, drafting, *self._offered, path, commit_lens))
             self._offered = None
         now_s = self._clock()
         self.counts.steps += 1
@@ -261,21 +291,28 @@ class Planner:
     def _learn(self) -> None:
         """Takes in recent drafted steps. Several together cost little more than one: the code of learning has to come
         into the processor's caches, which the model's weights have filled."""
-        for names, requests, log_probs, chosen, path, accepted, commit_lens in self._unlearned:
-            lens = [chosen.rows.lens[i] for i in requests]
+        offered, verified = [], []
+        for requests, drafting, log_probs, chosen, path, commit_lens in self._unlearned:
+            drafted, rows = drafting.requests, chosen.rows
+            names = [requests[i] for i in drafted]
+            offered.append((names, chosen))
+            if rows.width > 1:
+                verified.append(Verified(names, drafted, rows, path, log_probs))
+            if drafting.copies:
+                commit_lens = commit_lens[drafted]
+            lens = [rows.lens[i] for i in drafted]
             self.counts.chose(lens, chosen.depth, chosen.promised)
+            self.counts.accepted += sum(commit_lens.tolist()) - len(commit_lens)
             self._tally.add(chosen.trees, lens, commit_lens)
-            self.counts.accepted += accepted
-            self._memory.keep(names, chosen.chances, chosen.trees)
-            if chosen.rows.width > 1:
-                self._calibration.observe(names, requests, chosen.rows, path, log_probs)
         self._unlearned.clear()
+        self._memory.keep(offered)
+        self._calibration.observe(verified)
 
     def _decide(self) -> None:
         """Chooses the requests to draft and their width, by what the same choice would have brought in recent steps."""
         self._learn()
-        batch, batch_before = len(self._requests), len(self._decided_for or [])
-        self._decided_for = self._requests
+        batch, another_load = len(self._requests), self._doubled_or_halved()
+        self._decided_for, self._decided_batch, self._adapted = self._requests, batch, False
         self._drafts_worth = {}
         if not self._rest_times.seen or (self._drafts and not self._draft_times.seen):
             self._decided = self._whole_blocks()
@@ -286,7 +323,7 @@ class Planner:
         # have doubled or halved since then, it is chosen twice: first at the price of plain steps.
         tokens, seconds = self._expected
         price = batch / plain_s
-        if 2 * batch <= batch_before or batch >= 2 * batch_before:
+        if another_load:
             first = self._best(costs, price)
             tokens, seconds = first.tokens, first.seconds
         price = max(price, tokens / seconds if seconds else 0.0)
@@ -313,11 +350,10 @@ class Planner:
     def _best(self, costs: ops.StepCosts, price: float) -> ops.BestWidth:
         """The best width, with the gap after a step of its own length."""
         best = self._memory.best_width(self._requests, costs, price)
-        step_s = best.seconds - costs.gap_s
-        return best._replace(seconds=step_s + self._gaps.after(step_s))
+        return best._replace(seconds=self._with_gap(best.seconds - costs.gap_s))
 
     def _expect(self, tokens: float, seconds: float) -> None:
-        self._expected, self._least = (float(tokens), seconds), None
+        self._expected, self._least, self._probe_price_s = (float(tokens), seconds), None, 0.0
 
     def _probe(self) -> Drafting | None:
         """A step of another shape than decided, if one is due and affordable."""
@@ -326,7 +362,7 @@ class Planner:
             return None
         self._steps_since_probe += 1
         self._probe_budget_s += tuning.probe_time_share * seconds
-        if self._steps_since_probe < tuning.probe_interval_steps:
+        if self._steps_since_probe < tuning.probe_interval_steps or self._probe_budget_s < self._probe_price_s:
             return None
         if self._probes % 2 == 1:  # what the probe costs: the tokens that it lacks
             probe, lost_s = NOTHING, self._plain_s() - len(self._requests) * seconds / tokens
@@ -335,6 +371,7 @@ class Planner:
         if probe == self._decided:
             self._probes += 1
             return None
+        self._probe_price_s = lost_s
         if lost_s > self._probe_budget_s:
             return None
         self._probe_budget_s -= max(lost_s, 0.0)
@@ -344,7 +381,9 @@ class Planner:
 
     def _plain_s(self) -> float:
         fixed_s, row_s = self._rest_times.line()
-        step_s = fixed_s + row_s * len(self._requests)
+        return self._with_gap(fixed_s + row_s * len(self._requests))
+
+    def _with_gap(self, step_s: float) -> float:
         return step_s + self._gaps.after(step_s)
 
     def _wide_probe(self) -> tuple[Drafting, float]:

@@ -104,7 +104,7 @@ class Policy(Protocol):
         ...
 
     def settle(self) -> None:
-        """Somebody reads `counts`: brings them up to date."""
+        """Brings `counts` up to date, for a reader who needs the latest steps."""
         ...
 
 

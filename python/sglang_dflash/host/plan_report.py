@@ -48,7 +48,8 @@ class PlanReport:
         """A step has ended."""
         if self._counts.steps - self._said.steps < self._interval:
             return
-        self._settle()
+        if self._add is not None:  # the log says nothing of depths, and blocks of the latest steps in its next line
+            self._settle()
         since, self._said = self._counts.since(self._said), self._counts.copy()
         if since.blocks or since.copies:
             logger.info("Plan: %s.", since)

@@ -19,7 +19,7 @@ from sglang_dflash.ops.attention_bodies import (
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels
 from sglang_dflash.ops.block_conv import grouped_conv
 from sglang_dflash.ops.domino import DominoWeights, domino_rollout
-from sglang_dflash.ops.draft_offers import BestWidth, Offers, StepCosts
+from sglang_dflash.ops.draft_offers import BestWidth, OfferedStep, Offers, StepCosts
 from sglang_dflash.ops.fixed_trees import (
     DraftedTrees,
     FinalSlots,
@@ -43,7 +43,7 @@ from sglang_dflash.ops.penalties import (
     penalize_trees,
     penalties_of,
 )
-from sglang_dflash.ops.platt_scaling import ChosenRows, PlattTuning
+from sglang_dflash.ops.platt_scaling import ChosenRows, Lesson, PlattTuning
 from sglang_dflash.ops.recurrent_reference import StateRows
 from sglang_dflash.ops.reference import (
     GreedyAcceptance,
@@ -80,6 +80,8 @@ __all__ = [
     "KVBuffers",
     "KVScratch",
     "Kernels",
+    "Lesson",
+    "OfferedStep",
     "Offers",
     "PagedRows",
     "PagedTable",

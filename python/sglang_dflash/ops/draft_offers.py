@@ -75,22 +75,38 @@ class BestWidth(NamedTuple):
     seconds: float
 
 
-def keep_offers(
-    offers: Offers, places: Sequence[int], chances: torch.Tensor, trees: Trees, deep_weight: float, own_share: float
-) -> None:
-    """Keeps one step of b requests in place.
+class OfferedStep(NamedTuple):
+    """What one step offered to its b drafted requests.
+
+    Fields:
+        places: of the requests in `Offers`, all different.
+        chances: [b, D', k] float32; see `platt`. At most D depths were drafted.
+        trees: of these requests.
+    """
+
+    places: Sequence[int]
+    chances: torch.Tensor
+    trees: Trees
+
+
+def keep_offers(offers: Offers, steps: Sequence[OfferedStep], deep_weight: float, own_share: float) -> None:
+    """Keeps the offers of some steps in place, the oldest step first.
 
     A request whose drafts are better than the mean is probably so beyond the depths that were drafted, too. So the odds
     there are those of the mean chances, times the geometric mean of its odds over theirs at the drafted depths, to the
     power of `own_share`.
 
     Args:
-        places: of the b requests, all different.
-        chances: [b, D', k] float32; see `platt`. At most D depths were drafted.
-        trees: of these requests.
-        deep_weight: share. Weight of this step in the mean chances of depths.
+        deep_weight: share. Weight of each step in the mean chances of depths.
         own_share: share. 0: what a request offers beyond the drafted depths is the mean alone.
     """
+    for step in steps:
+        _keep_step(offers, *step, deep_weight, own_share)
+
+
+def _keep_step(
+    offers: Offers, places: Sequence[int], chances: torch.Tensor, trees: Trees, deep_weight: float, own_share: float
+) -> None:
     first = chances[:, :, 0].double()
     drafted = first.shape[1]
     deep = offers.deep[:drafted].double()

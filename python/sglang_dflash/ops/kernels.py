@@ -43,7 +43,7 @@ class PlanKernels:
     take_rows: Callable[..., PlannedRows]
     plan_rows: Callable[..., ChosenRows]
     platt: Callable[..., torch.Tensor]
-    platt_step: Callable[..., None]
+    platt_steps: Callable[..., None]
     keep_offers: Callable[..., None]
     best_width: Callable[..., BestWidth]
     lay_out_trees: Callable[..., Three]
@@ -92,7 +92,7 @@ TORCH_PLANS = PlanKernels(
     take_rows=tree.take_rows,
     plan_rows=platt_scaling.plan_rows,
     platt=platt_scaling.platt,
-    platt_step=platt_scaling.platt_step,
+    platt_steps=platt_scaling.platt_steps,
     keep_offers=draft_offers.keep_offers,
     best_width=draft_offers.best_width,
     lay_out_trees=tree.lay_out_trees,
@@ -149,7 +149,7 @@ def _native_plans() -> PlanKernels:
         take_rows=native_bodies.take_rows,
         plan_rows=native_bodies.plan_rows,
         platt=native_bodies.platt,
-        platt_step=native_bodies.platt_step,
+        platt_steps=native_bodies.platt_steps,
         keep_offers=native_bodies.keep_offers,
         best_width=native_bodies.best_width,
         lay_out_trees=native_bodies.lay_out_trees,

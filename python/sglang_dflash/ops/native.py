@@ -27,6 +27,7 @@ LATEST = {
     "accept_tree": 5,
     "best_width": 12,
     "keep_offers": 13,
+    "platt_steps": 11,
     "experts": 6,
 }
 """Op -> number of its arguments. In a build from older sources an op is missing, or has another number."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
-from sglang_dflash.ops.draft_offers import BestWidth, Offers, StepCosts
+from sglang_dflash.ops.draft_offers import BestWidth, OfferedStep, Offers, StepCosts
 from sglang_dflash.ops.kv_buffers import KVBuffers
-from sglang_dflash.ops.platt_scaling import ChosenRows, PlattTuning
+from sglang_dflash.ops.platt_scaling import ChosenRows, Lesson, PlattTuning
 from sglang_dflash.ops.reference import GreedyAcceptance
 from sglang_dflash.ops.tree import PlannedRows, Proposal, TreeAcceptance, Trees
 
@@ -79,19 +80,15 @@ def platt(
     return chances
 
 
-def platt_step(
-    shared: torch.Tensor,
-    own: torch.Tensor,
-    places: Sequence[int],
-    drafted: Sequence[int],
-    rows: PlannedRows,
-    path: torch.Tensor,
-    log_probs: torch.Tensor,
-    tuning: PlattTuning,
-) -> None:
-    """See `platt_scaling.platt_step`."""
-    fields = rows.row_starts, rows.parents, rows.depths, rows.ranks
-    torch.ops.sglang_dflash.platt_step.default(shared, own, places, drafted, *fields, path, log_probs, tuning)
+def platt_steps(shared: torch.Tensor, own: torch.Tensor, lessons: Sequence[Lesson], tuning: PlattTuning) -> None:
+    """See `platt_scaling.platt_steps`."""
+    if not lessons:
+        return
+    places, drafted, rows, paths, log_probs = zip(*lessons, strict=True)
+    parents, depths, ranks, _, row_starts, *_ = zip(*rows, strict=True)
+    requests = list(chain.from_iterable(places)), list(chain.from_iterable(drafted))
+    fields = row_starts, parents, depths, ranks, paths, log_probs
+    torch.ops.sglang_dflash.platt_steps.default(shared, own, *requests, *fields, tuning)
 
 
 def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: int) -> PlannedRows:
@@ -129,12 +126,14 @@ def plan_rows(
     return ChosenRows(chances, Trees(*fields[:4]), rows, *fields[12:])
 
 
-def keep_offers(
-    offers: Offers, places: Sequence[int], chances: torch.Tensor, trees: Trees, deep_weight: float, own_share: float
-) -> None:
+def keep_offers(offers: Offers, steps: Sequence[OfferedStep], deep_weight: float, own_share: float) -> None:
     """See `draft_offers.keep_offers`."""
-    step = places, chances, trees.reaches, trees.depths, deep_weight, own_share
-    torch.ops.sglang_dflash.keep_offers.default(*offers, *step)
+    if not steps:
+        return
+    places, chances, trees = zip(*steps, strict=True)
+    _, depths, _, reaches = zip(*trees, strict=True)
+    all_places = list(chain.from_iterable(places))
+    torch.ops.sglang_dflash.keep_offers.default(*offers, all_places, chances, reaches, depths, deep_weight, own_share)
 
 
 def best_width(

@@ -64,6 +64,24 @@ class ChosenRows(NamedTuple):
     promised: float
 
 
+class Lesson(NamedTuple):
+    """What one step shows of its b drafted requests.
+
+    Fields:
+        places: b rows of `own`, all different; see `platt`.
+        drafted: these requests among all B.
+        rows: all rows that were verified.
+        path: [B, L] int64; see `TreeAcceptance`.
+        log_probs: [b, D, k] float32; as in `platt`.
+    """
+
+    places: Sequence[int]
+    drafted: Sequence[int]
+    rows: PlannedRows
+    path: torch.Tensor
+    log_probs: torch.Tensor
+
+
 def platt(
     log_probs: torch.Tensor, shared: torch.Tensor, own: torch.Tensor, places: Sequence[int], max_logit: float
 ) -> torch.Tensor:
@@ -112,7 +130,17 @@ def plan_rows(
     return ChosenRows(chances, trees, rows, depth, promised)
 
 
-def platt_step(
+def platt_steps(shared: torch.Tensor, own: torch.Tensor, lessons: Sequence[Lesson], tuning: PlattTuning) -> None:
+    """Learns in place from the verified rows whose parents were accepted, in their order, lesson by lesson.
+
+    Args:
+        shared, own: as in `platt`.
+    """
+    for lesson in lessons:
+        _platt_step(shared, own, *lesson, tuning)
+
+
+def _platt_step(
     shared: torch.Tensor,
     own: torch.Tensor,
     places: Sequence[int],
@@ -122,15 +150,6 @@ def platt_step(
     log_probs: torch.Tensor,
     tuning: PlattTuning,
 ) -> None:
-    """Learns in place from the verified rows whose parents were accepted, in their order.
-
-    Args:
-        shared, own, log_probs: as in `platt`.
-        places: b rows of `own`.
-        drafted: the b requests among all B.
-        rows: all rows that were verified.
-        path: [B, L] int64; see `TreeAcceptance`.
-    """
     starts, paths = rows.row_starts.tolist(), path.tolist()
     parents, depths, ranks = rows.parents.tolist(), rows.depths.tolist(), rows.ranks.tolist()
 
