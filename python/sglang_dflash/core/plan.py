@@ -19,15 +19,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from sglang_dflash import ops
-from sglang_dflash.core.calibration import Calibration, Verified
+from sglang_dflash.core.calibration import Calibration
 from sglang_dflash.core.copying import Copying, best_copies
-from sglang_dflash.core.depth_tally import DepthTally
 from sglang_dflash.core.draft_memory import DraftMemory
+from sglang_dflash.core.lessons import DraftedStep, Lessons
 from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import NOTHING, Copied, Drafting, add_copies, anchors
 from sglang_dflash.core.step_times import StepTimes
@@ -60,25 +59,6 @@ class PlanTuning:
     probe_time_share: float = 0.01
     probe_interval_steps: int = 16
     probe_weight: float = 0.25
-
-
-class Drafted(NamedTuple):
-    """A drafted step that is not learned from yet.
-
-    Fields:
-        requests: names of all B.
-        drafting: for b of them.
-        log_probs: [b, D, k]; of the draft.
-        chosen: what was verified.
-        path, commit_lens: of all requests; see `ops.TreeAcceptance`.
-    """
-
-    requests: list[str]
-    drafting: Drafting
-    log_probs: torch.Tensor
-    chosen: ops.ChosenRows
-    path: torch.Tensor
-    commit_lens: torch.Tensor
 
 
 class Planner:
@@ -115,7 +95,7 @@ class Planner:
         self.copying, self._drafts = copying, drafts
         self._drafts_worth: dict[int, float] = {}  # request -> tokens that its block brings beyond its rows' price
         self._probing = False
-        self._tally = DepthTally(self.counts)
+        self._lessons = Lessons(self._calibration, self._memory, self.counts)
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None  # the requests that the decision has come to hold for
         self._decided_batch = 0  # requests for which it was made
@@ -132,7 +112,6 @@ class Planner:
         self._ended_s: float | None = None
         self._rows: ops.PlannedRows | None = None
         self._offered: tuple[torch.Tensor, ops.ChosenRows] | None = None  # the draft's log-probabilities, and the plan
-        self._unlearned: list[Drafted] = []
 
     def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
         self._begun_s = self._clock()
@@ -270,7 +249,7 @@ class Planner:
             lens = commit_lens.tolist()
             self.counts.copied_accepted += sum(lens[copy.request] - 1 for copy in drafting.copies)
         if drafting.width > 1 and self._offered is not None:
-            self._unlearned.append(Drafted(self._requests, drafting, *self._offered, path, commit_lens))
+            self._lessons.add(DraftedStep(self._requests, drafting, *self._offered, path, commit_lens))
             self._offered = None
         now_s = self._clock()
         self.counts.steps += 1
@@ -282,35 +261,14 @@ class Planner:
 
     def settle(self) -> None:
         begun_s = self._clock()
-        self._learn()
-        self._tally.settle()
+        self._lessons.settle()
         took_s = self._clock() - begun_s
         self.counts.seconds += took_s
         self.counts.planning_s += took_s
 
-    def _learn(self) -> None:
-        """Takes in recent drafted steps. Several together cost little more than one: the code of learning has to come
-        into the processor's caches, which the model's weights have filled."""
-        offered, verified = [], []
-        for requests, drafting, log_probs, chosen, path, commit_lens in self._unlearned:
-            drafted, rows = drafting.requests, chosen.rows
-            names = [requests[i] for i in drafted]
-            offered.append((names, chosen))
-            if rows.width > 1:
-                verified.append(Verified(names, drafted, rows, path, log_probs))
-            if drafting.copies:
-                commit_lens = commit_lens[drafted]
-            lens = [rows.lens[i] for i in drafted]
-            self.counts.chose(lens, chosen.depth, chosen.promised)
-            self.counts.accepted += sum(commit_lens.tolist()) - len(commit_lens)
-            self._tally.add(chosen.trees, lens, commit_lens)
-        self._unlearned.clear()
-        self._memory.keep(offered)
-        self._calibration.observe(verified)
-
     def _decide(self) -> None:
         """Chooses the requests to draft and their width, by what the same choice would have brought in recent steps."""
-        self._learn()
+        self._lessons.learn()
         batch, another_load = len(self._requests), self._doubled_or_halved()
         self._decided_for, self._decided_batch, self._adapted = self._requests, batch, False
         self._drafts_worth = {}
