@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 from made_up_machines import MACHINES, World, mix
 
+from sglang_dflash.core.plan import Planner
 from sglang_dflash.core.policy import NOTHING, Drafting
+
+
+def decisions_of(planner: Planner, world: World, skills: Mapping[str, float]) -> list[list[str]]:
+    """The requests of each decision that the planner makes from now on. It takes steps up to the first one."""
+    decide, decided_for = planner._decide, list[list[str]]()
+    planner._decide = lambda: (decided_for.append(list(planner._requests)), decide())
+    planner._probe = lambda: None  # after a probe it decides, too
+    while not decided_for:
+        world.step(planner, skills)
+    return decided_for
 
 
 def test_new_requests_are_taken_for_what_others_are():
@@ -28,15 +41,11 @@ def test_requests_that_leave_cost_no_decision():
     world = World(MACHINES["dear rows"])
     planner, skills = world.planner(), mix(0, 8)
     world.run(planner, skills, 200)
-    decide, decided_for = planner._decide, []
-    planner._decide = lambda: (decided_for.append(len(planner._requests)), decide())
-    planner._probe = lambda: None  # after a probe it decides, too
-    while not decided_for:
-        world.step(planner, skills)
+    decided_for = decisions_of(planner, world, skills)
     assert planner._decided == NOTHING
     for left in (7, 6, 5, 4):
         world.step(planner, dict(list(skills.items())[:left]))
-    assert decided_for == [8, 4]
+    assert [len(requests) for requests in decided_for] == [8, 4]
 
 
 @pytest.mark.parametrize("drafts_newcomers", [True, False])
@@ -47,11 +56,7 @@ def test_a_recent_decision_takes_in_newcomers(drafts_newcomers):
     world = World(MACHINES["middling rows"])
     planner = world.planner()
     world.run(planner, mix(4), 100)
-    decide, decided_for = planner._decide, []
-    planner._decide = lambda: (decided_for.append(list(planner._requests)), decide())
-    planner._probe = lambda: None  # after a probe it decides, too
-    while not decided_for:
-        world.step(planner, mix(4))
+    decided_for = decisions_of(planner, world, mix(4))
 
     def step(*names: str) -> list[str]:
         drafting = world.step(planner, dict.fromkeys(names, 0.9)).drafting

@@ -47,6 +47,8 @@ class Lessons:
 
     def learn(self) -> None:
         """Takes in the steps since the last call."""
+        if not self._steps:
+            return
         offered, verified = [], []
         for requests, drafting, log_probs, chosen, path, commit_lens in self._steps:
             drafted, rows = drafting.requests, chosen.rows

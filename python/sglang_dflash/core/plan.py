@@ -97,9 +97,8 @@ class Planner:
         self._probing = False
         self._lessons = Lessons(self._calibration, self._memory, self.counts)
         self._drafting = self._decided = NOTHING
-        self._decided_for: list[str] | None = None  # the requests that the decision has come to hold for
-        self._decided_batch = 0  # requests for which it was made
-        self._adapted = False  # whether it has taken in changes since
+        self._decided_for: list[str] | None = None  # the requests for which it was decided
+        self._held_for: list[str] | None = None  # those for which the decision holds now; see `_adapts`
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
         self._least: float | None = 0.0  # chance from which a row pays, by these; None: not reckoned yet
         self._kernels = ops.choose_kernels("cpu").plans
@@ -121,8 +120,9 @@ class Planner:
         self._requests = list(requests)
         tuning, since = self._tuning, self._steps - self._decided_at
         settled = since <= tuning.settled_steps
-        due = since >= tuning.decision_steps or self._steps_since_probe == 1 or (self._adapted and not settled)
-        if due or (self._requests != self._decided_for and not self._holds() and not (settled and self._adapts())):
+        adapted = self._held_for is not self._decided_for
+        due = since >= tuning.decision_steps or self._steps_since_probe == 1 or (adapted and not settled)
+        if due or (self._requests != self._held_for and not self._holds() and not (settled and self._adapts())):
             self._decided_at = self._steps
             self._decide()
         elif self._decided.width == 1 and self._expected[1] and self._expected[0] != len(self._requests):
@@ -179,7 +179,7 @@ class Planner:
         where the number of requests has doubled or halved, since it was priced for another one. Where text is copied,
         `_drafts_worth` has the places of the requests that were decided for.
         """
-        before, decided = self._decided_for, self._decided
+        before, decided = self._held_for, self._decided
         if before is None or decided.width == 1 or self.copying is not None or self._doubled_or_halved():
             return False
         drafted, knows = {before[i] for i in decided.requests}, self._memory.knows
@@ -193,13 +193,13 @@ class Planner:
         requests = [i for i, name in enumerate(self._requests) if name in drafted]
         if not requests:
             return False
-        self._decided, self._decided_for = Drafting(decided.width, requests), self._requests
-        self._adapted, self._probe_price_s = True, 0.0
+        self._decided, self._held_for = Drafting(decided.width, requests), self._requests
+        self._probe_price_s = 0.0
         return True
 
     def _doubled_or_halved(self) -> bool:
         """The number of requests, since the latest decision."""
-        batch, before = len(self._requests), self._decided_batch
+        batch, before = len(self._requests), len(self._decided_for or [])
         return 2 * batch <= before or batch >= 2 * before
 
     def _whole_blocks(self) -> Drafting:
@@ -270,7 +270,7 @@ class Planner:
         """Chooses the requests to draft and their width, by what the same choice would have brought in recent steps."""
         self._lessons.learn()
         batch, another_load = len(self._requests), self._doubled_or_halved()
-        self._decided_for, self._decided_batch, self._adapted = self._requests, batch, False
+        self._decided_for = self._held_for = self._requests
         self._drafts_worth = {}
         if not self._rest_times.seen or (self._drafts and not self._draft_times.seen):
             self._decided = self._whole_blocks()
