@@ -5,6 +5,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -24,10 +25,11 @@ OPS = (
     "row_ops",
     "tree_ops",
     "plan_ops",
+    "learn_ops",
     "offer_ops",
     "dispatch",
 )
-SOURCES = ["csrc/bindings.cpp", *(f"csrc/cpu/{name}.cpp" for name in OPS)]
+SOURCES = ["csrc/bindings.cpp", "csrc/module.cpp", *(f"csrc/cpu/{name}.cpp" for name in OPS)]
 KERNELS = "csrc/cpu/kernels.cpp"  # compiled once per instruction set
 HEADERS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.h"))]
 # Vectors pass only between inline functions, so their calling convention (-Wpsabi) does not matter.
@@ -64,7 +66,12 @@ class NativeOps(build_ext):
         flags = [*FLAGS, *([f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"] if sanitize else [])]
         torch = Path(find_spec("torch").origin).parent
         units = [
-            (source, "torch", ["-std=c++20", "-O1", "-fopenmp", f"-I{torch}/include"]) for source in SOURCES
+            (
+                source,
+                "torch",
+                ["-std=c++20", "-O1", "-fopenmp", f"-I{torch}/include", f"-I{sysconfig.get_path('include')}"],
+            )
+            for source in SOURCES
         ]  # torch's headers need these; without OpenMP, at::parallel_for is a plain loop
         for isa, isa_flags in INSTRUCTION_SETS.items():
             units.append((KERNELS, isa, ["-std=c++17", *isa_flags, f"-DISA={isa}", f"-DTABLE=k{isa.capitalize()}"]))
@@ -83,7 +90,7 @@ class NativeOps(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         # torch is loaded first, so its libraries are found without a path. One of them is its OpenMP runtime, the only
         # one whose threads torch.set_num_threads counts.
-        libraries = [f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
+        libraries = [f"-L{torch}/lib", "-ltorch_python", "-ltorch_cpu", "-lc10"]
         sanitizers = [f"-fsanitize={sanitize}"] if sanitize else []
         fresh = target.with_suffix(".new")
         subprocess.run([compiler(), "-shared", *objects, *libraries, *sanitizers, "-o", str(fresh)], check=True)
@@ -111,6 +118,8 @@ def reason_not_to_build():
             command = [compiler(), *flags, str(source), "-o", f"{folder}/probe"]
             if subprocess.run(command, capture_output=True).returncode:
                 return f"{compiler()} does not work with {' '.join(flags)} (GCC 10 or newer does)"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's headers were not found (the package python3-dev has them)"
     if find_spec("torch") is None:
         return "torch is not in the build environment (use pip install --no-build-isolation)"
     return None

@@ -47,22 +47,6 @@ inline void require_below(const int64_t* ids, int64_t count, int64_t limit, cons
     TORCH_CHECK(ids[i] >= 0 && ids[i] < limit, name, "[", i, "] is ", ids[i], "; allowed: 0 .. ", limit - 1);
 }
 
-// Splits `places`, those of all steps one after the other: a step has as many as its table has entries.
-inline std::vector<at::IntArrayRef> places_of_steps(at::IntArrayRef places, at::TensorList tables, const char* name) {
-  std::vector<at::IntArrayRef> steps;
-  size_t first = 0;
-  for (const at::Tensor& table : tables) {
-    TORCH_CHECK(table.dim() == 3, name, " are ", table.sizes(), "; 3 dimensions are needed");
-    const size_t count = table.size(0);
-    TORCH_CHECK(first + count <= places.size(), name, " of ", tables.size(), " steps need more than ", places.size(),
-                " places");
-    steps.push_back(places.slice(first, count));
-    first += count;
-  }
-  TORCH_CHECK(first == places.size(), name, " are of ", first, " requests, but there are ", places.size(), " places");
-  return steps;
-}
-
 // Copies a row of `heads` vectors with `dim` elements of `element` bytes: at once if the heads are adjacent in both.
 inline void copy_heads(const View& from, const View& to, int64_t from_row, int64_t to_row, int64_t heads, int64_t dim,
                        int64_t element) {

@@ -1,4 +1,8 @@
 // Chooses the kernels for this machine.
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstring>
 
 #include "kernels.h"
@@ -15,7 +19,21 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
+bool is_zen5() {
+  unsigned version, vendor[3], unused;
+  if (!__get_cpuid(0, &version, &vendor[0], &vendor[2], &vendor[1])) return false;
+  if (memcmp(vendor, "AuthenticAMD", 12) != 0 || !__get_cpuid(1, &version, &unused, &unused, &unused)) return false;
+  return ((version >> 8) & 0xf) + ((version >> 20) & 0xff) == 0x1a;  // the family
+}
+
 }  // namespace
+
+bool fetches_past_l2() {
+  static const bool chosen = is_zen5();
+  return chosen;
+}
+#else
+bool fetches_past_l2() { return false; }
 #endif
 
 const Kernels* choose_kernels(const char* asked) {

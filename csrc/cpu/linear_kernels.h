@@ -24,8 +24,9 @@ static_assert(fills(kSpanColumns) && fills(kColumnUnit), "tiles of every height 
 INLINE int64_t passes_of(const Linear& l) { return (l.rows + kTileHeight - 1) / kTileHeight; }
 
 // A tile prefetches its share of the next span's weights, so that memory is never idle. Into the L2 cache: it has room
-// for them, and of fetches into the L1 cache a core has too few in flight to use the whole bandwidth of its memory.
-constexpr int kIntoL2 = 2;
+// for them, and of fetches into the L1 cache most cores have too few in flight to use the whole bandwidth of their
+// memory. Zen 5 is faster where they pass the L2 cache.
+constexpr int kIntoL2 = 2, kPastL2 = 0;
 
 struct Ahead {
   int64_t columns;  // from a column to the same column of the next span
@@ -35,7 +36,7 @@ struct Ahead {
 
 // Computes [HEIGHT, WIDTH] elements of the result. Each element has one vector accumulator, which runs over the inner
 // dimension from start to end in every tile shape. So a row's bits depend neither on other rows nor on the threads.
-template <int HEIGHT, int WIDTH, typename T>
+template <int HEIGHT, int WIDTH, int HINT, typename T>
 INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahead& ahead) {
   const float* x[HEIGHT];
   const T *w[WIDTH], *next[WIDTH];
@@ -50,7 +51,7 @@ INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahea
     Vec weight[WIDTH];
     for (int j = 0; j < WIDTH; j++) weight[j] = load(w[j] + k);
     for (int j = 0; j < WIDTH; j++) {
-      __builtin_prefetch(next[j], 0, kIntoL2);
+      __builtin_prefetch(next[j], 0, HINT);
       next[j] += ahead.step;
     }
     for (int i = 0; i < HEIGHT; i++) {
@@ -78,15 +79,15 @@ INLINE void linear_tile(const Linear& l, int64_t row, int64_t column, const Ahea
   }
 }
 
-template <int HEIGHT, typename T>
+template <int HEIGHT, int HINT, typename T>
 INLINE void linear_columns(const Linear& l, int64_t row, int64_t begin, int64_t end, const Ahead& ahead) {
   constexpr int kWidth = tile_width(HEIGHT);
   int64_t column = begin;
-  for (; column + kWidth <= end; column += kWidth) linear_tile<HEIGHT, kWidth, T>(l, row, column, ahead);
-  for (; column < end; column++) linear_tile<HEIGHT, 1, T>(l, row, column, ahead);
+  for (; column + kWidth <= end; column += kWidth) linear_tile<HEIGHT, kWidth, HINT, T>(l, row, column, ahead);
+  for (; column < end; column++) linear_tile<HEIGHT, 1, HINT, T>(l, row, column, ahead);
 }
 
-template <typename T>
+template <int HINT, typename T>
 void linear_of(const Linear& l, int64_t begin, int64_t end) {
   const int64_t passes = passes_of(l);
   const int64_t fit = kSpanBytes / int64_t(sizeof(T)) / larger(l.inner, 1) / kSpanColumns;
@@ -96,11 +97,11 @@ void linear_of(const Linear& l, int64_t begin, int64_t end) {
     const int64_t stop = smaller(column + span, end);
     int64_t row = 0;
     for (; row + kTileHeight <= l.rows; row += kTileHeight)
-      linear_columns<kTileHeight, T>(l, row, column, stop, ahead);
+      linear_columns<kTileHeight, HINT, T>(l, row, column, stop, ahead);
     switch (l.rows - row) {
-      case 1: linear_columns<1, T>(l, row, column, stop, ahead); break;
-      case 2: linear_columns<2, T>(l, row, column, stop, ahead); break;
-      case 3: linear_columns<3, T>(l, row, column, stop, ahead); break;
+      case 1: linear_columns<1, HINT, T>(l, row, column, stop, ahead); break;
+      case 2: linear_columns<2, HINT, T>(l, row, column, stop, ahead); break;
+      case 3: linear_columns<3, HINT, T>(l, row, column, stop, ahead); break;
     }
   }
 }
@@ -117,7 +118,8 @@ void linear_in_two(const Linear& l, int64_t begin, int64_t end) {
     few.out = static_cast<T*>(l.out) + l.panel_rows * l.out_stride;
     if (l.addend) few.addend = static_cast<const T*>(l.addend) + l.panel_rows * l.addend_stride;
   }
-  if (few.rows) linear_of<T>(few, begin, end);
+  if (few.rows == 0) return;
+  l.fetch_past_l2 ? linear_of<kPastL2, T>(few, begin, end) : linear_of<kIntoL2, T>(few, begin, end);
 }
 
 void linear(const Linear& l, int64_t begin, int64_t end) {

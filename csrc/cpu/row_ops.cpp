@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "host_ops.h"
 #include "logits.h"
 
 namespace sglang_dflash {
@@ -105,66 +106,6 @@ void check_caches(at::TensorList caches, const at::Tensor& kv, const char* name)
                 kv.sizes());
 }
 
-void write_context_kv(const at::Tensor& kv, const at::Tensor& k_norm_weight, double eps, const at::Tensor& positions,
-                      const at::Tensor& cos_sin, const at::Tensor& slots, at::TensorList k_caches,
-                      at::TensorList v_caches) {
-  TORCH_CHECK(kv.dim() == 5 && kv.size(2) == 2, "kv has shape ", kv.sizes(), "; [N, L, 2, Hkv, D] is needed");
-  check_caches(k_caches, kv, "k_caches");
-  check_caches(v_caches, kv, "v_caches");
-  const int64_t rows = kv.size(0), layers = kv.size(1), heads = kv.size(3), dim = kv.size(4);
-  if (kv.numel() == 0) return;
-  TORCH_CHECK(k_norm_weight.dim() == 2 && k_norm_weight.size(0) == layers, "k_norm_weight has shape ",
-              k_norm_weight.sizes());
-  const int64_t* position = ids_of(positions, "positions", rows);
-  const int64_t* slot = ids_of(slots, "slots", rows);
-  require_below(position, rows, cos_sin.size(0), "positions");
-  require_below(slot, rows, k_caches[0].size(0), "slots");
-  std::vector<Heads> keys;
-  std::vector<std::pair<View, View>> values;
-  for (int64_t layer = 0; layer < layers; layer++) {
-    const at::Tensor weight = k_norm_weight.select(0, layer);
-    keys.push_back(heads_of(heads, dim, &weight, eps, cos_sin));
-    keys.back().in = view_of(kv.select(1, layer).select(1, 0), "kv");
-    keys.back().out = view_of(k_caches[layer], "k_caches");
-    values.emplace_back(view_of(kv.select(1, layer).select(1, 1), "kv"), view_of(v_caches[layer], "v_caches"));
-  }
-  const int64_t element = kv.element_size();
-  at::parallel_for(0, rows * layers, grain(2 * heads * dim), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t row = i / layers, layer = i % layers;
-      kernels().norm_rope(keys[layer], row, slot[row], position[row]);
-      copy_heads(values[layer].first, values[layer].second, row, slot[row], heads, dim, element);
-    }
-  });
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> block_layout(const at::Tensor& bonus_ids, const at::Tensor& prefix_lens,
-                                                            const at::Tensor& req_pool_indices,
-                                                            const at::Tensor& req_to_token, int64_t block_size,
-                                                            int64_t mask_token_id) {
-  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
-              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
-  const int64_t batch = bonus_ids.numel();
-  const at::Tensor prefixes = prefix_lens.to(at::kLong), rows = req_pool_indices.to(at::kLong);
-  const int64_t* bonus = ids_of(bonus_ids, "bonus_ids", batch);
-  const int64_t* prefix = ids_of(prefixes, "prefix_lens", batch);
-  const int64_t* row = ids_of(rows, "req_pool_indices", batch);
-  require_below(row, batch, req_to_token.size(0), "req_pool_indices");
-  require_below(prefix, batch, req_to_token.size(1) - block_size + 1, "prefix_lens");
-  at::Tensor ids = unfilled({batch, block_size}, at::kLong);
-  at::Tensor positions = unfilled({batch, block_size}, at::kLong), slots = unfilled({batch, block_size}, at::kLong);
-  int64_t *id = ids.data_ptr<int64_t>(), *position = positions.data_ptr<int64_t>(), *slot = slots.data_ptr<int64_t>();
-  const int32_t* table = req_to_token.const_data_ptr<int32_t>();
-  for (int64_t b = 0; b < batch; b++) {
-    for (int64_t i = 0; i < block_size; i++, id++, position++, slot++) {
-      *id = i == 0 ? bonus[b] : mask_token_id;
-      *position = prefix[b] + i;
-      *slot = table[row[b] * req_to_token.stride(0) + *position];
-    }
-  }
-  return {ids, positions, slots};
-}
-
 at::Tensor row_argmax(const at::Tensor& logits) {
   TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && dense(logits), "logits are ", logits.sizes(), " with strides ",
               logits.strides(), "; [N, V] with dense rows is needed");
@@ -179,7 +120,7 @@ at::Tensor row_argmax(const at::Tensor& logits) {
   return ids;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& logits, const at::Tensor& ids) {
+Three accept_greedy(const at::Tensor& logits, const at::Tensor& ids) {
   TORCH_CHECK(logits.dim() == 3 && logits.size(2) > 0 && dense(logits), "logits are ", logits.sizes(),
               " with strides ", logits.strides(), "; [B, W, V] with dense rows is needed");
   TORCH_CHECK(ids.scalar_type() == at::kLong && ids.is_contiguous() && ids.dim() == 2 &&
@@ -210,9 +151,65 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_greedy(const at::Tensor& l
 
 }  // namespace
 
+void write_context_kv(const at::Tensor& kv, const at::Tensor& k_norm_weight, double eps, const at::Tensor& positions,
+                      const at::Tensor& cos_sin, const at::Tensor& slots, const Tensors& k_caches,
+                      const Tensors& v_caches) {
+  TORCH_CHECK(kv.dim() == 5 && kv.size(2) == 2, "kv has shape ", kv.sizes(), "; [N, L, 2, Hkv, D] is needed");
+  check_caches(k_caches, kv, "k_caches");
+  check_caches(v_caches, kv, "v_caches");
+  const int64_t rows = kv.size(0), layers = kv.size(1), heads = kv.size(3), dim = kv.size(4);
+  if (kv.numel() == 0) return;
+  TORCH_CHECK(k_norm_weight.dim() == 2 && k_norm_weight.size(0) == layers, "k_norm_weight has shape ",
+              k_norm_weight.sizes());
+  const int64_t* position = ids_of(positions, "positions", rows);
+  const int64_t* slot = ids_of(slots, "slots", rows);
+  require_below(position, rows, cos_sin.size(0), "positions");
+  require_below(slot, rows, k_caches[0].size(0), "slots");
+  std::vector<Heads> keys;
+  std::vector<std::pair<View, View>> values;
+  for (int64_t layer = 0; layer < layers; layer++) {
+    const at::Tensor weight = k_norm_weight.select(0, layer);
+    keys.push_back(heads_of(heads, dim, &weight, eps, cos_sin));
+    keys.back().in = view_of(kv.select(1, layer).select(1, 0), "kv");
+    keys.back().out = view_of(k_caches[layer], "k_caches");
+    values.emplace_back(view_of(kv.select(1, layer).select(1, 1), "kv"), view_of(v_caches[layer], "v_caches"));
+  }
+  const int64_t element = kv.element_size();
+  at::parallel_for(0, rows * layers, grain(2 * heads * dim), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t row = i / layers, layer = i % layers;
+      kernels().norm_rope(keys[layer], row, slot[row], position[row]);
+      copy_heads(values[layer].first, values[layer].second, row, slot[row], heads, dim, element);
+    }
+  });
+}
+
+Three block_layout(const at::Tensor& bonus_ids, const at::Tensor& prefix_lens, const at::Tensor& req_pool_indices,
+                   const at::Tensor& req_to_token, int64_t block_size, int64_t mask_token_id) {
+  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
+              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
+  const int64_t batch = bonus_ids.numel();
+  const at::Tensor prefixes = prefix_lens.to(at::kLong), rows = req_pool_indices.to(at::kLong);
+  const int64_t* bonus = ids_of(bonus_ids, "bonus_ids", batch);
+  const int64_t* prefix = ids_of(prefixes, "prefix_lens", batch);
+  const int64_t* row = ids_of(rows, "req_pool_indices", batch);
+  require_below(row, batch, req_to_token.size(0), "req_pool_indices");
+  require_below(prefix, batch, req_to_token.size(1) - block_size + 1, "prefix_lens");
+  at::Tensor ids = unfilled({batch, block_size}, at::kLong);
+  at::Tensor positions = unfilled({batch, block_size}, at::kLong), slots = unfilled({batch, block_size}, at::kLong);
+  int64_t *id = ids.data_ptr<int64_t>(), *position = positions.data_ptr<int64_t>(), *slot = slots.data_ptr<int64_t>();
+  const int32_t* table = req_to_token.const_data_ptr<int32_t>();
+  for (int64_t b = 0; b < batch; b++) {
+    for (int64_t i = 0; i < block_size; i++, id++, position++, slot++) {
+      *id = i == 0 ? bonus[b] : mask_token_id;
+      *position = prefix[b] + i;
+      *slot = table[row[b] * req_to_token.stride(0) + *position];
+    }
+  }
+  return {ids, positions, slots};
+}
+
 TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
-  m.impl("block_layout", block_layout);
-  m.impl("write_context_kv", write_context_kv);
   m.impl("norm_rope_", norm_rope_);
   m.impl("rms_norm", rms_norm);
   m.impl("add_rms_norm", add_rms_norm);

@@ -1,6 +1,7 @@
 // Ops over the rows that a step proposes and verifies: the best candidates of each row, layout, acceptance, commit.
 #include <algorithm>
 
+#include "host_ops.h"
 #include "logits.h"
 
 namespace sglang_dflash {
@@ -22,52 +23,9 @@ void add(Top& top, const Top& later) {
   top.maximum = maximum;
 }
 
-std::tuple<at::Tensor, at::Tensor> top_log_probs(const at::Tensor& logits, int64_t count) {
-  TORCH_CHECK(logits.dim() == 2 && dense(logits) && count >= 1 && count <= logits.size(1), "logits are ",
-              logits.sizes(), " with strides ", logits.strides(), " and count is ", count,
-              "; [N, V] with dense rows and a count of 1 .. V are needed");
-  constexpr int64_t kSpan = 16384;
-  const int64_t rows = logits.size(0), vocabulary = logits.size(1), element = logits.element_size();
-  const Type type = type_of(logits, "logits");
-  at::Tensor ids = unfilled({rows, count}, at::kLong);
-  at::Tensor log_probs = unfilled({rows, count}, at::kFloat);
-  const char* base = static_cast<const char*>(logits.const_data_ptr());
-  int64_t* id = ids.data_ptr<int64_t>();
-  float* log_prob = log_probs.data_ptr<float>();
-  each_of_logits(rows, vocabulary, [&](int64_t row) {
-    const char* values = base + row * logits.stride(0) * element;
-    const int64_t spans = (vocabulary + kSpan - 1) / kSpan;
-    std::vector<float> held(spans * count);
-    std::vector<int64_t> held_ids(spans * count);
-    std::vector<Top> tops(spans);
-    at::parallel_for(0, spans, 2, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) {
-        Top& top = tops[i] = Top{held.data() + i * count, held_ids.data() + i * count, count, 0, 0};
-        clear(top);
-        const int64_t first = i * kSpan;
-        kernels().top(values + first * element, type, first, std::min(kSpan, vocabulary - first), top);
-      }
-    });
-    Top& top = tops[0];
-    for (int64_t i = 1; i < spans; i++) add(top, tops[i]);
-    const float total = top.maximum + std::log(top.sum);
-    int64_t unused = 0;  // an id that is not among the best, where all others are -inf or NaN
-    for (int64_t i = 0; i < count; i++) {
-      while (top.ids[i] < 0) {
-        if (std::find(top.ids, top.ids + count, unused) == top.ids + count) top.ids[i] = unused;
-        unused++;
-      }
-      const float value = top.values[i] - total;
-      id[row * count + i] = top.ids[i];
-      log_prob[row * count + i] = value == value ? value : -INFINITY;
-    }
-  });
-  return {ids, log_probs};
-}
-
 // Walks every request's tree: `target(row)` is the target's token after a row.
 template <typename Target>
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> walk(const at::Tensor& ids, const at::Tensor& parents,
+Four walk(const at::Tensor& ids, const at::Tensor& parents,
                                                                 const at::Tensor& row_starts, int64_t length,
                                                                 int64_t cost, Target target) {
   const int64_t count = ids.numel(), batch = row_starts.numel() - 1;
@@ -112,19 +70,69 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> walk(const at::Tensor
   return {out_ids, commit_lens, bonus_ids, path_rows};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept_tree(const at::Tensor& target_ids,
-                                                                       const at::Tensor& ids,
-                                                                       const at::Tensor& parents,
-                                                                       const at::Tensor& row_starts, int64_t length) {
+void require_paths(const at::Tensor& req_to_token, const at::Tensor& path, const at::Tensor& commit_lens) {
+  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
+              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
+  TORCH_CHECK(path.scalar_type() == at::kLong && path.dim() == 2 && path.is_contiguous() &&
+                  path.size(0) == commit_lens.numel() && commit_lens.scalar_type() == at::kInt &&
+                  commit_lens.is_contiguous(),
+              "path is ", path.scalar_type(), path.sizes(), ", commit_lens ", commit_lens.scalar_type(),
+              commit_lens.sizes());
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> top_log_probs(const at::Tensor& logits, int64_t count) {
+  TORCH_CHECK(logits.dim() == 2 && dense(logits) && count >= 1 && count <= logits.size(1), "logits are ",
+              logits.sizes(), " with strides ", logits.strides(), " and count is ", count,
+              "; [N, V] with dense rows and a count of 1 .. V are needed");
+  constexpr int64_t kSpan = 16384;
+  const int64_t rows = logits.size(0), vocabulary = logits.size(1), element = logits.element_size();
+  const Type type = type_of(logits, "logits");
+  at::Tensor ids = unfilled({rows, count}, at::kLong);
+  at::Tensor log_probs = unfilled({rows, count}, at::kFloat);
+  const char* base = static_cast<const char*>(logits.const_data_ptr());
+  int64_t* id = ids.data_ptr<int64_t>();
+  float* log_prob = log_probs.data_ptr<float>();
+  each_of_logits(rows, vocabulary, [&](int64_t row) {
+    const char* values = base + row * logits.stride(0) * element;
+    const int64_t spans = (vocabulary + kSpan - 1) / kSpan;
+    std::vector<float> held(spans * count);
+    std::vector<int64_t> held_ids(spans * count);
+    std::vector<Top> tops(spans);
+    at::parallel_for(0, spans, 2, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        Top& top = tops[i] = Top{held.data() + i * count, held_ids.data() + i * count, count, 0, 0};
+        clear(top);
+        const int64_t first = i * kSpan;
+        kernels().top(values + first * element, type, first, std::min(kSpan, vocabulary - first), top);
+      }
+    });
+    Top& top = tops[0];
+    for (int64_t i = 1; i < spans; i++) add(top, tops[i]);
+    const float total = top.maximum + std::log(top.sum);
+    int64_t unused = 0;  // an id that is not among the best, where all others are -inf or NaN
+    for (int64_t i = 0; i < count; i++) {
+      while (top.ids[i] < 0) {
+        if (std::find(top.ids, top.ids + count, unused) == top.ids + count) top.ids[i] = unused;
+        unused++;
+      }
+      const float value = top.values[i] - total;
+      id[row * count + i] = top.ids[i];
+      log_prob[row * count + i] = value == value ? value : -INFINITY;
+    }
+  });
+  return {ids, log_probs};
+}
+
+Four accept_tree(const at::Tensor& target_ids, const at::Tensor& ids, const at::Tensor& parents,
+                 const at::Tensor& row_starts, int64_t length) {
   const int64_t* chosen = ids_of(target_ids, "target_ids", ids.numel());
   return walk(ids, parents, row_starts, length, 1, [&](int64_t row) { return chosen[row]; });
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept_tree_greedy(const at::Tensor& logits,
-                                                                              const at::Tensor& ids,
-                                                                              const at::Tensor& parents,
-                                                                              const at::Tensor& row_starts,
-                                                                              int64_t length) {
+Four accept_tree_greedy(const at::Tensor& logits, const at::Tensor& ids, const at::Tensor& parents,
+                        const at::Tensor& row_starts, int64_t length) {
   TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && dense(logits) && logits.size(0) >= ids.numel(),
               "logits are ", logits.sizes(), " with strides ", logits.strides(), "; [", ids.numel(),
               ", V] with dense rows is needed");
@@ -135,10 +143,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept_tree_greedy(co
               [&](int64_t row) { return argmax_of(base + row * stride, type, vocabulary, element); });
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out_trees(
-    const at::Tensor& depths, const at::Tensor& ranks, const at::Tensor& requests, const at::Tensor& row_starts,
-    at::IntArrayRef drafted, const at::Tensor& candidate_ids, const at::Tensor& bonus_ids,
-    const at::Tensor& prefix_lens, const at::Tensor& req_pool_indices, const at::Tensor& req_to_token) {
+Three lay_out_trees(const at::Tensor& depths, const at::Tensor& ranks, const at::Tensor& requests,
+                    const at::Tensor& row_starts, at::IntArrayRef drafted, const at::Tensor& candidate_ids,
+                    const at::Tensor& bonus_ids, const at::Tensor& prefix_lens, const at::Tensor& req_pool_indices,
+                    const at::Tensor& req_to_token) {
   TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
               "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
   const int64_t rows = requests.numel(), batch = bonus_ids.numel();
@@ -184,17 +192,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out_trees(
   return {ids, positions, slots};
 }
 
-void require_paths(const at::Tensor& req_to_token, const at::Tensor& path, const at::Tensor& commit_lens) {
-  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
-              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
-  TORCH_CHECK(path.scalar_type() == at::kLong && path.dim() == 2 && path.is_contiguous() &&
-                  path.size(0) == commit_lens.numel() && commit_lens.scalar_type() == at::kInt &&
-                  commit_lens.is_contiguous(),
-              "path is ", path.scalar_type(), path.sizes(), ", commit_lens ", commit_lens.scalar_type(),
-              commit_lens.sizes());
-}
-
-void exchange_slots(at::Tensor& req_to_token, const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
+void exchange_slots(const at::Tensor& req_to_token, const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
                     const at::Tensor& path, const at::Tensor& commit_lens, const at::Tensor& row_starts) {
   require_paths(req_to_token, path, commit_lens);
   const int64_t batch = commit_lens.numel(), length = path.size(1);
@@ -227,10 +225,8 @@ void exchange_slots(at::Tensor& req_to_token, const at::Tensor& req_pool_indices
 }
 
 // The accepted rows, their positions, and the slots of these positions.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> committed_rows(const at::Tensor& req_to_token,
-                                                              const at::Tensor& req_pool_indices,
-                                                              const at::Tensor& prefix_lens, const at::Tensor& path,
-                                                              const at::Tensor& commit_lens) {
+Three committed_rows(const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
+                     const at::Tensor& prefix_lens, const at::Tensor& path, const at::Tensor& commit_lens) {
   const int64_t batch = commit_lens.numel();
   require_paths(req_to_token, path, commit_lens);
   const int64_t* request = ids_of(req_pool_indices, "req_pool_indices", batch);
@@ -254,17 +250,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> committed_rows(const at::Tensor& 
     for (int64_t i = 0; i < lens[b]; i++) *row++ = taken[i], *position++ = prefix[b] + i, *slot++ = own[i];
   }
   return {rows, positions, slots};
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {
-  m.impl("committed_rows", committed_rows);
-  m.impl("exchange_slots", exchange_slots);
-  m.impl("lay_out_trees", lay_out_trees);
-  m.impl("top_log_probs", top_log_probs);
-  m.impl("accept_tree", accept_tree);
-  m.impl("accept_tree_greedy", accept_tree_greedy);
 }
 
 }  // namespace sglang_dflash

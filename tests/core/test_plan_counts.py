@@ -9,20 +9,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from sglang_dflash import ops
-from sglang_dflash.core.depth_tally import TOGETHER, DepthTally
 from sglang_dflash.core.plan import Planner
 from sglang_dflash.core.plan_counts import DepthCounts, PlanCounts
 from sglang_dflash.core.policy import Fixed
-
-
-def test_anchors_are_no_rows() -> None:
-    """Fails where the anchors of blocks count as verified rows, or only the latest step counts."""
-    counts = PlanCounts()
-    counts.chose([3, 1], 2, 1.4)
-    counts.chose([4, 4], 5, 3.9)
-    assert (counts.blocks, counts.rows, counts.depth) == (4, 8, 7)
-    assert counts.promised == pytest.approx(5.3)
 
 
 def test_a_fixed_plan_counts_its_steps() -> None:
@@ -77,35 +66,6 @@ def test_in_words() -> None:
     assert str(PlanCounts(9, copies=4, copied_rows=24, copied_promised=17.0, copied_accepted=20)) == (
         f"0 blocks in 9 steps; {copies}"
     )
-
-
-def test_rows_are_counted_by_depth() -> None:
-    """Fails where a row counts at another depth than its own, or where a row that was not verified, an anchor or a
-    request without a draft counts. Two requests have trees; the second verifies its anchor and one row."""
-    counts = PlanCounts()
-    tally = DepthTally(counts)
-    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]], dtype=torch.int32)
-    depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]], dtype=torch.int32)
-    reaches = torch.tensor([[1.0, 0.5, 0.25, 0.125], [1.0, 0.75, 0.5, 0.25]])
-    trees = ops.Trees(parents, depths, torch.zeros_like(depths), reaches)
-    for _ in range(2):
-        tally.add(trees, [4, 2], torch.tensor([3, 1, 2], dtype=torch.int32))  # the request between them has no draft
-    assert not counts.by_depth
-    tally.settle()
-    tally.settle()
-    assert counts.by_depth == [DepthCounts(6, 3.0, 4), DepthCounts(2, 0.25, 2)]
-
-
-def test_counts_by_depth_rise_together() -> None:
-    """Fails where drafted steps wait without end, or where steps with anchors alone do harm."""
-    counts = PlanCounts()
-    tally = DepthTally(counts)
-    anchors = torch.tensor([[-1, -1]], dtype=torch.int32), torch.tensor([[0, 1]], dtype=torch.int32)
-    trees = ops.Trees(*anchors, anchors[0], torch.tensor([[1.0, 0.5]]))
-    for lens in ([1], [2]):
-        for _ in range(TOGETHER):
-            tally.add(trees, lens, torch.tensor([1], dtype=torch.int32))
-        assert counts.by_depth == [DepthCounts(TOGETHER, TOGETHER / 2, 0)][: lens[0] - 1]
 
 
 def test_depths_are_summed_and_said() -> None:

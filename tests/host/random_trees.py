@@ -10,7 +10,7 @@ from stand_in_worker import BLOCK
 
 from sglang_dflash import ops
 from sglang_dflash.core.plan_counts import PlanCounts
-from sglang_dflash.core.policy import Copied, Drafting, add_copies, anchors
+from sglang_dflash.core.policy import Copied, Drafting, chains_of, undrafted
 
 KERNELS = ops.choose_kernels("cpu", torch.float32)
 
@@ -60,8 +60,7 @@ class Playing:
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         if self.drafting.width == 1:
             assert log_probs is None
-            copies, batch = self.drafting.copies, len(self._requests)
-            self.trees = add_copies(KERNELS.plans, None, [], [], copies, batch) if copies else anchors(batch)
+            self.trees = undrafted(len(self._requests), self.drafting.copies)
             return self.trees
         count = self._candidates
         assert log_probs.shape == (len(self.drafting.requests), self.drafting.width - 1, count)
@@ -70,11 +69,8 @@ class Playing:
         parents, depths, ranks = (torch.tensor(rows, dtype=torch.int32) for rows in zip(*grown, strict=True))
         lens = [int((own >= 0).sum()) + 1 for own in ranks]
         trees = ops.Trees(parents, depths, ranks, torch.zeros(depths.shape))
-        drafted, copies, batch = self.drafting.requests, self.drafting.copies, len(self._requests)
-        if copies:
-            self.trees = add_copies(KERNELS.plans, trees, drafted, lens, copies, batch)
-        else:
-            self.trees = KERNELS.plans.take_rows(trees, drafted, lens, batch)
+        plan = self.drafting.requests, lens, len(self._requests), *chains_of(self.drafting.copies)
+        self.trees = KERNELS.plans.take_rows(trees, *plan)
         return self.trees
 
     def _grow(self, name: str) -> tuple[list[int], list[int], list[int]]:

@@ -65,6 +65,10 @@ def test_a_library_of_older_sources_is_refused(monkeypatch):
     monkeypatch.setattr(native, "LATEST", {"linear": 3, "row_argmax": 2, "an_op_of_tomorrow": 1})
     with pytest.raises(ImportError, match="from older sources and lacks row_argmax, an_op_of_tomorrow: rebuild it"):
         native.isa.__wrapped__()
+    monkeypatch.undo()
+    monkeypatch.setattr(native, "REVISION", native.REVISION + 1)
+    with pytest.raises(ImportError, match=f"lacks revision {native.REVISION} of _native.*: rebuild it"):
+        native.isa.__wrapped__()
 
 
 def test_the_switch_leaves_torch():

@@ -19,7 +19,6 @@ from tree_cases import (
     make_chances,
     make_logits,
     make_rows,
-    make_tables,
     padded,
     random_parents,
     threads,
@@ -238,20 +237,3 @@ def test_ancestors(batch, rows, data):
     masks = tree.ancestors(parents, width)
     assert masks.dtype == torch.bool
     assert torch.equal(masks, seen[:, :width, :width] > 0)
-
-
-@NATIVE
-def test_their_schemas_are_right():
-    """Fails where an op changes an argument, or returns one, and its schema does not say so."""
-    compiled, (ids, parents, row_starts) = torch.ops.sglang_dflash, make_rows([3, 4], 2, 0)
-    accepted = tree.accept_tree(ids, ids, parents, row_starts, 4)
-    tables = make_tables([3, 4], 0)
-    calls = {
-        compiled.top_log_probs: (torch.randn(3, 9), 2),
-        compiled.best_first: (make_chances(2, 3, 2, "any", 0), 5),
-        compiled.accept_tree: (ids, ids, parents, row_starts, 4),
-        compiled.accept_tree_greedy: (torch.randn(7, 5), ids, parents, row_starts, 4),
-        compiled.exchange_slots: (*tables, accepted.path, accepted.commit_lens, row_starts),
-    }
-    for call, arguments in calls.items():
-        torch.library.opcheck(call.default, arguments, test_utils=("test_schema",))

@@ -16,15 +16,17 @@ KERNELS = ops.choose_kernels("cpu", torch.float32)
 
 
 @st.composite
-def plans(draw) -> tuple[Trees, list[int], list[int], int]:
-    """Trees of some requests, these requests, the rows to take of each tree, and the number of all requests."""
+def plans(draw) -> tuple[Trees, list[int], list[int], int, list[int], list[int]]:
+    """Trees of some requests, these requests, the rows to take of each tree, the number of all requests, those of the
+    others that get copies, and the rows of each."""
     batch = draw(st.integers(1, 5))
     drafted = sorted(draw(st.sets(st.integers(0, batch - 1))))
     ranks, seed = draw(st.integers(1, 4)), draw(st.integers(0, 99))
     chances = make_chances(len(drafted), draw(st.integers(1, 6)), ranks, draw(st.sampled_from(["any", "ties"])), seed)
     trees = tree.best_first(chances, draw(st.integers(1, 12)))
     lens = [draw(st.integers(1, int((reaches > 0).sum()))) for reaches in trees.reaches]
-    return trees, drafted, lens, batch
+    left = sorted(draw(st.sets(st.sampled_from(range(batch)), max_size=2)).difference(drafted))
+    return trees, drafted, lens, batch, left, [draw(st.integers(1, 9)) for _ in left]
 
 
 def assert_same_rows(got: PlannedRows, expected: PlannedRows) -> None:
@@ -39,10 +41,10 @@ def assert_same_rows(got: PlannedRows, expected: PlannedRows) -> None:
 @settings(max_examples=150, deadline=None)
 @given(plan=plans())
 def test_rows_are_taken_from_trees(body, plan):
-    """Fails where a row is another tree's or another place's, a request without a tree gets more than its anchor, a row
-    sees what is not on its path, or chains get a mask."""
-    trees, drafted, lens, batch = plan
-    rows = body.take_rows(trees, drafted, lens, batch)
+    """Fails where a row is another tree's or another place's, a request without a tree gets more than its anchor or
+    copy, a row sees what is not on its path, or chains get a mask."""
+    trees, drafted, lens, batch, copied, copied_lens = plan
+    rows = body.take_rows(*plan)
     expected, counts = [], [1] * batch
     for request in range(batch):
         own = [(-1, 0, -1)]
@@ -50,6 +52,9 @@ def test_rows_are_taken_from_trees(body, plan):
             place = drafted.index(request)
             counts[request] = lens[place]
             own = list(zip(*(field[place, : lens[place]].tolist() for field in trees[:3]), strict=True))
+        elif request in copied:
+            counts[request] = copied_lens[copied.index(request)]
+            own += [(row - 1, row, 0) for row in range(1, counts[request])]
         expected += [(*row, request) for row in own]
     assert list(zip(*(field.tolist() for field in rows[:4]), strict=True)) == expected
     assert [field.dtype for field in rows[:5]] == [torch.int32] * 3 + [torch.int64] * 2
@@ -76,8 +81,8 @@ def test_rows_are_taken_from_trees(body, plan):
 def test_rows_are_laid_out(body, plan, dtype, seed):
     """Fails where a row gets another candidate's id, its place for its depth as position, its depth for its place as
     slot, or the table, ids or prefixes of another request."""
-    trees, drafted, _, batch = plan
-    rows, random = tree.take_rows(*plan), torch.Generator().manual_seed(seed)
+    trees, drafted, lens, batch, *_ = plan
+    rows, random = tree.take_rows(trees, drafted, lens, batch), torch.Generator().manual_seed(seed)
     shape = (len(drafted), int(trees.depths.max()) if drafted else 1, 4)
     candidate_ids = torch.randint(1000, shape, generator=random)
     bonus_ids = torch.randint(1000, (batch,), generator=random)

@@ -23,7 +23,6 @@ class MemoryTuning:
         deep_weight: share. Weight of the latest chances of a depth in their mean.
         own_share: share of a request's advantage over the mean, at the depths that were drafted, that is expected of
             deeper ones. Measured: within a block, log-odds at different depths have a correlation of 0.7 to 0.8.
-        requests: requests whose recent steps are kept.
     """
 
     steps: int = 4
@@ -31,17 +30,16 @@ class MemoryTuning:
     prior_steps: float = 1.0
     deep_weight: float = 0.05
     own_share: float = 0.5
-    requests: int = 1024
 
 
 class DraftMemory:
     """What recent drafts offered, by request (`ops.Offers`). It says what drafting the request once more may bring."""
 
-    def __init__(self, block_size: int, max_rows: int, tuning: MemoryTuning | None = None) -> None:
-        self._tuning = tuning = tuning or MemoryTuning()
+    def __init__(self, offers: ops.Offers, places: Places, tuning: MemoryTuning | None = None) -> None:
+        """places: of the requests in the offers."""
+        self._tuning = tuning or MemoryTuning()
         self._kernels = ops.choose_kernels("cpu").plans
-        self._offers = ops.Offers.none(tuning.requests, tuning.steps, max_rows - 1, block_size - 1)
-        self._places = Places(tuning.requests)
+        self._offers, self._places = offers, places
 
     def knows(self, name: str) -> bool:
         """Whether the request was drafted before."""
@@ -54,24 +52,12 @@ class DraftMemory:
         others = set(range(len(names))).difference(drafted)
         return sorted(others, key=lambda i: (ages.get(names[i], -1), -i))
 
-    def keep(self, steps: Sequence[tuple[list[str], ops.ChosenRows]]) -> None:
-        """Keeps what some steps offered to the named requests, the oldest step first. All steps together name at most
-        as many requests as are kept."""
-        offered = [ops.OfferedStep(list(map(self._place, names)), step.chances, step.trees) for names, step in steps]
-        self._kernels.keep_offers(self._offers, offered, self._tuning.deep_weight, self._tuning.own_share)
-
-    def _place(self, name: str) -> int:
-        place, new = self._places.use(name)
-        if new:
-            self._offers.kept[place] = 0
-        return place
-
     def best_width(self, names: Sequence[str], costs: ops.StepCosts, price: float) -> ops.BestWidth:
         """See `draft_offers.best_width`."""
-        places = [self._places.get(name) for name in names]
-        known = [-1 if place is None else place for place in places]
         others = list(islice(self._places.newest_first(), self._tuning.others))
-        return self._kernels.best_width(self._offers, known, others, self._tuning.prior_steps, costs, price)
+        return self._kernels.best_width(
+            self._offers, self._places.of(names), others, self._tuning.prior_steps, costs, price
+        )
 
     def worth(self, names: Sequence[str], least: float) -> list[float]:
         """Tokens that a block of each request brings beyond the price of its rows. A request that was never drafted is
@@ -80,7 +66,7 @@ class DraftMemory:
         Args:
             least: tokens that the time of a row is worth.
         """
-        offers, places = self._offers, [self._places.get(name) for name in names]
+        offers, places = self._offers, self._places.of(names)
         steps = torch.arange(offers.reaches.shape[1])
 
         def of(rows: list[int]) -> torch.Tensor:
@@ -90,6 +76,6 @@ class DraftMemory:
 
         others = list(islice(self._places.newest_first(), self._tuning.others))
         mean = float(of(others).mean()) if others else 0.0
-        known = [place for place in places if place is not None]
+        known = [place for place in places if place >= 0]
         own = iter(of(known).tolist() if known else [])
-        return [mean if place is None else next(own) for place in places]
+        return [mean if place < 0 else next(own) for place in places]

@@ -4,7 +4,7 @@ A row that is verified may commit one more token, and it costs time: almost none
 step, its full share once all cores are busy. The planner takes the rows that bring the most tokens per second, over all
 requests of the step together:
 
-* The tokens of a row are the chance that it is reached: the product of the calibrated chances (`Calibration`) along its
+* The tokens of a row are the chance that it is reached: the product of the calibrated chances (`DraftedRows`) along its
   path. `tree.best_first` finds each request's most likely rows, as a tree, or as a chain if the draft gives one
   candidate for each row.
 * The seconds follow from the times of recent steps (`StepTimes`), apart for the draft and for all the rest.
@@ -23,14 +23,19 @@ from dataclasses import dataclass
 import torch
 
 from sglang_dflash import ops
-from sglang_dflash.core.calibration import Calibration
 from sglang_dflash.core.copying import Copying, best_copies
-from sglang_dflash.core.draft_memory import DraftMemory
-from sglang_dflash.core.lessons import DraftedStep, Lessons
+from sglang_dflash.core.draft_memory import DraftMemory, MemoryTuning
+from sglang_dflash.core.drafted_rows import DraftedRows
+from sglang_dflash.core.places import Places
 from sglang_dflash.core.plan_counts import PlanCounts
-from sglang_dflash.core.policy import NOTHING, Copied, Drafting, add_copies, anchors
+from sglang_dflash.core.policy import NOTHING, Copied, Drafting, undrafted
 from sglang_dflash.core.step_times import StepTimes
 from sglang_dflash.core.turn_gaps import TurnGaps
+
+REQUESTS = 1024
+"""Requests of which is kept what their drafts have shown."""
+BLOCKS = 256
+"""Drafted requests of steps that wait to be learned; more if one step drafts more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +91,22 @@ class Planner:
         self._max_rows = max_rows or block_size
         self._clock = clock
         self._tuning = tuning or PlanTuning()
-        self._calibration = Calibration(block_size - 1)
         self._draft_times, self._rest_times = StepTimes(), StepTimes()
-        self._memory = DraftMemory(block_size, self._max_rows)
         self._gaps = TurnGaps(self._tuning.gap_weight)
         self._requests: list[str] = []
         self.counts = PlanCounts()
+        places, memory = Places(REQUESTS), MemoryTuning()
+        tables = ops.PlanTables.none(REQUESTS, memory.steps, self._max_rows, block_size - 1, BLOCKS)
+        self._memory = DraftMemory(tables.offers, places, memory)
+        self._drafted_rows = DraftedRows(tables, places, self.counts, memory=memory)
         self.copying, self._drafts = copying, drafts
         self._drafts_worth: dict[int, float] = {}  # request -> tokens that its block brings beyond its rows' price
         self._probing = False
-        self._lessons = Lessons(self._calibration, self._memory, self.counts)
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None  # the requests for which it was decided
         self._held_for: list[str] | None = None  # those for which the decision holds now; see `_adapts`
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
         self._least: float | None = 0.0  # chance from which a row pays, by these; None: not reckoned yet
-        self._kernels = ops.choose_kernels("cpu").plans
         self._probe_rows = 0.0  # mean rows of a drafted request in probes, beside its anchor
         self._everything = False  # this step verifies every row that the draft offers
         self._steps = self._decided_at = self._steps_since_probe = self._probes = 0
@@ -110,7 +115,6 @@ class Planner:
         self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
         self._rows: ops.PlannedRows | None = None
-        self._offered: tuple[torch.Tensor, ops.ChosenRows] | None = None  # the draft's log-probabilities, and the plan
 
     def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
         self._begun_s = self._clock()
@@ -138,7 +142,7 @@ class Planner:
         else:
             probe = self._probe()
             self._probing = probe is not None
-            self._drafting = probe or (self._decided if warming else self._copy())
+            self._drafting = probe or (self._decided if warming or self.copying is None else self._copy())
         self._draft_begun_s = self._clock()
         self.counts.planning_s += self._draft_begun_s - self._begun_s
         return self._drafting
@@ -146,7 +150,8 @@ class Planner:
     def _copy(self) -> Drafting:
         """What was decided, except that requests get copies where these promise more."""
         decided, (tokens, seconds) = self._decided, self._expected
-        if self.copying is None or not seconds:
+        assert self.copying is not None
+        if not seconds:
             return decided
         offers = [self.copying.offer(name) for name in self._requests]
         if not any(offers):
@@ -212,7 +217,7 @@ class Planner:
         self._drafted_s = self._clock()
         batch, drafted, copies = len(self._requests), self._drafting.requests, self._drafting.copies
         if log_probs is None:
-            self._rows = add_copies(self._kernels, None, [], [], copies, batch) if copies else anchors(batch)
+            self._rows = undrafted(batch, copies)
             self.counts.planning_s += self._clock() - self._drafted_s
             return self._rows
         # A row pays if it brings more than the same time brings on average. A single step's own tokens per second would
@@ -222,11 +227,7 @@ class Planner:
             self._least = self._rest_times.line()[1] * tokens / seconds if seconds else 0.0
         least = 0.0 if self._everything else self._least
         names = [self._requests[i] for i in drafted]
-        chosen = self._calibration.plan(log_probs, names, self._max_rows, least, drafted, batch)
-        if copies:
-            lens = [chosen.rows.lens[i] for i in drafted]
-            chosen = chosen._replace(rows=add_copies(self._kernels, chosen.trees, drafted, lens, copies, batch))
-        self._rows, self._offered = chosen.rows, (log_probs, chosen)
+        self._rows = self._drafted_rows.plan(log_probs, names, drafted, batch, least, copies)
         if self._probing:
             rows = (len(self._rows.parents) - batch) / len(drafted)
             self._probe_rows += self._tuning.probe_weight * (rows - self._probe_rows)
@@ -248,9 +249,8 @@ class Planner:
         if drafting.copies:
             lens = commit_lens.tolist()
             self.counts.copied_accepted += sum(lens[copy.request] - 1 for copy in drafting.copies)
-        if drafting.width > 1 and self._offered is not None:
-            self._lessons.add(DraftedStep(self._requests, drafting, *self._offered, path, commit_lens))
-            self._offered = None
+        if drafting.width > 1:
+            self._drafted_rows.end(path)
         now_s = self._clock()
         self.counts.steps += 1
         self.counts.seconds += now_s - self._begun_s
@@ -261,14 +261,14 @@ class Planner:
 
     def settle(self) -> None:
         begun_s = self._clock()
-        self._lessons.settle()
+        self._drafted_rows.settle()
         took_s = self._clock() - begun_s
         self.counts.seconds += took_s
         self.counts.planning_s += took_s
 
     def _decide(self) -> None:
         """Chooses the requests to draft and their width, by what the same choice would have brought in recent steps."""
-        self._lessons.learn()
+        self._drafted_rows.learn()
         batch, another_load = len(self._requests), self._doubled_or_halved()
         self._decided_for = self._held_for = self._requests
         self._drafts_worth = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any
@@ -63,12 +63,13 @@ class PlanCounts:
     copied_accepted: int = 0
     by_depth: list[DepthCounts] = field(default_factory=list)
 
-    def chose(self, lens: Sequence[int], depth: int, promised: float) -> None:
-        """A step verifies `lens` rows of its drafted requests, anchors included. depth, promised: the step's part."""
-        self.blocks += len(lens)
-        self.rows += sum(lens) - len(lens)
+    def add_blocks(self, blocks: int, rows: int, depth: int, promised: float, accepted: int) -> None:
+        """The draft has filled `blocks` blocks. The rest as in `ops.VerifiedRows`."""
+        self.blocks += blocks
+        self.rows += rows
         self.depth += depth
         self.promised += promised
+        self.accepted += accepted
 
     def since(self, before: PlanCounts) -> PlanCounts:
         return self._plus(before, -1)

@@ -127,12 +127,13 @@ class Fixed:
 
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         if log_probs is None:
-            return anchors(self._batch)
+            return undrafted(self._batch)
         first = log_probs[:, :, :1]
         lens = [self._rows] * self._batch
         chains = self._kernels.best_first(torch.ones_like(first), self._rows)  # all rows, however unlikely
+        rows = self._batch * (self._rows - 1)
         promised = float(first[:, : self._rows - 1, 0].cumsum(1).exp().sum())
-        self.counts.chose(lens, self._batch * (self._rows - 1), promised)
+        self.counts.add_blocks(self._batch, rows, rows, promised, 0)
         return self._kernels.take_rows(chains, list(range(self._batch)), lens, self._batch)
 
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
@@ -151,39 +152,20 @@ class Fixed:
 @lru_cache(maxsize=256)
 def anchors(batch: int) -> ops.PlannedRows:
     """A plan of one row for each request. Its tensors are shared; nobody writes to them."""
+    return _without_trees(batch, [], [])
+
+
+def undrafted(batch: int, copies: Sequence[Copied] = ()) -> ops.PlannedRows:
+    """The rows of a step without a draft: the chains of the copies, and the anchors of all other requests."""
+    return _without_trees(batch, *chains_of(copies)) if copies else anchors(batch)
+
+
+def chains_of(copies: Sequence[Copied]) -> tuple[list[int], list[int]]:
+    """`copied` and `copied_lens` of `tree.take_rows`."""
+    return [copied.request for copied in copies], [1 + len(copied.ids) for copied in copies]
+
+
+def _without_trees(batch: int, copied: list[int], copied_lens: list[int]) -> ops.PlannedRows:
     none = torch.empty((0, 1), dtype=torch.int32)
-    return ops.choose_kernels("cpu").plans.take_rows(ops.Trees(none, none, none, none), [], [], batch)
-
-
-def add_copies(
-    kernels: ops.PlanKernels,
-    trees: ops.Trees | None,
-    drafted: Sequence[int],
-    lens: Sequence[int],
-    copies: Sequence[Copied],
-    batch: int,
-) -> ops.PlannedRows:
-    """The first `lens` rows of the drafted requests' trees, the chains of the copies, and the anchors of the others.
-
-    Args:
-        trees: of the drafted requests; None: nobody was drafted.
-        drafted, lens: as in `tree.take_rows`.
-        copies: of other requests.
-        batch: B, all requests.
-    """
-    most = max(0 if trees is None else trees.parents.shape[1], *(len(copied.ids) + 1 for copied in copies))
-    chain = torch.arange(most, dtype=torch.int32)
-    row_lens = {copied.request: len(copied.ids) + 1 for copied in copies}
-    row_lens |= dict(zip(drafted, lens, strict=True))
-    everyone = sorted(row_lens)
-    place_of = {request: place for place, request in enumerate(everyone)}
-    parents, depths = (rows.repeat(len(everyone), 1) for rows in (chain - 1, chain))
-    ranks = torch.zeros_like(parents)
-    ranks[:, 0] = -1
-    if trees is not None:
-        places, columns = [place_of[request] for request in drafted], trees.parents.shape[1]
-        for field, own in zip((parents, depths, ranks), trees, strict=False):
-            field[places, :columns] = own
-    return kernels.take_rows(
-        ops.Trees(parents, depths, ranks, torch.empty(0)), everyone, [row_lens[request] for request in everyone], batch
-    )
+    kernels = ops.choose_kernels("cpu").plans
+    return kernels.take_rows(ops.Trees(none, none, none, none), [], [], batch, copied, copied_lens)

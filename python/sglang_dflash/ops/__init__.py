@@ -19,7 +19,7 @@ from sglang_dflash.ops.attention_bodies import (
 from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels
 from sglang_dflash.ops.block_conv import grouped_conv
 from sglang_dflash.ops.domino import DominoWeights, domino_rollout
-from sglang_dflash.ops.draft_offers import BestWidth, OfferedStep, Offers, StepCosts
+from sglang_dflash.ops.draft_offers import BestWidth, Offers, StepCosts
 from sglang_dflash.ops.fixed_trees import (
     DraftedTrees,
     FinalSlots,
@@ -43,7 +43,8 @@ from sglang_dflash.ops.penalties import (
     penalize_trees,
     penalties_of,
 )
-from sglang_dflash.ops.platt_scaling import ChosenRows, Lesson, PlattTuning
+from sglang_dflash.ops.planning import PlanTables, VerifiedRows
+from sglang_dflash.ops.platt_scaling import PlattTuning
 from sglang_dflash.ops.recurrent_reference import StateRows
 from sglang_dflash.ops.reference import (
     GreedyAcceptance,
@@ -70,7 +71,6 @@ __all__ = [
     "Attention",
     "BestWidth",
     "Candidates",
-    "ChosenRows",
     "DominoWeights",
     "DraftedTrees",
     "Emitted",
@@ -80,13 +80,12 @@ __all__ = [
     "KVBuffers",
     "KVScratch",
     "Kernels",
-    "Lesson",
-    "OfferedStep",
     "Offers",
     "PagedRows",
     "PagedTable",
     "PenaltyParams",
     "PlanKernels",
+    "PlanTables",
     "PlannedRows",
     "PlattTuning",
     "Proposal",
@@ -94,6 +93,7 @@ __all__ = [
     "StepCosts",
     "TreeAcceptance",
     "Trees",
+    "VerifiedRows",
     "accept_anchors",
     "attention_mask",
     "bodies",

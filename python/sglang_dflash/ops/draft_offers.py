@@ -1,4 +1,4 @@
-"""The specification of what is remembered of recent drafts, and of the choice whom to draft next.
+"""The specification of the choice whom to draft next, by what recent drafts offered.
 
 An offer is what one drafted step of a request offered: the rows of its tree, with the chances to reach them.
 """
@@ -9,10 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-
-from sglang_dflash.ops.tree import Trees
-
-LEAST_CHANCE = 1e-3  # of a draft, and of its miss, where odds are compared
 
 
 class Offers(NamedTuple):
@@ -73,58 +69,6 @@ class BestWidth(NamedTuple):
     requests: list[int]
     tokens: float
     seconds: float
-
-
-class OfferedStep(NamedTuple):
-    """What one step offered to its b drafted requests.
-
-    Fields:
-        places: of the requests in `Offers`, all different.
-        chances: [b, D', k] float32; see `platt`. At most D depths were drafted.
-        trees: of these requests.
-    """
-
-    places: Sequence[int]
-    chances: torch.Tensor
-    trees: Trees
-
-
-def keep_offers(offers: Offers, steps: Sequence[OfferedStep], deep_weight: float, own_share: float) -> None:
-    """Keeps the offers of some steps in place, the oldest step first.
-
-    A request whose drafts are better than the mean is probably so beyond the depths that were drafted, too. So the odds
-    there are those of the mean chances, times the geometric mean of its odds over theirs at the drafted depths, to the
-    power of `own_share`.
-
-    Args:
-        deep_weight: share. Weight of each step in the mean chances of depths.
-        own_share: share. 0: what a request offers beyond the drafted depths is the mean alone.
-    """
-    for step in steps:
-        _keep_step(offers, *step, deep_weight, own_share)
-
-
-def _keep_step(
-    offers: Offers, places: Sequence[int], chances: torch.Tensor, trees: Trees, deep_weight: float, own_share: float
-) -> None:
-    first = chances[:, :, 0].double()
-    drafted = first.shape[1]
-    deep = offers.deep[:drafted].double()
-    offers.deep[:drafted] = deep + deep_weight * (first.mean(0) - deep)
-    log_odds = _log_odds(first) - _log_odds(offers.deep[:drafted].double())
-    odds = (own_share * log_odds.mean(1)).exp()
-    for i, place in enumerate(places):
-        step = int(offers.kept[place]) % offers.reaches.shape[1]
-        offers.kept[place] += 1
-        offers.reaches[place, step] = trees.reaches[i, 1:]
-        offers.depths[place, step] = trees.depths[i, 1:]
-        offers.drafted[place, step] = drafted
-        offers.through[place, step] = first[i].prod()
-        offers.odds[place, step] = odds[i]
-
-
-def _log_odds(chances: torch.Tensor) -> torch.Tensor:
-    return chances.clamp(LEAST_CHANCE, 1 - LEAST_CHANCE).logit()
 
 
 def best_width(

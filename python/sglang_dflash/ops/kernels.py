@@ -18,6 +18,7 @@ from sglang_dflash.ops import (
     mixture,
     native,
     native_bodies,
+    planning,
     platt_scaling,
     recurrent,
     reference,
@@ -27,7 +28,7 @@ from sglang_dflash.ops import recurrent_reference as states
 from sglang_dflash.ops.attention_bodies import NATIVE_ATTENTION, TORCH_ATTENTION, Attention
 from sglang_dflash.ops.draft_offers import BestWidth
 from sglang_dflash.ops.penalties import EmittedTokens
-from sglang_dflash.ops.platt_scaling import ChosenRows
+from sglang_dflash.ops.planning import VerifiedRows
 from sglang_dflash.ops.reference import GreedyAcceptance
 from sglang_dflash.ops.tree import PlannedRows, Proposal, TreeAcceptance, Trees
 
@@ -37,14 +38,13 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class PlanKernels:
     """What a plan of rows takes, on the host's CPU. Specified by the functions of the same names in `tree`,
-    `platt_scaling` and `draft_offers`."""
+    `platt_scaling`, `planning` and `draft_offers`."""
 
     best_first: Callable[..., Trees]
     take_rows: Callable[..., PlannedRows]
-    plan_rows: Callable[..., ChosenRows]
+    plan_rows: Callable[..., PlannedRows]
     platt: Callable[..., torch.Tensor]
-    platt_steps: Callable[..., None]
-    keep_offers: Callable[..., None]
+    learn_steps: Callable[..., VerifiedRows]
     best_width: Callable[..., BestWidth]
     lay_out_trees: Callable[..., Three]
     exchange_slots: Callable[..., None]
@@ -90,10 +90,9 @@ class Kernels:
 TORCH_PLANS = PlanKernels(
     best_first=tree.best_first,
     take_rows=tree.take_rows,
-    plan_rows=platt_scaling.plan_rows,
+    plan_rows=planning.plan_rows,
     platt=platt_scaling.platt,
-    platt_steps=platt_scaling.platt_steps,
-    keep_offers=draft_offers.keep_offers,
+    learn_steps=planning.learn_steps,
     best_width=draft_offers.best_width,
     lay_out_trees=tree.lay_out_trees,
     exchange_slots=tree.exchange_slots,
@@ -143,18 +142,16 @@ def choose_kernels(device: torch.device | str, *dtypes: torch.dtype) -> Kernels:
 
 @cache
 def _native_plans() -> PlanKernels:
-    compiled = torch.ops.sglang_dflash
     return PlanKernels(
         best_first=native_bodies.best_first,
         take_rows=native_bodies.take_rows,
         plan_rows=native_bodies.plan_rows,
         platt=native_bodies.platt,
-        platt_steps=native_bodies.platt_steps,
-        keep_offers=native_bodies.keep_offers,
+        learn_steps=native_bodies.learn_steps,
         best_width=native_bodies.best_width,
         lay_out_trees=native_bodies.lay_out_trees,
-        exchange_slots=compiled.exchange_slots.default,
-        committed_rows=compiled.committed_rows.default,
+        exchange_slots=native.compiled.exchange_slots,
+        committed_rows=native.compiled.committed_rows,
     )
 
 
@@ -172,7 +169,7 @@ def _native_kernels() -> Kernels:
         rms_norm=compiled.rms_norm,
         add_rms_norm=compiled.add_rms_norm,
         norm_rope_=compiled.norm_rope_,
-        block_layout=compiled.block_layout.default,
+        block_layout=native.compiled.block_layout,
         write_context_kv=native_bodies.write_context_kv,
         row_argmax=native_bodies.row_argmax,
         accept_chain=reference.accept_chain,

@@ -1,6 +1,7 @@
 """Loads the compiled ops of `csrc/`, and tells whether they are there and what they take.
 
-They are `torch.ops.sglang_dflash.*`, for CPU tensors of float32 and bfloat16. `SGLANG_DFLASH_NATIVE=0` leaves them out.
+They take CPU tensors of float32 and bfloat16. Those that a compiled or captured forward may call are
+`torch.ops.sglang_dflash.*`; the others are functions of `compiled`. `SGLANG_DFLASH_NATIVE=0` leaves all of them out.
 Their kernels are those of the machine's widest instruction set, unless `SGLANG_DFLASH_ISA=avx512|avx2|scalar` names
 another (scalar: the compiler's baseline).
 """
@@ -10,7 +11,10 @@ from __future__ import annotations
 import os
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -21,16 +25,16 @@ LATEST = {
     "linear": 3,
     "row_argmax": 1,
     "write_and_attend": 15,
-    "block_layout": 6,
     "delta_rule": 12,
     "selective_scan": 14,
-    "accept_tree": 5,
-    "best_width": 12,
-    "keep_offers": 13,
-    "platt_steps": 11,
     "experts": 6,
 }
 """Op -> number of its arguments. In a build from older sources an op is missing, or has another number."""
+REVISION = 1
+"""Of the functions in `compiled`: rises with a change of their arguments or results, in csrc/module.cpp as well."""
+
+compiled: Any = None
+"""The module of the ops that Python calls directly; None before `isa` has loaded it."""
 
 
 @cache
@@ -44,21 +48,34 @@ def isa() -> str | None:
     path = library_path()
     if path is None or not enabled():
         return None
-    try:
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise ImportError(
-            f"{path} was built for another torch than {torch.__version__}: rebuild it (python setup.py build_ext "
-            f"--inplace) or leave it out ({SWITCH}=0)."
-        ) from error
+    module = _load(path)
     missing = [name for name, arguments in LATEST.items() if _arguments(name) != arguments]
+    if getattr(module, "REVISION", 0) != REVISION:
+        missing.append(f"revision {REVISION} of {path.stem}")
     if missing:
         raise ImportError(
             f"{path} was built from older sources and lacks {', '.join(missing)}: rebuild it (python setup.py "
             f"build_ext --inplace) or leave it out ({SWITCH}=0)."
         )
+    global compiled
+    compiled = module
     _register_fakes()
     return str(torch.ops.sglang_dflash.isa())
+
+
+def _load(path: Path) -> ModuleType:
+    """Imports the library, which registers its ops with torch."""
+    spec = spec_from_file_location("sglang_dflash.ops._native", path)
+    assert spec is not None and spec.loader is not None, path
+    try:
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{path} was built for another torch than {torch.__version__}, or from older sources: rebuild it (python "
+            f"setup.py build_ext --inplace) or leave it out ({SWITCH}=0)."
+        ) from error
+    return module
 
 
 def _arguments(name: str) -> int | None:
@@ -118,15 +135,6 @@ def _register_fakes() -> None:
     def _(q, k, v, slots, k_cache, v_cache, *rest):  # type: ignore[no-untyped-def]
         heads = q.flatten(1).shape[1] // k_cache.shape[2]
         return q.new_empty(q.shape[0], heads * v_cache.shape[2])
-
-    @torch.library.register_fake("sglang_dflash::block_layout")
-    def _(bonus_ids, prefix_lens, req_pool_indices, req_to_token, block_size, mask):  # type: ignore[no-untyped-def]
-        ids, positions, slots = (bonus_ids.new_empty(len(bonus_ids), block_size) for _ in range(3))
-        return ids, positions, slots
-
-    @torch.library.register_fake("sglang_dflash::write_context_kv")
-    def _(*args):  # type: ignore[no-untyped-def]
-        return None
 
     @torch.library.register_fake("sglang_dflash::norm_rope_")
     def _(*args):  # type: ignore[no-untyped-def]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 
-from sglang_dflash.ops.draft_offers import BestWidth, OfferedStep, Offers, StepCosts
+from sglang_dflash.ops import native
+from sglang_dflash.ops.draft_offers import BestWidth, Offers, StepCosts
 from sglang_dflash.ops.kv_buffers import KVBuffers
-from sglang_dflash.ops.platt_scaling import ChosenRows, Lesson, PlattTuning
+from sglang_dflash.ops.planning import PlanTables, VerifiedRows
+from sglang_dflash.ops.platt_scaling import PlattTuning
 from sglang_dflash.ops.reference import GreedyAcceptance
 from sglang_dflash.ops.tree import PlannedRows, Proposal, TreeAcceptance, Trees
 
@@ -26,7 +27,7 @@ def write_context_kv(
 ) -> None:
     """See `reference.write_context_kv`."""
     rows = (kv, k_norm_weight, eps, positions, cos_sin, slots)
-    torch.ops.sglang_dflash.write_context_kv(*rows, buffers.k, buffers.v)
+    native.compiled.write_context_kv(*rows, buffers.k, buffers.v)
 
 
 def row_argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -50,97 +51,90 @@ def experts(
 
 def top_log_probs(logits: torch.Tensor, count: int) -> Proposal:
     """See `tree.top_log_probs`."""
-    return Proposal(*torch.ops.sglang_dflash.top_log_probs.default(logits, count))
+    return Proposal(*native.compiled.top_log_probs(logits, count))
 
 
 def accept_tree(
     target_ids: torch.Tensor, ids: torch.Tensor, parents: torch.Tensor, row_starts: torch.Tensor, length: int
 ) -> TreeAcceptance:
     """See `tree.accept_tree`."""
-    return TreeAcceptance(*torch.ops.sglang_dflash.accept_tree.default(target_ids, ids, parents, row_starts, length))
+    return TreeAcceptance(*native.compiled.accept_tree(target_ids, ids, parents, row_starts, length))
 
 
 def accept_tree_greedy(
     logits: torch.Tensor, ids: torch.Tensor, parents: torch.Tensor, row_starts: torch.Tensor, length: int
 ) -> TreeAcceptance:
     """See `tree.accept_tree_greedy`."""
-    return TreeAcceptance(*torch.ops.sglang_dflash.accept_tree_greedy.default(logits, ids, parents, row_starts, length))
+    return TreeAcceptance(*native.compiled.accept_tree_greedy(logits, ids, parents, row_starts, length))
 
 
 def best_first(chances: torch.Tensor, rows: int) -> Trees:
     """See `tree.best_first`."""
-    return Trees(*torch.ops.sglang_dflash.best_first.default(chances, rows))
+    return Trees(*native.compiled.best_first(chances, rows))
 
 
 def platt(
     log_probs: torch.Tensor, shared: torch.Tensor, own: torch.Tensor, places: Sequence[int], max_logit: float
 ) -> torch.Tensor:
     """See `platt_scaling.platt`."""
-    chances: torch.Tensor = torch.ops.sglang_dflash.platt.default(log_probs, shared, own, places, max_logit)
+    chances: torch.Tensor = native.compiled.platt(log_probs, shared, own, places, max_logit)
     return chances
 
 
-def platt_steps(shared: torch.Tensor, own: torch.Tensor, lessons: Sequence[Lesson], tuning: PlattTuning) -> None:
-    """See `platt_scaling.platt_steps`."""
-    if not lessons:
-        return
-    places, drafted, rows, paths, log_probs = zip(*lessons, strict=True)
-    parents, depths, ranks, _, row_starts, *_ = zip(*rows, strict=True)
-    requests = list(chain.from_iterable(places)), list(chain.from_iterable(drafted))
-    fields = row_starts, parents, depths, ranks, paths, log_probs
-    torch.ops.sglang_dflash.platt_steps.default(shared, own, *requests, *fields, tuning)
-
-
-def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: int) -> PlannedRows:
+def take_rows(
+    trees: Trees,
+    drafted: Sequence[int],
+    lens: Sequence[int],
+    batch: int,
+    copied: Sequence[int] = (),
+    copied_lens: Sequence[int] = (),
+) -> PlannedRows:
     """See `tree.take_rows`."""
-    return _planned(torch.ops.sglang_dflash.take_rows.default(*trees[:3], drafted, lens, batch), drafted, lens, batch)
-
-
-def _planned(taken: tuple[Any, ...], drafted: Sequence[int], lens: Sequence[int], batch: int) -> PlannedRows:
-    """taken: what the native op returns."""
-    parents, depths, ranks, requests, row_starts, mask, length = taken
-    row_lens = [1] * batch
-    for request, count in zip(drafted, lens, strict=True):
-        row_lens[request] = count
-    chains = mask.numel() == 0
-    shape = (row_lens, None if chains else mask, length, max(row_lens, default=1))
-    return PlannedRows(parents, depths, ranks, requests, row_starts, *shape)
+    arguments = (*trees[:3], list(drafted), list(lens), batch, list(copied), list(copied_lens))
+    return PlannedRows(*native.compiled.take_rows(*arguments))
 
 
 def plan_rows(
     log_probs: torch.Tensor,
-    shared: torch.Tensor,
-    own: torch.Tensor,
+    tables: PlanTables,
+    first_block: int,
     places: Sequence[int],
     max_logit: float,
-    max_rows: int,
     least: float,
     drafted: Sequence[int],
     batch: int,
-) -> ChosenRows:
-    """See `platt_scaling.plan_rows`. One op, because the code of each op has to come into the processor's caches."""
-    chances, *fields = torch.ops.sglang_dflash.plan_rows.default(
-        log_probs, shared, own, places, max_logit, max_rows, least, drafted, batch
+    copied: Sequence[int] = (),
+    copied_lens: Sequence[int] = (),
+) -> PlannedRows:
+    """See `planning.plan_rows`. One op, because the code of each op has to come into the processor's caches."""
+    shared, own, _, _, blocks = tables
+    rows = (drafted, batch, copied, copied_lens)
+    return PlannedRows(
+        *native.compiled.plan_rows(log_probs, shared, own, blocks, first_block, places, max_logit, least, *rows)
     )
-    rows = _planned(fields[4:11], drafted, fields[11], batch)
-    return ChosenRows(chances, Trees(*fields[:4]), rows, *fields[12:])
 
 
-def keep_offers(offers: Offers, steps: Sequence[OfferedStep], deep_weight: float, own_share: float) -> None:
-    """See `draft_offers.keep_offers`."""
-    if not steps:
-        return
-    places, chances, trees = zip(*steps, strict=True)
-    _, depths, _, reaches = zip(*trees, strict=True)
-    all_places = list(chain.from_iterable(places))
-    torch.ops.sglang_dflash.keep_offers.default(*offers, all_places, chances, reaches, depths, deep_weight, own_share)
+def learn_steps(
+    tables: PlanTables,
+    places: Sequence[Sequence[int]],
+    paths: Sequence[torch.Tensor],
+    tuning: PlattTuning,
+    deep_weight: float,
+    own_share: float,
+) -> VerifiedRows:
+    """See `planning.learn_steps`."""
+    shared, own, offers, by_depth, blocks = tables
+    steps = list(chain.from_iterable(places)), list(map(len, places)), paths
+    values = (*tuning, deep_weight, own_share)
+    learned = native.compiled.learn_steps(shared, own, offers, by_depth, blocks, *steps, values)
+    return VerifiedRows(*learned)
 
 
 def best_width(
     offers: Offers, places: Sequence[int], others: Sequence[int], prior_steps: float, costs: StepCosts, price: float
 ) -> BestWidth:
     """See `draft_offers.best_width`."""
-    found = torch.ops.sglang_dflash.best_width.default(*offers, places, others, prior_steps, costs, price)
+    found = native.compiled.best_width(offers, places, others, prior_steps, costs, price)
     return BestWidth(*found)
 
 
@@ -155,6 +149,6 @@ def lay_out_trees(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `tree.lay_out_trees`."""
     requests = (bonus_ids, prefix_lens, req_pool_indices, req_to_token)
-    laid = torch.ops.sglang_dflash.lay_out_trees.default(*rows[1:5], drafted, candidate_ids, *requests)
+    laid = native.compiled.lay_out_trees(*rows[1:5], drafted, candidate_ids, *requests)
     ids, positions, slots = laid
     return ids, positions, slots

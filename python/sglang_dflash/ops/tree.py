@@ -161,17 +161,27 @@ def best_first(chances: torch.Tensor, rows: int) -> Trees:
     return Trees(*(torch.from_numpy(field) for field in (parents, depths, ranks, reaches)))
 
 
-def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: int) -> PlannedRows:
-    """The first `lens` rows of each tree; the anchor alone for the requests without one.
+def take_rows(
+    trees: Trees,
+    drafted: Sequence[int],
+    lens: Sequence[int],
+    batch: int,
+    copied: Sequence[int] = (),
+    copied_lens: Sequence[int] = (),
+) -> PlannedRows:
+    """The first `lens` rows of each tree, chains for copies, and the anchor alone for all other requests.
 
     Args:
         drafted: indices of the requests that have trees, rising.
         lens: rows of each tree, 1..R.
         batch: B, all requests.
+        copied: indices of other requests, rising. Each row of their chains proposes the first candidate of its depth.
+        copied_lens: rows of each chain, anchor included.
     """
     fields: list[list[int]] = [[], [], [], []]
     row_lens = [1] * batch
     of_request = dict(zip(drafted, range(len(drafted)), strict=True))
+    chain_lens = dict(zip(copied, copied_lens, strict=True))
     for request in range(batch):
         tree = of_request.get(request)
         rows = [(-1, 0, -1)]
@@ -179,6 +189,9 @@ def take_rows(trees: Trees, drafted: Sequence[int], lens: Sequence[int], batch: 
             count = row_lens[request] = lens[tree]
             own = (field[tree, :count].tolist() for field in trees[:3])
             rows = list(zip(*own, strict=True))
+        elif request in chain_lens:
+            count = row_lens[request] = chain_lens[request]
+            rows += [(row - 1, row, 0) for row in range(1, count)]
         for row in rows:
             for field, value in zip(fields, (*row, request), strict=True):
                 field.append(value)

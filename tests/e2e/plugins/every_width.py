@@ -29,6 +29,7 @@ def _plan_at_random(*_: Any) -> None:
     from sglang_dflash import ops
     from sglang_dflash.core import plan, policy
 
+    kernels = ops.choose_kernels("cpu").plans
     # Each rank would plan something else, if they did not follow the first.
     chance, turns = random.Random(20261123 + get_parallel().tp_rank), itertools.count()
 
@@ -59,18 +60,16 @@ def _plan_at_random(*_: Any) -> None:
     def choose(planner: plan.Planner, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         batch, copies = len(planner._requests), planner._drafting.copies
         if log_probs is None:
-            return policy.add_copies(planner._kernels, None, [], [], copies, batch) if copies else policy.anchors(batch)
+            return policy.undrafted(batch, copies)
         generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
         chances = torch.rand(log_probs.shape, generator=generator).sort(-1, descending=True).values
         if chance.random() < 0.5:
             chances[:, :, 0] = 1.0  # deep
-        trees = planner._kernels.best_first(chances, planner._block_size)
+        trees = kernels.best_first(chances, planner._block_size)
         lens = (trees.reaches > 0).sum(1).tolist()
         if chance.random() < 0.5:
             lens = [min(1 + next(turns) % planner._block_size, count) for count in lens]
-        if copies:
-            return policy.add_copies(planner._kernels, trees, planner._drafting.requests, lens, copies, batch)
-        return planner._kernels.take_rows(trees, planner._drafting.requests, lens, batch)
+        return kernels.take_rows(trees, planner._drafting.requests, lens, batch, *policy.chains_of(copies))
 
     def end(planner: plan.Planner, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
         for copied in planner._drafting.copies:

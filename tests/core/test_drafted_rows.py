@@ -1,4 +1,4 @@
-"""The calibration of a draft's probabilities, with made-up drafts whose true chances are known."""
+"""The rows of drafted requests and what they teach, with made-up drafts whose true chances are known."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from sglang_dflash import ops
-from sglang_dflash.core.calibration import Calibration, Verified
+from sglang_dflash.core.drafted_rows import DraftedRows
+from sglang_dflash.core.places import Places
+from sglang_dflash.core.plan_counts import PlanCounts
 
 KERNELS = ops.choose_kernels("cpu", torch.float32)
-
 DEPTHS = 4
 Truth = Callable[[np.ndarray], np.ndarray]
 
@@ -25,11 +26,33 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-logits))
 
 
+class Learner:
+    """Drafted rows, with what they learn from. The best rows are verified, whatever their chance."""
+
+    def __init__(self, depths: int = DEPTHS, rows: int = 6, requests: int = 64, blocks: int = 8) -> None:
+        """rows: most rows of a request. blocks: that wait to be learned, at first."""
+        self.places, self.counts = Places(requests), PlanCounts()
+        self.tables = ops.PlanTables.none(requests, 4, rows, depths, blocks)
+        self.rows = DraftedRows(self.tables, self.places, self.counts)
+
+    def plan(self, log_probs: torch.Tensor, names: Sequence[str], drafted: list[int], batch: int) -> ops.PlannedRows:
+        return self.rows.plan(log_probs, names, drafted, batch, 0.0)
+
+    def learn(self, path: torch.Tensor) -> None:
+        self.rows.end(path)
+        self.rows.learn()
+
+    def chances(self, log_probs: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+        """Of all candidates, by what was learned."""
+        places, tables = self.places.of(names), self.tables
+        return KERNELS.plans.platt(log_probs, tables.shared, tables.own, places, ops.PlattTuning().max_logit)
+
+
 class Draft:
     """Says probabilities, of which `truth` makes the chances; the best six rows of every tree are verified."""
 
-    def __init__(self, calibration: Calibration, candidates: int = 1) -> None:
-        self.calibration, self.candidates = calibration, candidates
+    def __init__(self, learner: Learner, candidates: int = 1) -> None:
+        self.learner, self.candidates = learner, candidates
         self.chance = np.random.default_rng(0)
 
     def say(self, requests: int) -> np.ndarray:
@@ -44,12 +67,8 @@ class Draft:
         for _ in range(steps):
             said = self.say(len(names))
             log_probs = torch.from_numpy(np.log(said).astype(np.float32))
-            chances = self.calibration.chances(log_probs, names)
-            trees = KERNELS.plans.best_first(chances, 6)
-            lens = (trees.reaches > 0).sum(1).tolist()
-            rows = KERNELS.plans.take_rows(trees, drafted, lens, batch)
-            path = self.follow(rows, drafted, truth(said))
-            self.calibration.observe([Verified(list(names), drafted, rows, path, log_probs)])
+            rows = self.learner.plan(log_probs, names, drafted, batch)
+            self.learner.learn(self.follow(rows, drafted, truth(said)))
 
     def follow(self, rows: ops.PlannedRows, drafted: list[int], chances: np.ndarray) -> torch.Tensor:
         """The paths with a target that takes each candidate with its chance, at most one of each depth."""
@@ -70,7 +89,7 @@ class Draft:
         distances = []
         for _ in range(50):
             said = self.say(len(names))
-            chances = self.calibration.chances(torch.from_numpy(np.log(said).astype(np.float32)), names).numpy()
+            chances = self.learner.chances(torch.from_numpy(np.log(said).astype(np.float32)), names).numpy()
             distances.append(np.abs(chances - truth(said)).mean(0))
         return np.mean(distances, 0)
 
@@ -81,7 +100,7 @@ def line(slope: float, offset: float | np.ndarray = 0.0) -> Truth:
 
 def test_at_first_the_draft_is_believed():
     """Fails where chances differ from the draft's probabilities before anything was observed."""
-    assert Draft(Calibration(DEPTHS), candidates=2).error(lambda said: said).max() < 1e-5
+    assert Draft(Learner(), candidates=2).error(lambda said: said).max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -90,7 +109,7 @@ def test_at_first_the_draft_is_believed():
 def test_hot_and_cold_drafts(slope, offset):
     """Fails where the chances of a draft that is too sure of itself, not sure enough, or always a bit too high, stay
     wrong, or where those of an honest draft do not stay right."""
-    draft = Draft(Calibration(DEPTHS))
+    draft = Draft(Learner())
     before = draft.error(line(slope, offset)).mean()
     draft.run(line(slope, offset), 1500)
     error = draft.error(line(slope, offset))
@@ -99,7 +118,7 @@ def test_hot_and_cold_drafts(slope, offset):
 
 def test_a_few_steps_help():
     """Fails where calibration takes hundreds of steps to be better than none."""
-    draft = Draft(Calibration(DEPTHS))
+    draft = Draft(Learner())
     before = draft.error(line(1.0, -1.5)).mean()
     draft.run(line(1.0, -1.5), 15)
     assert draft.error(line(1.0, -1.5)).mean() < 0.6 * before
@@ -108,7 +127,7 @@ def test_a_few_steps_help():
 def test_depths_have_offsets_of_their_own():
     """Fails where rows of one depth count for another."""
     truth = line(1.0, np.array([0.5, 0.0, 0.0, -1.5])[:, None])
-    draft = Draft(Calibration(DEPTHS))
+    draft = Draft(Learner())
     draft.run(truth, 2000)
     assert draft.error(truth).max() < 0.07, draft.error(truth)
 
@@ -117,10 +136,10 @@ def test_requests_have_offsets_of_their_own():
     """Fails where an easy and a hard request are not told apart, or are mixed up in a batch of which some requests have
     no draft. A new request must lie between them."""
     truth = line(1.0, np.array([1.5, 0.0, -1.5])[:, None, None])
-    draft, names = Draft(Calibration(DEPTHS)), ("easy", "honest", "hard")
+    draft, names = Draft(Learner()), ("easy", "honest", "hard")
     draft.run(truth, 300, names)
     half = torch.full((4, DEPTHS, 1), 0.5).log()
-    easy, honest, hard, new = draft.calibration.chances(half, (*names, "new")).mean((1, 2)).tolist()
+    easy, honest, hard, new = draft.learner.chances(half, (*names, "new")).mean((1, 2)).tolist()
     assert easy == pytest.approx(float(sigmoid(np.array(1.5))), abs=0.1)
     assert hard == pytest.approx(float(sigmoid(np.array(-1.5))), abs=0.1)
     assert honest == pytest.approx(0.5, abs=0.1) and new == pytest.approx(0.5, abs=0.2)
@@ -130,7 +149,7 @@ def test_requests_have_offsets_of_their_own():
 def test_other_candidates_than_the_first_have_an_offset(offset):
     """Fails where the second best candidates' chances are those of the first, or move these."""
     truth = line(1.0, np.array([0.0, offset]))
-    draft = Draft(Calibration(DEPTHS), candidates=2)
+    draft = Draft(Learner(), candidates=2)
     draft.run(truth, 1500)
     assert draft.error(truth).max() < 0.07, draft.error(truth)
 
@@ -138,10 +157,10 @@ def test_other_candidates_than_the_first_have_an_offset(offset):
 def test_chances_fall_with_the_rank():
     """Fails where a second candidate that was right more often than the first comes before it: best-first search
     counts on falling chances."""
-    draft = Draft(Calibration(DEPTHS), candidates=2)
+    draft = Draft(Learner(), candidates=2)
     draft.run(lambda said: np.stack((0.1 * said[..., 0], 0.9 * np.ones_like(said[..., 0])), -1), 300)
     said = torch.from_numpy(np.log(draft.say(16)).astype(np.float32))
-    chances = draft.calibration.chances(said, [str(i) for i in range(16)])
+    chances = draft.learner.chances(said, [str(i) for i in range(16)])
     assert (chances.diff(dim=-1) <= 0).all()
     assert chances.dtype == torch.float32 and chances.shape == said.shape
 
@@ -151,7 +170,7 @@ def test_certain_and_impossible_candidates():
     chance."""
     nothing, broken = float("-inf"), float("nan")
     said = torch.tensor([[0.0, nothing], [nothing, nothing], [-1e-9, -30.0], [-0.5, broken]])[None]
-    chances = Calibration(DEPTHS).chances(said, ["a"])[0]
+    chances = Learner().chances(said, ["a"])[0]
     assert chances[0, 0] > 0.999 and chances[2, 0] > 0.999
     assert chances[:, 1].tolist() == [0.0, 0.0, pytest.approx(0.0, abs=1e-5), 0.0] and chances[1, 0] == 0
     assert ((chances >= 0) & (chances <= 1)).all()
@@ -160,32 +179,29 @@ def test_certain_and_impossible_candidates():
 @pytest.mark.parametrize("right", [True, False])
 def test_a_draft_that_is_always_certain(right):
     """Fails where a draft that says 1 is believed after it was wrong for long, or where parameters leave all bounds."""
-    calibration = Calibration(1)
+    learner = Learner(depths=1, rows=2)
     log_probs = torch.zeros(1, 1, 1)
     for _ in range(2000):
-        chances = calibration.chances(log_probs, ["a"])
-        rows = KERNELS.plans.take_rows(KERNELS.plans.best_first(chances, 2), [0], [2], 1)
-        path = torch.tensor([[0, 1 if right else 0]])
-        calibration.observe([Verified(["a"], [0], rows, path, log_probs)])
-    chance = float(calibration.chances(log_probs, ["a"]))
+        assert learner.plan(log_probs, ["a"], [0], 1).lens == [2]
+        learner.learn(torch.tensor([[0, 1 if right else 0]]))
+    chance = float(learner.chances(log_probs, ["a"]))
     assert chance > 0.99 if right else chance < 0.1
 
 
 def test_rows_behind_a_rejected_one_say_nothing():
     """Fails where a row that was never asked for counts as wrong."""
-    calibration = Calibration(2)
+    learner = Learner(depths=2, rows=3)
     half = torch.full((1, 2, 1), 0.5).log()
     for _ in range(50):
-        chances = calibration.chances(half, ["a"])
-        rows = KERNELS.plans.take_rows(KERNELS.plans.best_first(chances, 3), [0], [3], 1)
-        calibration.observe([Verified(["a"], [0], rows, torch.tensor([[0, 0, 0]]), half)])
-    first, second = calibration.chances(half, ["new"]).flatten().tolist()
+        assert learner.plan(half, ["a"], [0], 1).lens == [3]
+        learner.learn(torch.tensor([[0, 0, 0]]))
+    first, second = learner.chances(half, ["new"]).flatten().tolist()
     assert first < 0.3 and second == pytest.approx(0.5, abs=0.01)
 
 
 def test_old_observations_are_forgotten():
     """Fails where a draft that was right for long must be wrong as long before that is noticed."""
-    draft = Draft(Calibration(DEPTHS))
+    draft = Draft(Learner())
     draft.run(line(1.0, 1.0), 3000)
     draft.run(line(1.0, -1.0), 600)
     assert draft.error(line(1.0, -1.0)).max() < 0.1, draft.error(line(1.0, -1.0))
@@ -193,13 +209,47 @@ def test_old_observations_are_forgotten():
 
 def test_offsets_of_the_latest_requests_are_kept():
     """Fails where a server that runs for long keeps a number for every request it ever had, or drops the wrong ones."""
-    draft = Draft(Calibration(DEPTHS, requests=3))
+    draft = Draft(Learner(requests=3))
     draft.run(line(1.0, -2.0), 60, ["a", "b"])
     draft.run(line(1.0), 20, ["c"])
     draft.run(line(1.0, -2.0), 20, ["a"])
     draft.run(line(1.0), 20, ["d"])
     half = torch.full((4, DEPTHS, 1), 0.5).log()
-    a, b, c, unknown = draft.calibration.chances(half, ["a", "b", "c", "unknown"])[:, 0, 0].tolist()
+    a, b, c, unknown = draft.learner.chances(half, ["a", "b", "c", "unknown"])[:, 0, 0].tolist()
     assert b == unknown  # dropped
     assert a < c and a != unknown != c
-    assert len(draft.calibration._places) == 3
+    assert len(draft.learner.places) == 3
+
+
+def test_steps_may_wait():
+    """Fails where steps that are learned together teach anything else than one by one, where those that find no room
+    are lost, or where a step drafts more requests than there is room for."""
+    names = [f"request-{i}" for i in range(11)]
+    at_once, one_by_one = Learner(blocks=8), Learner(blocks=64)
+    for learner in (at_once, one_by_one):
+        draft = Draft(learner)
+        for step in range(20):
+            some = names[: 11 if step == 9 else 3] if step != 5 else names[4:6]
+            drafted = list(range(len(some)))
+            said = draft.say(len(some))
+            log_probs = torch.from_numpy(np.log(said).astype(np.float32))
+            rows = learner.rows.plan(log_probs, some, drafted, len(some), 0.0)
+            learner.rows.end(draft.follow(rows, drafted, said**0.5))
+            if learner is one_by_one:
+                learner.rows.learn()
+        learner.rows.settle()
+    for ours, theirs in zip(at_once.tables[:2], one_by_one.tables[:2], strict=True):
+        assert torch.equal(ours, theirs)
+    counted = [(one.counts.blocks, one.counts.rows, one.counts.accepted) for one in (at_once, one_by_one)]
+    assert counted[0] == counted[1] and counted[0][0] == 18 * 3 + 2 + 11
+    assert [one.accepted for one in at_once.counts.by_depth] == [one.accepted for one in one_by_one.counts.by_depth]
+
+
+def test_a_plan_whose_step_never_ended_is_forgotten():
+    """Fails where a step that was broken off is learned with the next one's path."""
+    learner, half = Learner(depths=2, rows=3), torch.full((1, 2, 1), 0.5).log()
+    learner.plan(half, ["broken off"], [0], 1)
+    learner.plan(half, ["a"], [0], 1)
+    learner.learn(torch.tensor([[0, 1, 0]]))
+    assert (learner.counts.blocks, learner.counts.rows, learner.counts.accepted) == (1, 2, 1)
+    assert learner.places.get("broken off") is None and learner.places.get("a") is not None

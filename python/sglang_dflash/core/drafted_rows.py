@@ -1,0 +1,109 @@
+"""Chooses which rows of drafted requests are verified, and learns from what came of them.
+
+A draft's probabilities run hot or cold: it was trained on other text, and a target that samples at a high temperature
+takes its favourite less often. Platt scaling makes chances of them: `ops.platt_scaling` has the formula, `ops.planning`
+what its parameters learn.
+
+Several steps are learned together. That costs little more than one: the code of learning has to come into the
+processor's caches, which the model's weights have filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_dflash import ops
+from sglang_dflash.core.draft_memory import MemoryTuning
+from sglang_dflash.core.places import Places
+from sglang_dflash.core.plan_counts import DepthCounts, PlanCounts
+from sglang_dflash.core.policy import Copied, chains_of
+
+
+class DraftedRows:
+    def __init__(
+        self,
+        tables: ops.PlanTables,
+        places: Places,
+        counts: PlanCounts,
+        tuning: ops.PlattTuning | None = None,
+        memory: MemoryTuning | None = None,
+    ) -> None:
+        """
+        Args:
+            places: of the requests in the tables; a request has one from its first lesson on.
+            counts: those of blocks rise when steps are learned.
+        """
+        self._tables, self._places, self._counts = tables, places, counts
+        self._tuning, self._memory = tuning or ops.PlattTuning(), memory or MemoryTuning()
+        self._kernels = ops.choose_kernels("cpu").plans
+        self._planned: list[str] = []  # the requests whose rows were planned last
+        self._steps: list[tuple[list[str], torch.Tensor]] = []  # drafted requests and path, to be learned
+        self._blocks, self._most_blocks = 0, len(tables.blocks)  # of these steps, and the most that wait
+
+    def plan(
+        self,
+        log_probs: torch.Tensor,
+        names: Sequence[str],
+        drafted: Sequence[int],
+        batch: int,
+        least: float,
+        copies: Sequence[Copied] = (),
+    ) -> ops.PlannedRows:
+        """The rows that are reached with a calibrated chance above `least`, and the chains of the copies.
+
+        Args:
+            log_probs: [b, D, k] float32; of the draft, falling in the last dimension.
+            names: of the b drafted requests.
+            drafted: these requests among all `batch`.
+        """
+        if self._blocks + len(names) > self._most_blocks:
+            self._make_room(len(names))
+        self._planned = list(names)
+        places = self._places.of(names)
+        arguments = (log_probs, self._tables, self._blocks, places, self._tuning.max_logit, least, drafted, batch)
+        return self._kernels.plan_rows(*arguments, *(chains_of(copies) if copies else ()))
+
+    def _make_room(self, blocks: int) -> None:
+        self.learn()
+        if blocks > self._most_blocks:
+            self._most_blocks = blocks
+            table = self._tables.blocks
+            self._tables = self._tables._replace(blocks=table.new_zeros(blocks, table.shape[1]))
+
+    def end(self, path: torch.Tensor) -> None:
+        """The rows planned last were verified. path: [B, L] int64; see `ops.TreeAcceptance`."""
+        self._steps.append((self._planned, path))
+        self._blocks += len(self._planned)
+
+    def learn(self) -> None:
+        """Takes in the steps since the last call."""
+        if not self._steps:
+            return
+        places: list[list[int]] = []
+        before: list[str] | None = None
+        for names, _ in self._steps:
+            places.append(places[-1] if names == before else list(map(self._place, names)))
+            before = names
+        paths = [path for _, path in self._steps]
+        memory = self._memory
+        learned = self._kernels.learn_steps(
+            self._tables, places, paths, self._tuning, memory.deep_weight, memory.own_share
+        )
+        self._counts.add_blocks(self._blocks, *learned)
+        self._steps.clear()
+        self._blocks = 0
+
+    def settle(self) -> None:
+        """Learns, and brings the counts by depth up to date."""
+        self.learn()
+        verified = (row for row in self._tables.by_depth.tolist() if row[0])
+        self._counts.by_depth = [DepthCounts(int(rows), promised, int(held)) for rows, promised, held in verified]
+
+    def _place(self, name: str) -> int:
+        place, new = self._places.use(name)
+        if new:  # another request may have had it
+            self._tables.own[place] = 0.0
+            self._tables.offers.kept[place] = 0
+        return place
