@@ -1,4 +1,4 @@
-// The Python module of the ops in cpu/host_ops.h. To import it registers those of bindings.cpp with torch, too.
+// The Python module of the ops in cpu/host_ops.h. Importing it also registers the ops of bindings.cpp with torch.
 #include <torch/csrc/utils/pybind.h>
 
 #include "cpu/host_ops.h"
@@ -14,7 +14,7 @@ PYBIND11_MODULE(_native, m) {
       PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
     }
   });
-  const py::call_guard<py::gil_scoped_release> others_run;  // other threads of Python, while logits are read
+  const py::call_guard<py::gil_scoped_release> others_run;  // other Python threads run during the long ops
   m.attr("REVISION") = 1;  // as in ops/native.py
   m.def("block_layout", block_layout);
   m.def("write_context_kv", write_context_kv, others_run);

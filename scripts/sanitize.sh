@@ -13,6 +13,11 @@ SGLANG_DFLASH_NATIVE_LIBRARY="$(echo "$FOLDER"/sglang_dflash/ops/_native*.so)"
 # until exit on purpose. A finding ends the tests: ASan's default; UBSan needs halt_on_error=1.
 export SGLANG_DFLASH_NATIVE_LIBRARY LD_PRELOAD="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libubsan.so)"
 export ASAN_OPTIONS="detect_leaks=0:${ASAN_OPTIONS:-}" UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:${UBSAN_OPTIONS:-}"
+TESTS=(
+    tests/ops/test_native_{attention,linear,rows}.py
+    tests/ops/test_{experts,recurrent,selective_scan}.py
+    tests/ops/test_{tree,tree_acceptance,tree_rows,planning,platt_scaling,draft_offers}.py
+)
 for isa in "" scalar; do
-    SGLANG_DFLASH_ISA="$isa" "$PYTHON" -m pytest -p no:cacheprovider tests/ops/test_native_{attention,linear,rows}.py tests/ops/test_{experts,recurrent,selective_scan,tree,tree_acceptance,tree_rows,planning,platt_scaling,draft_offers}.py "$@"
+    SGLANG_DFLASH_ISA="$isa" "$PYTHON" -m pytest -p no:cacheprovider "${TESTS[@]}" "$@"
 done

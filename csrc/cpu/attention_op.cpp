@@ -118,8 +118,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
   TORCH_CHECK(k_cache.size(0) == v_cache.size(0) && k_cache.size(1) == v_cache.size(1) && k_cache.size(1) > 0 &&
                   q.size(1) % k_cache.size(1) == 0 && q.size(2) == k_cache.size(2),
               "shapes of q ", q.sizes(), ", k_cache ", k_cache.sizes(), ", v_cache ", v_cache.sizes());
-  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
-              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
+  require_table(req_to_token);
   const int64_t batch = req_pool_indices.numel();
   at::Tensor out = unfilled({q.size(0), q.size(1), v_cache.size(2)}, q.scalar_type());
   Attention a{};

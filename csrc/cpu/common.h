@@ -17,8 +17,8 @@ namespace sglang_dflash {
 const Kernels& kernels();
 
 inline Type type_of(const at::Tensor& t, const char* name) {
-  TORCH_CHECK(t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16, name, " is ", t.scalar_type(),
-              "; allowed: float32, bfloat16");
+  TORCH_CHECK((t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16) && t.device().is_cpu(), name, " is ",
+              t.scalar_type(), " of ", t.device(), "; allowed: float32, bfloat16 of the CPU");
   return t.scalar_type() == at::kFloat ? Type::kFloat : Type::kBFloat16;
 }
 
@@ -36,10 +36,20 @@ inline View view_of(const at::Tensor& t, const char* name) {
   return {t.data_ptr(), type_of(t, name), t.stride(0), t.dim() == 3 ? t.stride(1) : 0};
 }
 
+// Dense, and of the CPU: the ops of module.cpp do not go through torch's dispatcher, which would refuse another device.
+inline bool dense_on_cpu(const at::Tensor& t) { return t.device().is_cpu() && t.is_contiguous(); }
+
 inline const int64_t* ids_of(const at::Tensor& t, const char* name, int64_t size) {
-  TORCH_CHECK(t.scalar_type() == at::kLong && t.dim() == 1 && t.is_contiguous() && t.numel() == size, name, " is ",
-              t.scalar_type(), t.sizes(), "; int64 of [", size, "] is needed");
+  TORCH_CHECK(t.scalar_type() == at::kLong && t.dim() == 1 && dense_on_cpu(t) && t.numel() == size, name, " is ",
+              t.scalar_type(), t.sizes(), " of ", t.device(), "; int64 of [", size, "] of the CPU is needed");
   return t.const_data_ptr<int64_t>();
+}
+
+inline void require_table(const at::Tensor& req_to_token) {
+  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token) &&
+                  req_to_token.device().is_cpu(),
+              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), " of ", req_to_token.device(),
+              "; int32 of [R, C] of the CPU is needed");
 }
 
 inline void require_below(const int64_t* ids, int64_t count, int64_t limit, const char* name) {

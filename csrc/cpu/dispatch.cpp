@@ -19,21 +19,21 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-bool is_zen5() {
+bool is_amd_family_1a() {
   unsigned version, vendor[3], unused;
   if (!__get_cpuid(0, &version, &vendor[0], &vendor[2], &vendor[1])) return false;
   if (memcmp(vendor, "AuthenticAMD", 12) != 0 || !__get_cpuid(1, &version, &unused, &unused, &unused)) return false;
-  return ((version >> 8) & 0xf) + ((version >> 20) & 0xff) == 0x1a;  // the family
+  return ((version >> 8) & 0xf) + ((version >> 20) & 0xff) == 0x1a;
 }
 
 }  // namespace
 
-bool fetches_past_l2() {
-  static const bool chosen = is_zen5();
+bool prefetches_bypass_l2() {
+  static const bool chosen = is_amd_family_1a();
   return chosen;
 }
 #else
-bool fetches_past_l2() { return false; }
+bool prefetches_bypass_l2() { return false; }
 #endif
 
 const Kernels* choose_kernels(const char* asked) {

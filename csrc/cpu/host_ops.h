@@ -3,7 +3,6 @@
 // filled. Nothing that is compiled or captured calls them.
 #pragma once
 
-#include <string>
 #include <tuple>
 #include <vector>
 

@@ -90,11 +90,11 @@ struct Linear {
   void* out;           // [rows, columns]
   Type type;           // of weight, addend and out
   int64_t rows, panel_rows, inner, x_stride, weight_stride, addend_stride, out_stride;
-  bool fetch_past_l2;  // see `fetches_past_l2`
 };
 
-// Whether weights are best prefetched past the L2 cache: on Zen 5 (measured; docs/benchmarks/cpu-step.md).
-bool fetches_past_l2();
+// Whether prefetches of weights should bypass the L2 cache: on AMD's family 1Ah. Measured on Zen 5, which is of it:
+// docs/benchmarks/cpu-step.md.
+bool prefetches_bypass_l2();
 
 // Channels of one request's causal convolution; see `causal_conv` in ops/recurrent_reference.py.
 struct Conv {

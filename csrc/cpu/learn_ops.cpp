@@ -25,6 +25,9 @@ struct Tuning {
   at::ArrayRef<double> of;
 };
 
+constexpr double kLeastSlope = 0.1, kMostSlope = 4.0;  // SLOPES of platt_scaling.py
+constexpr double kLeastInformation = 1e-4;             // LEAST_INFORMATION of planning.py
+
 // Sums over the verified rows: how many, the depths of their trees' deepest, how many were promised and accepted.
 struct Sums {
   int64_t rows = 0, depth = 0, accepted = 0;
@@ -47,9 +50,9 @@ void observe(const Parameters& parameters, int64_t place, int64_t depth, int64_t
   double* request = parameters.own + 2 * place;
   const double x = logit(said, tuning.max_logit());
   const double chance = sigmoid(slope[0] * x + of_depth[0] + request[0] + (rank > 0 ? others[0] : 0));
-  const double surplus = accepted - chance, information = chance * (1 - chance) + 1e-4;
+  const double surplus = accepted - chance, information = chance * (1 - chance) + kLeastInformation;
   move(slope, surplus * x, information * x * x, Tuning::kSlope, tuning);
-  slope[0] = std::min(std::max(slope[0], 0.1), 4.0);
+  slope[0] = std::clamp(slope[0], kLeastSlope, kMostSlope);
   move(of_depth, surplus, information, Tuning::kDepth, tuning);
   move(request, surplus, information, Tuning::kRequest, tuning);
   if (rank > 0) move(others, surplus, information, Tuning::kDepth, tuning);
@@ -61,9 +64,7 @@ void learn_rows(const Block& block, int64_t place, const at::Tensor& path, const
   const int64_t* step = path.const_data_ptr<int64_t>() + block.get(Block::kRequest) * length;
   std::vector<bool> accepted(rows, false);
   for (int64_t j = 0; j < length; j++) {
-    const int64_t row = step[j] - block.get(Block::kStart);
-    TORCH_CHECK(row >= 0 && row < rows, "a path holds row ", row, " of ", rows);
-    accepted[row] = true;
+    accepted[step[j] - block.get(Block::kStart)] = true;
   }
   int64_t deepest = 0;
   for (int64_t row = 1; row < rows; row++) {
@@ -91,8 +92,7 @@ double log_odds(double chance) {
 }
 
 // What one step offered; all its blocks have the same depth.
-void keep_offers(const std::vector<Block>& blocks, at::IntArrayRef places, const Offers& offers,
-                 const Tuning& tuning) {
+void keep_offers(at::ArrayRef<Block> blocks, at::IntArrayRef places, const Offers& offers, const Tuning& tuning) {
   const int64_t filled = blocks[0].get(Block::kFilled);
   double mean_log_odds = 0;  // sum over the drafted depths
   for (int64_t d = 0; d < filled; d++) {
@@ -117,15 +117,20 @@ void keep_offers(const std::vector<Block>& blocks, at::IntArrayRef places, const
   }
 }
 
-// Blocks come from `plan_rows`, but a table that was changed in between must not lead out of the others.
+// `plan_rows` wrote the blocks. If they were changed since, no index may leave a table.
 void require(const Block& block, int64_t most_rows, int64_t most_depths, const at::Tensor& path) {
   const int64_t rows = block.get(Block::kLen), filled = block.get(Block::kFilled);
   const int64_t request = block.get(Block::kRequest);
   TORCH_CHECK(rows >= 1 && rows <= most_rows && filled >= 1 && filled <= most_depths, "a block has ", rows, " of ",
               most_rows, " rows and ", filled, " of ", most_depths, " depths");
-  TORCH_CHECK(path.scalar_type() == at::kLong && path.dim() == 2 && path.is_contiguous() && request >= 0 &&
+  TORCH_CHECK(path.scalar_type() == at::kLong && path.dim() == 2 && dense_on_cpu(path) && request >= 0 &&
                   request < path.size(0),
               "path is ", path.scalar_type(), path.sizes(), "; dense int64 of [B, L] is needed for request ", request);
+  const int64_t* step = path.const_data_ptr<int64_t>() + request * path.size(1);
+  for (int64_t j = 0; j < path.size(1); j++) {
+    const int64_t row = step[j] - block.get(Block::kStart);
+    TORCH_CHECK(row >= 0 && row < rows, "a path holds row ", row, " of ", rows);
+  }
   for (int64_t row = 1; row < rows; row++)
     TORCH_CHECK(block.parent[row] >= 0 && block.parent[row] < row && block.depth[row] >= 1 &&
                     block.depth[row] <= filled,
@@ -134,8 +139,8 @@ void require(const Block& block, int64_t most_rows, int64_t most_depths, const a
 
 }  // namespace
 
-// `places` holds the requests of all steps one after the other, `counts` how many each has. Steps before one with a
-// wrong path are learned.
+// `places` holds the requests of all steps one after the other, `counts` how many each has. If anything is wrong,
+// nothing is learned.
 std::tuple<int64_t, int64_t, double, int64_t> learn_steps(
     const at::Tensor& shared, const at::Tensor& own, const Tensors& offer_tables, const at::Tensor& by_depth,
     const at::Tensor& blocks, at::IntArrayRef places, at::IntArrayRef counts, const Tensors& paths,
@@ -144,7 +149,7 @@ std::tuple<int64_t, int64_t, double, int64_t> learn_steps(
   const Offers offers(offer_tables);
   const Parameters parameters(shared, own, places);
   const int64_t most = most_rows_of(blocks, parameters.depths);
-  TORCH_CHECK(by_depth.scalar_type() == at::kDouble && by_depth.dim() == 2 && by_depth.is_contiguous() &&
+  TORCH_CHECK(by_depth.scalar_type() == at::kDouble && by_depth.dim() == 2 && dense_on_cpu(by_depth) &&
                   by_depth.size(0) == parameters.depths && by_depth.size(1) == 3,
               "by_depth is ", by_depth.scalar_type(), by_depth.sizes(), "; dense float64 of [", parameters.depths,
               ", 3] is needed");
@@ -160,20 +165,18 @@ std::tuple<int64_t, int64_t, double, int64_t> learn_steps(
   TORCH_CHECK(all == int64_t(places.size()) && all <= blocks.size(0), "the steps have ", all, " blocks of ",
               blocks.size(0), ", but there are ", places.size(), " places");
   for (const int64_t place : places) offers.require(place, 0);
+  std::vector<Block> rows;
+  for (int64_t block = 0; block < all; block++)
+    rows.emplace_back(blocks.data_ptr<float>() + block * blocks.size(1), most);
+  for (int64_t i = 0, block = 0; i < int64_t(counts.size()); i++)
+    for (int64_t b = 0; b < counts[i]; b++) require(rows[block++], most, parameters.depths, paths[i]);
   Sums sums;
-  std::vector<Block> of_step;
-  int64_t first = 0;
-  for (size_t i = 0; i < counts.size(); i++) {
-    of_step.clear();
-    for (int64_t b = 0; b < counts[i]; b++) {
-      of_step.emplace_back(const_cast<float*>(blocks.const_data_ptr<float>()) + (first + b) * blocks.size(1), most);
-      require(of_step[b], most, parameters.depths, paths[i]);
-    }
+  for (int64_t i = 0, first = 0; i < int64_t(counts.size()); first += counts[i++]) {
+    const at::ArrayRef<Block> own_rows = at::ArrayRef<Block>(rows).slice(first, counts[i]);
     const at::IntArrayRef own_places = places.slice(first, counts[i]);
     for (int64_t b = 0; b < counts[i]; b++)
-      learn_rows(of_step[b], own_places[b], paths[i], parameters, by_depth.data_ptr<double>(), tuning, sums);
-    keep_offers(of_step, own_places, offers, tuning);
-    first += counts[i];
+      learn_rows(own_rows[b], own_places[b], paths[i], parameters, by_depth.data_ptr<double>(), tuning, sums);
+    keep_offers(own_rows, own_places, offers, tuning);
   }
   return {sums.rows, sums.depth, sums.promised, sums.accepted};
 }

@@ -25,8 +25,8 @@ INLINE int64_t passes_of(const Linear& l) { return (l.rows + kTileHeight - 1) / 
 
 // A tile prefetches its share of the next span's weights, so that memory is never idle. Into the L2 cache: it has room
 // for them, and of fetches into the L1 cache most cores have too few in flight to use the whole bandwidth of their
-// memory. Zen 5 is faster where they pass the L2 cache.
-constexpr int kIntoL2 = 2, kPastL2 = 0;
+// memory. Where `prefetches_bypass_l2`, it is the other way round.
+constexpr int kIntoL2 = 2, kBypassL2 = 0;
 
 struct Ahead {
   int64_t columns;  // from a column to the same column of the next span
@@ -119,7 +119,7 @@ void linear_in_two(const Linear& l, int64_t begin, int64_t end) {
     if (l.addend) few.addend = static_cast<const T*>(l.addend) + l.panel_rows * l.addend_stride;
   }
   if (few.rows == 0) return;
-  l.fetch_past_l2 ? linear_of<kPastL2, T>(few, begin, end) : linear_of<kIntoL2, T>(few, begin, end);
+  prefetches_bypass_l2() ? linear_of<kBypassL2, T>(few, begin, end) : linear_of<kIntoL2, T>(few, begin, end);
 }
 
 void linear(const Linear& l, int64_t begin, int64_t end) {

@@ -27,7 +27,6 @@ void multiply_few(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   l.x_stride = rows.stride(0);
   l.weight_stride = weight.stride(0);
   l.out_stride = out.stride(0);
-  l.fetch_past_l2 = fetches_past_l2();
   Linear packed = l;
   packed.rows = l.panel_rows = kernels().panel_rows(l);
   at::Tensor panels;

@@ -10,7 +10,7 @@ namespace sglang_dflash {
 namespace {
 
 void require_log_probs(const at::Tensor& log_probs, const Parameters& parameters, at::IntArrayRef places) {
-  TORCH_CHECK(log_probs.scalar_type() == at::kFloat && log_probs.dim() == 3 && log_probs.is_contiguous() &&
+  TORCH_CHECK(log_probs.scalar_type() == at::kFloat && log_probs.dim() == 3 && dense_on_cpu(log_probs) &&
                   int64_t(places.size()) == log_probs.size(0),
               "log_probs are ", log_probs.scalar_type(), log_probs.sizes(), " for ", places.size(),
               " requests; dense float32 of [b, D, k] is needed");
@@ -175,15 +175,15 @@ at::Tensor platt(const at::Tensor& log_probs, const at::Tensor& shared, const at
   const int64_t depths = log_probs.size(1), ranks = log_probs.size(2);
   float* chance = chances.data_ptr<float>();
   for (int64_t b = 0; b < log_probs.size(0); b++) {
-    Chances own(log_probs, b, parameters, places[b], max_logit);
+    Chances of_request(log_probs, b, parameters, places[b], max_logit);
     for (int64_t d = 0; d < depths; d++)
-      for (int64_t j = 0; j < ranks; j++) *chance++ = own.at(d, j);
+      for (int64_t j = 0; j < ranks; j++) *chance++ = of_request.at(d, j);
   }
   return chances;
 }
 
 Four best_first(const at::Tensor& chances, int64_t rows) {
-  TORCH_CHECK(chances.scalar_type() == at::kFloat && chances.dim() == 3 && chances.is_contiguous() && rows >= 1,
+  TORCH_CHECK(chances.scalar_type() == at::kFloat && chances.dim() == 3 && dense_on_cpu(chances) && rows >= 1,
               "chances are ", chances.scalar_type(), chances.sizes(), " and rows is ", rows,
               "; dense float32 of [B, D, k] and at least one row are needed");
   const int64_t batch = chances.size(0), depth_count = chances.size(1), rank_count = chances.size(2);
@@ -202,7 +202,7 @@ Rows take_rows(const at::Tensor& parents, const at::Tensor& depths, const at::Te
                at::IntArrayRef lens, int64_t batch, at::IntArrayRef copied, at::IntArrayRef copied_lens) {
   const int64_t trees = int64_t(drafted.size());
   for (const at::Tensor* t : {&parents, &depths, &ranks})
-    TORCH_CHECK(t->scalar_type() == at::kInt && t->dim() == 2 && t->is_contiguous() && t->sizes() == parents.sizes() &&
+    TORCH_CHECK(t->scalar_type() == at::kInt && t->dim() == 2 && dense_on_cpu(*t) && t->sizes() == parents.sizes() &&
                     t->size(0) == trees,
                 "trees are ", t->scalar_type(), t->sizes(), "; dense int32 of [", trees, ", R] is needed");
   const TreeRows rows{parents.const_data_ptr<int32_t>(), depths.const_data_ptr<int32_t>(),
@@ -211,7 +211,7 @@ Rows take_rows(const at::Tensor& parents, const at::Tensor& depths, const at::Te
 }
 
 // A draft's log-probabilities to the rows that are verified. It makes no more tensors than these: each takes time, and
-// what a lesson needs of the trees goes into `blocks`.
+// what the trees can teach goes into `blocks`.
 Rows plan_rows(const at::Tensor& log_probs, const at::Tensor& shared, const at::Tensor& own, const at::Tensor& blocks,
                int64_t first_block, at::IntArrayRef places, double max_logit, double least, at::IntArrayRef drafted,
                int64_t batch, at::IntArrayRef copied, at::IntArrayRef copied_lens) {
@@ -234,7 +234,7 @@ Rows plan_rows(const at::Tensor& log_probs, const at::Tensor& shared, const at::
     Chances& own_chances = chances.emplace_back(log_probs, i, parameters, places[i], max_logit);
     grow([&](int64_t d, int64_t j) { return own_chances.at(d, j); }, depth_count, rank_count, most, parents + i * most,
          depths + i * most, ranks + i * most, reach);
-    lens[i] = std::max<int64_t>(std::count_if(reach, reach + most, [&](float each) { return each > least; }), 1);
+    lens[i] = std::max<int64_t>(std::count_if(reach, reach + most, [&](float each) { return each > float(least); }), 1);
   }
   Rows rows = take({parents, depths, ranks, most}, drafted, lens, batch, copied, copied_lens);
   const int64_t* start = std::get<4>(rows).const_data_ptr<int64_t>();

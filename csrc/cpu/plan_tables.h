@@ -1,4 +1,4 @@
-// The tables of a plan: what its ops read, and what its lessons change. Specified in ops/planning.py.
+// The tables of a plan, which its ops read and learning changes. Specified in ops/planning.py.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ struct Parameters {
 
   Parameters(const at::Tensor& shared, const at::Tensor& own, at::IntArrayRef places) {
     for (const at::Tensor* t : {&shared, &own})
-      TORCH_CHECK(t->scalar_type() == at::kDouble && t->dim() == 2 && t->is_contiguous() && t->size(1) == 2,
+      TORCH_CHECK(t->scalar_type() == at::kDouble && t->dim() == 2 && dense_on_cpu(*t) && t->size(1) == 2,
                   "parameters are ", t->scalar_type(), t->sizes(), "; dense float64 of [P, 2] is needed");
     depths = shared.size(0) - kDepths;
     count = own.size(0);
@@ -56,7 +56,7 @@ struct Block {
 
 // Most rows of a block in the table; `depths` is how many first candidates it holds.
 inline int64_t most_rows_of(const at::Tensor& blocks, int64_t depths) {
-  TORCH_CHECK(blocks.scalar_type() == at::kFloat && blocks.dim() == 2 && blocks.is_contiguous(), "blocks are ",
+  TORCH_CHECK(blocks.scalar_type() == at::kFloat && blocks.dim() == 2 && dense_on_cpu(blocks), "blocks are ",
               blocks.scalar_type(), blocks.sizes(), "; dense float32 of [N, F] is needed");
   const int64_t most = (blocks.size(1) - Block::columns(0, depths)) / 5;
   TORCH_CHECK(most >= 1 && blocks.size(1) == Block::columns(most, depths), "blocks have ", blocks.size(1),
@@ -78,7 +78,7 @@ struct Offers {
     TORCH_CHECK(kept.dim() == 1 && kept.size(0) == reaches.size(0), "kept is ", kept.sizes(), " for ", reaches.size(0),
                 " places");
     for (const at::Tensor* t : {&reaches, &depths, &drafted, &through, &odds, &kept, &deep})
-      TORCH_CHECK(t->is_contiguous(), "tables must be contiguous");
+      TORCH_CHECK(dense_on_cpu(*t), "tables must be contiguous");
     count = reaches.size(0);
     steps = reaches.size(1);
     rows = reaches.size(2);

@@ -186,8 +186,7 @@ void write_context_kv(const at::Tensor& kv, const at::Tensor& k_norm_weight, dou
 
 Three block_layout(const at::Tensor& bonus_ids, const at::Tensor& prefix_lens, const at::Tensor& req_pool_indices,
                    const at::Tensor& req_to_token, int64_t block_size, int64_t mask_token_id) {
-  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
-              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
+  require_table(req_to_token);
   const int64_t batch = bonus_ids.numel();
   const at::Tensor prefixes = prefix_lens.to(at::kLong), rows = req_pool_indices.to(at::kLong);
   const int64_t* bonus = ids_of(bonus_ids, "bonus_ids", batch);

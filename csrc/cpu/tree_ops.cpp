@@ -25,13 +25,12 @@ void add(Top& top, const Top& later) {
 
 // Walks every request's tree: `target(row)` is the target's token after a row.
 template <typename Target>
-Four walk(const at::Tensor& ids, const at::Tensor& parents,
-                                                                const at::Tensor& row_starts, int64_t length,
-                                                                int64_t cost, Target target) {
+Four walk(const at::Tensor& ids, const at::Tensor& parents, const at::Tensor& row_starts, int64_t length, int64_t cost,
+          Target target) {
   const int64_t count = ids.numel(), batch = row_starts.numel() - 1;
   const int64_t* id = ids_of(ids, "ids", count);
   const int64_t* start = ids_of(row_starts, "row_starts", batch + 1);
-  TORCH_CHECK(parents.scalar_type() == at::kInt && parents.is_contiguous() && parents.numel() == count, "parents are ",
+  TORCH_CHECK(parents.scalar_type() == at::kInt && dense_on_cpu(parents) && parents.numel() == count, "parents are ",
               parents.scalar_type(), parents.sizes(), "; int32 of [", count, "] is needed");
   const int32_t* parent = parents.const_data_ptr<int32_t>();
   TORCH_CHECK(batch >= 0 && start[0] == 0 && start[batch] == count, "row_starts must go from 0 to ", count);
@@ -71,11 +70,10 @@ Four walk(const at::Tensor& ids, const at::Tensor& parents,
 }
 
 void require_paths(const at::Tensor& req_to_token, const at::Tensor& path, const at::Tensor& commit_lens) {
-  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
-              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
-  TORCH_CHECK(path.scalar_type() == at::kLong && path.dim() == 2 && path.is_contiguous() &&
+  require_table(req_to_token);
+  TORCH_CHECK(path.scalar_type() == at::kLong && path.dim() == 2 && dense_on_cpu(path) &&
                   path.size(0) == commit_lens.numel() && commit_lens.scalar_type() == at::kInt &&
-                  commit_lens.is_contiguous(),
+                  dense_on_cpu(commit_lens),
               "path is ", path.scalar_type(), path.sizes(), ", commit_lens ", commit_lens.scalar_type(),
               commit_lens.sizes());
 }
@@ -147,20 +145,19 @@ Three lay_out_trees(const at::Tensor& depths, const at::Tensor& ranks, const at:
                     const at::Tensor& row_starts, at::IntArrayRef drafted, const at::Tensor& candidate_ids,
                     const at::Tensor& bonus_ids, const at::Tensor& prefix_lens, const at::Tensor& req_pool_indices,
                     const at::Tensor& req_to_token) {
-  TORCH_CHECK(req_to_token.scalar_type() == at::kInt && req_to_token.dim() == 2 && dense(req_to_token),
-              "req_to_token is ", req_to_token.scalar_type(), req_to_token.sizes(), "; int32 of [R, C] is needed");
+  require_table(req_to_token);
   const int64_t rows = requests.numel(), batch = bonus_ids.numel();
   const at::Tensor indices = req_pool_indices.to(at::kLong), prefixes = prefix_lens.to(at::kLong);
   const int64_t *request = ids_of(requests, "requests", rows), *start = ids_of(row_starts, "row_starts", batch + 1);
   const int64_t *bonus = ids_of(bonus_ids, "bonus_ids", batch), *prefix = ids_of(prefixes, "prefix_lens", batch);
   const int64_t* index = ids_of(indices, "req_pool_indices", batch);
   for (const at::Tensor* t : {&depths, &ranks})
-    TORCH_CHECK(t->scalar_type() == at::kInt && t->is_contiguous() && t->numel() == rows, "depths and ranks are ",
+    TORCH_CHECK(t->scalar_type() == at::kInt && dense_on_cpu(*t) && t->numel() == rows, "depths and ranks are ",
                 depths.scalar_type(), depths.sizes(), " and ", ranks.scalar_type(), ranks.sizes(), "; int32 of [", rows,
                 "] is needed");
   require_below(request, rows, batch, "requests");
   require_below(index, batch, req_to_token.size(0), "req_pool_indices");
-  TORCH_CHECK(candidate_ids.scalar_type() == at::kLong && candidate_ids.dim() == 3 && candidate_ids.is_contiguous() &&
+  TORCH_CHECK(candidate_ids.scalar_type() == at::kLong && candidate_ids.dim() == 3 && dense_on_cpu(candidate_ids) &&
                   candidate_ids.size(0) == int64_t(drafted.size()),
               "candidate_ids are ", candidate_ids.scalar_type(), candidate_ids.sizes(), "; dense int64 of [",
               drafted.size(), ", D, k] is needed");

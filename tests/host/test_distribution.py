@@ -131,7 +131,7 @@ def trees_from(anchors: torch.Tensor, prefix_lens: torch.Tensor) -> VerifyPlan:
     """The tree for each request, but for every third one its first four rows alone."""
     count, ranked = len(anchors), TABLE.argsort(-1, descending=True)
     trees = ops.Trees(*(field.repeat(count, 1) for field in TREE))
-    rows = KERNELS.plans.take_rows(trees, range(count), [7 if i % 3 else 4 for i in range(count)], count)
+    rows = KERNELS.plans.take_rows(trees, list(range(count)), [7 if i % 3 else 4 for i in range(count)], count)
     ids = anchors[:, None].repeat(1, 7)  # [B, 7]
     for row in range(1, 7):
         ids[:, row] = ranked[ids[:, TREE.parents[0, row]], TREE.ranks[0, row]]

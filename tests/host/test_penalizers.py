@@ -102,7 +102,7 @@ def random_plan(rng: random.Random, anchors: list[int], few: int) -> VerifyPlan:
     for row in range(1, width):
         depths[:, row] = 1 + depths.gather(1, padded[:, row : row + 1].long().clamp(min=0))[:, 0]
     trees = ops.Trees(padded, depths, torch.zeros_like(padded), padded.float())
-    rows = KERNELS.plans.take_rows(trees, range(len(anchors)), [1 + len(own) for own in parents], len(anchors))
+    rows = KERNELS.plans.take_rows(trees, list(range(len(anchors))), [1 + len(own) for own in parents], len(anchors))
     ids = [[anchor, *(rng.randrange(few) for _ in own)] for anchor, own in zip(anchors, parents, strict=True)]
     flat = torch.tensor([token for own in ids for token in own])
     return VerifyPlan(flat, flat, flat, rows.width, rows)

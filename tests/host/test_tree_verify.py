@@ -29,7 +29,7 @@ def rows_of(*depths: Sequence[int]) -> ops.PlannedRows:
     width = max(map(len, depths))
     padded = torch.tensor([[*own, *[0] * (width - len(own))] for own in depths], dtype=torch.int32)
     trees = ops.Trees(padded - 1, padded, torch.where(padded > 0, 0, -1).int(), padded.float())
-    return KERNELS.plans.take_rows(trees, range(len(depths)), [len(own) for own in depths], len(depths))
+    return KERNELS.plans.take_rows(trees, list(range(len(depths))), [len(own) for own in depths], len(depths))
 
 
 def verify_input(rows: ops.PlannedRows, with_trees: bool = True) -> TreeVerifyInput:

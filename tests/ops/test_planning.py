@@ -134,11 +134,10 @@ def test_what_is_learned_is_the_specification(requests, depths, candidates, seed
         filled = int(torch.randint(1, depths + 1, (1,), generator=random))
         chances = make_chances(count, filled, candidates, "any", seed + first)
         rows = plan(KERNELS.plans, expected, chances, first, least=0.02 * (seed % 4))
-        of_step = expected.blocks[first : first + count]
-        said = Block.of(expected.blocks, 0, depths)  # only its shape matters
-        columns = slice(4 + 4 * len(said.said), 4 + 5 * len(said.said))
-        noise = torch.rand(of_step[:, columns].shape, generator=random)
-        of_step[:, columns] = torch.where(noise < 0.1, [-torch.inf, torch.nan][seed % 2], noise.log() * (1 + seed % 3))
+        for i in range(count):
+            noise = torch.rand(ROWS, generator=random)
+            said = torch.where(noise < 0.1, [-torch.inf, torch.nan][seed % 2], noise.log() * (1 + seed % 3))
+            Block.of(expected.blocks, first + i, depths).said.copy_(said)
         places.append(torch.randperm(PLACES, generator=random)[:count].tolist())
         paths.append(follow(rows, seed))
         starts.append(first)
@@ -247,12 +246,6 @@ def test_a_good_narrow_block_promises_good_depths(body):
     assert tables.offers.odds[[1, 2], 0].tolist() == pytest.approx([2.0, 0.5], rel=1e-4)  # the odds are 4 and 1 / 4
 
 
-def changed(tables: ops.PlanTables, column: int, value: float) -> dict[str, torch.Tensor]:
-    blocks = tables.blocks.clone()
-    blocks[0, column] = value
-    return {"blocks": blocks}
-
-
 @NATIVE
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -263,12 +256,16 @@ def changed(tables: ops.PlanTables, column: int, value: float) -> dict[str, torc
         ({"places": [[0, 3]] * 2}, "1 paths of 2 steps"),
         ({"places": [[0] * (BLOCKS + 1)]}, "25 blocks of 24"),
         ({"paths": [torch.full((5, 3), 99)]}, "holds row"),
-        ({"paths": [torch.zeros(3, 3, dtype=torch.int64)]}, r"int64 of \[B, L\] is needed for request 3"),
+        ({"paths": [torch.zeros(1, 3, dtype=torch.int64)]}, r"int64 of \[B, L\] is needed for request 1"),
         ({"paths": [torch.zeros(5, 3)]}, "path is Float"),
         ({"blocks": torch.zeros(4, 9)}, "which hold no rows"),
         ({"blocks": torch.zeros(4, 41).double()}, "dense float32"),
+        ({"blocks": torch.zeros(4, 41, device="meta")}, "dense float32"),
+        ({"paths": [torch.zeros(5, 3, dtype=torch.int64, device="meta")]}, "dense int64"),
+        ({"own": torch.zeros(PLACES, 2, dtype=torch.float64, device="meta")}, "dense float64"),
         ({"block": (0, -1.0)}, "for request -1"),
         ({"block": (1, 3.0)}, "holds row"),
+        ({"wrong": 1, "block": (1, 0.0)}, "holds row"),
         ({"block": (2, 8.0)}, "8 of 7 rows"),
         ({"block": (3, 3.0)}, "3 of 2 depths"),
         ({"block": (3, 0.0)}, "0 of 2 depths"),
@@ -291,7 +288,7 @@ def test_wrong_lessons_are_refused(change, words):
     before = copied(tables)
     if "block" in change:
         column, value = change["block"]
-        tables.blocks[0, column] = value
+        tables.blocks[change.get("wrong", 0), column] = value
     of_tables = {name: value for name, value in change.items() if name in ops.PlanTables._fields}
     arguments = change.get("places", [[0, 3]]), change.get("paths", [path]), change.get("tuning", TUNING), 0.1, 0.5
     with pytest.raises(RuntimeError, match=words):
@@ -310,6 +307,7 @@ def test_wrong_lessons_are_refused(change, words):
         ({"drafted": [1, 9]}, "tree 1 is of request 9"),
         ({"places": [0]}, "for 1 requests"),
         ({"log_probs": torch.zeros(2, 3, 2)}, "parameters of 2 depths for 3"),
+        ({"log_probs": torch.zeros(2, 2, 2, device="meta")}, "dense float32"),
         ({"copied": [0], "copied_lens": []}, "0 lens for 1 copies"),
         ({"copied": [1], "copied_lens": [2]}, "request 1 is drafted and copied"),
         ({"copied": [5], "copied_lens": [2]}, "copy 0 is of request 5"),

@@ -32,15 +32,26 @@ class DraftedRows:
     ) -> None:
         """
         Args:
-            places: of the requests in the tables; a request has one from its first lesson on.
+            places: of the requests in the tables. A request has one from the first time that it is learned.
             counts: those of blocks rise when steps are learned.
         """
         self._tables, self._places, self._counts = tables, places, counts
         self._tuning, self._memory = tuning or ops.PlattTuning(), memory or MemoryTuning()
         self._kernels = ops.choose_kernels("cpu").plans
         self._planned: list[str] = []  # the requests whose rows were planned last
+        self._planned_at = 0  # their first block
         self._steps: list[tuple[list[str], torch.Tensor]] = []  # drafted requests and path, to be learned
         self._blocks, self._most_blocks = 0, len(tables.blocks)  # of these steps, and the most that wait
+
+    def make_room(self, blocks: int) -> None:
+        """For the next step's drafted requests. It learns what waits if the table is full."""
+        if self._blocks + blocks <= self._most_blocks:
+            return
+        self.learn()
+        if blocks > self._most_blocks:
+            self._most_blocks = blocks
+            table = self._tables.blocks
+            self._tables = self._tables._replace(blocks=table.new_zeros(blocks, table.shape[1]))
 
     def plan(
         self,
@@ -58,22 +69,15 @@ class DraftedRows:
             names: of the b drafted requests.
             drafted: these requests among all `batch`.
         """
-        if self._blocks + len(names) > self._most_blocks:
-            self._make_room(len(names))
-        self._planned = list(names)
+        assert self._blocks + len(names) <= self._most_blocks, (self._blocks, len(names))
+        self._planned, self._planned_at = list(names), self._blocks
         places = self._places.of(names)
         arguments = (log_probs, self._tables, self._blocks, places, self._tuning.max_logit, least, drafted, batch)
         return self._kernels.plan_rows(*arguments, *(chains_of(copies) if copies else ()))
 
-    def _make_room(self, blocks: int) -> None:
-        self.learn()
-        if blocks > self._most_blocks:
-            self._most_blocks = blocks
-            table = self._tables.blocks
-            self._tables = self._tables._replace(blocks=table.new_zeros(blocks, table.shape[1]))
-
     def end(self, path: torch.Tensor) -> None:
         """The rows planned last were verified. path: [B, L] int64; see `ops.TreeAcceptance`."""
+        assert self._planned_at == self._blocks, "learned between plan and end"
         self._steps.append((self._planned, path))
         self._blocks += len(self._planned)
 

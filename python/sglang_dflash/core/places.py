@@ -9,7 +9,7 @@ class Places:
     """Each name has a row of its own until `count` other names have been used since."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self._count = count
         self._rows: dict[str, int] = {}  # the newest stand last
 
     def __len__(self) -> int:
@@ -27,7 +27,7 @@ class Places:
         row = self._rows.pop(name, None)
         new = row is None
         if row is None:
-            full = len(self._rows) == self.count
+            full = len(self._rows) == self._count
             row = self._rows.pop(next(iter(self._rows))) if full else len(self._rows)
         self._rows[name] = row
         return row, new

@@ -143,6 +143,8 @@ class Planner:
             probe = self._probe()
             self._probing = probe is not None
             self._drafting = probe or (self._decided if warming or self.copying is None else self._copy())
+        if self._drafting.width > 1:
+            self._drafted_rows.make_room(len(self._drafting.requests))
         self._draft_begun_s = self._clock()
         self.counts.planning_s += self._draft_begun_s - self._begun_s
         return self._drafting

@@ -38,7 +38,7 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class PlanKernels:
     """What a plan of rows takes, on the host's CPU. Specified by the functions of the same names in `tree`,
-    `platt_scaling`, `planning` and `draft_offers`."""
+    `platt_scaling`, `planning` and `draft_offers`. Whole numbers come as lists or tuples."""
 
     best_first: Callable[..., Trees]
     take_rows: Callable[..., PlannedRows]

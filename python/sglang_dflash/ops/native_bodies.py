@@ -90,7 +90,7 @@ def take_rows(
     copied_lens: Sequence[int] = (),
 ) -> PlannedRows:
     """See `tree.take_rows`."""
-    arguments = (*trees[:3], list(drafted), list(lens), batch, list(copied), list(copied_lens))
+    arguments = (*trees[:3], drafted, lens, batch, copied, copied_lens)
     return PlannedRows(*native.compiled.take_rows(*arguments))
 
 

@@ -7,8 +7,8 @@
   drafted, too. So the odds there are those of the mean chances, times the geometric mean of its odds over theirs at the
   drafted depths, to the power of `own_share`.
 
-What a step's lesson needs of its drafted blocks is written into one dense table: several steps are learned together,
-and by then their tensors would no longer be in the processor's caches.
+What a step's blocks can teach is written into one dense table. Several steps are learned together, and by then their
+tensors would no longer be in the processor's caches.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sglang_dflash.ops.platt_scaling import DEPTHS, OTHERS, SLOPE, SLOPES, Platt
 from sglang_dflash.ops.tree import PlannedRows, best_first, take_rows
 
 LEAST_CHANCE = 1e-3  # of a draft, and of its miss, where odds are compared
+LEAST_INFORMATION = 1e-4  # of one observation
 
 
 class PlanTables(NamedTuple):
@@ -200,7 +201,7 @@ def _observe(tables: PlanTables, block: Block, place: int, on_path: Sequence[boo
         # With the parameters of now: several rows in a row must not all correct the same error.
         total = float(shared[SLOPE, 0]) * x + float(depth[0]) + float(offset[0])
         chance = 1 / (1 + math.exp(-total - (float(shared[OTHERS, 0]) if rank > 0 else 0.0)))
-        surplus, information = on_path[row] - chance, chance * (1.0 - chance) + 1e-4
+        surplus, information = on_path[row] - chance, chance * (1.0 - chance) + LEAST_INFORMATION
         learn(shared[SLOPE], surplus * x, information * x * x, tuning.slope_prior, tuning.slope_trials)
         shared[SLOPE, 0].clamp_(*SLOPES)
         learn(depth, surplus, information, tuning.depth_prior, tuning.depth_trials)
