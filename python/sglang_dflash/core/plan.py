@@ -104,7 +104,7 @@ class Planner:
         self._probing = False
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None  # the requests for which it was decided
-        self._held_for: list[str] | None = None  # those for which the decision holds now; see `_adapts`
+        self._held_for: list[str] | None = None  # those for which it holds now; see `_holds` and `_adapts`
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
         self._least: float | None = 0.0  # chance from which a row pays, by these; None: not reckoned yet
         self._probe_rows = 0.0  # mean rows of a drafted request in probes, beside its anchor
@@ -124,7 +124,7 @@ class Planner:
         self._requests = list(requests)
         tuning, since = self._tuning, self._steps - self._decided_at
         settled = since <= tuning.settled_steps
-        adapted = self._held_for is not self._decided_for
+        adapted = self._decided.width > 1 and self._held_for is not self._decided_for
         due = since >= tuning.decision_steps or self._steps_since_probe == 1 or (adapted and not settled)
         if due or (self._requests != self._held_for and not self._holds() and not (settled and self._adapts())):
             self._decided_at = self._steps
@@ -176,7 +176,10 @@ class Planner:
         before = self._decided_for
         if before is None or self._decided.width > 1 or 2 * len(self._requests) <= len(before):
             return False
-        return not any(map(self._memory.knows, set(self._requests).difference(before)))
+        if any(map(self._memory.knows, set(self._requests).difference(before))):
+            return False
+        self._held_for = self._requests
+        return True
 
     def _adapts(self) -> bool:
         """Lets a decision to draft take in changes, if it can: requests that left are dropped, and newcomers are

@@ -1,6 +1,7 @@
 """The public ops. `reference.py` specifies them; `block_conv.py`, `selector.py`, `domino.py` those of draft heads;
 `mixture.py` that of a mixture of experts, `tree.py` those over trees of rows, `planning.py`, `platt_scaling.py` and
-`draft_offers.py` those of a plan. On CUDA, the ops over trees are those of `fixed_trees.py`, for trees of equally many rows.
+`draft_offers.py` those of a plan. On CUDA, the ops over trees are those of `fixed_trees.py`, for trees of equally many
+rows.
 
 An op may have torch, native and Triton bodies. `choose_kernels` chooses them for a device and dtypes; a caller asks it
 once, when it is constructed, and holds the `Kernels`.
