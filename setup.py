@@ -65,13 +65,9 @@ class NativeOps(build_ext):
         sanitize = os.environ.get("SGLANG_DFLASH_SANITIZE")
         flags = [*FLAGS, *([f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"] if sanitize else [])]
         torch = Path(find_spec("torch").origin).parent
+        headers = [f"-I{torch}/include", f"-I{sysconfig.get_path('include')}"]
         units = [
-            (
-                source,
-                "torch",
-                ["-std=c++20", "-O1", "-fopenmp", f"-I{torch}/include", f"-I{sysconfig.get_path('include')}"],
-            )
-            for source in SOURCES
+            (source, "torch", ["-std=c++20", "-O1", "-fopenmp", *headers]) for source in SOURCES
         ]  # torch's headers need these; without OpenMP, at::parallel_for is a plain loop
         for isa, isa_flags in INSTRUCTION_SETS.items():
             units.append((KERNELS, isa, ["-std=c++17", *isa_flags, f"-DISA={isa}", f"-DTABLE=k{isa.capitalize()}"]))

@@ -32,7 +32,7 @@ TORCH_LIBRARY(sglang_dflash, m) {
       "Tensor");
   m.def("experts(Tensor x, Tensor up, Tensor down, Tensor ids, Tensor weights, str activation) -> Tensor");
   m.def("install_linear() -> ()");
+  m.def("linear(Tensor x, Tensor weight, Tensor? addend) -> Tensor");
   m.def("row_argmax(Tensor logits) -> Tensor");
   m.def("accept_greedy(Tensor logits, Tensor ids) -> (Tensor, Tensor, Tensor)");
-  m.def("linear(Tensor x, Tensor weight, Tensor? addend) -> Tensor");
 }

@@ -38,9 +38,9 @@ class DraftedRows:
         self._tables, self._places, self._counts = tables, places, counts
         self._tuning, self._memory = tuning or ops.PlattTuning(), memory or MemoryTuning()
         self._kernels = ops.choose_kernels("cpu").plans
-        self._planned: list[str] = []  # the requests whose rows were planned last
+        self._planned: Sequence[str] = []  # the requests whose rows were planned last
         self._planned_at = 0  # their first block
-        self._steps: list[tuple[list[str], torch.Tensor]] = []  # drafted requests and path, to be learned
+        self._steps: list[tuple[Sequence[str], torch.Tensor]] = []  # drafted requests and path, to be learned
         self._blocks, self._most_blocks = 0, len(tables.blocks)  # of these steps, and the most that wait
 
     def make_room(self, blocks: int) -> None:
@@ -66,11 +66,11 @@ class DraftedRows:
 
         Args:
             log_probs: [b, D, k] float32; of the draft, falling in the last dimension.
-            names: of the b drafted requests.
+            names: of the b drafted requests; held until they are learned.
             drafted: these requests among all `batch`.
         """
         assert self._blocks + len(names) <= self._most_blocks, (self._blocks, len(names))
-        self._planned, self._planned_at = list(names), self._blocks
+        self._planned, self._planned_at = names, self._blocks
         places = self._places.of(names)
         arguments = (log_probs, self._tables, self._blocks, places, self._tuning.max_logit, least, drafted, batch)
         return self._kernels.plan_rows(*arguments, *(chains_of(copies) if copies else ()))
@@ -86,7 +86,7 @@ class DraftedRows:
         if not self._steps:
             return
         places: list[list[int]] = []
-        before: list[str] | None = None
+        before: Sequence[str] | None = None
         for names, _ in self._steps:
             places.append(places[-1] if names == before else list(map(self._place, names)))
             before = names

@@ -127,7 +127,7 @@ class Fixed:
 
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         if log_probs is None:
-            return undrafted(self._batch)
+            return anchors(self._batch)
         first = log_probs[:, :, :1]
         lens = [self._rows] * self._batch
         chains = self._kernels.best_first(torch.ones_like(first), self._rows)  # all rows, however unlikely

@@ -9,13 +9,13 @@ import torch
 
 from sglang_dflash import ops
 from sglang_dflash.core.plan_counts import PlanCounts
-from sglang_dflash.core.policy import NOTHING, Copied, Drafting, Policy, anchors
+from sglang_dflash.core.policy import NOTHING, Copied, Drafting, Policy, chains_of, undrafted
 
 
 class SharedPlan:
     """A `Policy` that asks another one on the first rank alone, and sends its answers to the others.
 
-    All ranks call it with the same requests. A step takes one exchange, or two if anything is proposed.
+    All ranks call it with the same requests. A step takes one exchange, or two if anything is drafted.
     """
 
     def __init__(self, policy: Policy, most_rows: int, group: Any) -> None:
@@ -56,14 +56,14 @@ class SharedPlan:
     def choose(self, log_probs: torch.Tensor | None) -> ops.PlannedRows:
         rows = None if self._policy is None else self._policy.choose(log_probs)
         drafting = self._drafting
-        proposed = sorted([*drafting.requests, *(copied.request for copied in drafting.copies)])
-        if not proposed:
-            return anchors(self._batch) if rows is None else rows
-        sent = torch.zeros(4, len(proposed), self._most_rows, dtype=torch.int32)  # parents, depths, ranks, count
+        if not drafting.requests:
+            return undrafted(self._batch, drafting.copies) if rows is None else rows
+        shape = (4, len(drafting.requests), self._most_rows)
+        sent = torch.zeros(shape, dtype=torch.int32)  # parents, depths, ranks, count
         if rows is not None:
             fields = torch.stack((rows.parents, rows.depths, rows.ranks))  # [3, T]
             starts = rows.row_starts.tolist()
-            for place, request in enumerate(proposed):
+            for place, request in enumerate(drafting.requests):
                 count = sent[3, place, 0] = rows.lens[request]
                 sent[:3, place, :count] = fields[:, starts[request] : starts[request + 1]]
         self._group.broadcast(sent, src=0)
@@ -71,7 +71,8 @@ class SharedPlan:
             return rows
         parents, depths, ranks, counts = sent
         trees = ops.Trees(parents, depths, ranks, torch.ones(ranks.shape))
-        return self._kernels.take_rows(trees, proposed, counts[:, 0].tolist(), self._batch)
+        drafted = drafting.requests, counts[:, 0].tolist()
+        return self._kernels.take_rows(trees, *drafted, self._batch, *chains_of(drafting.copies))
 
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
         if self._policy is not None:
