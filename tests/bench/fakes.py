@@ -42,6 +42,7 @@ def make_plan(folder: Path, *arms: Arm, **changes: Any) -> Plan:
         "counts": {1.0: 4, 2.0: 4},
         "repeats": 1,
         "interleave": False,
+        "together": False,
         "sampling": Sampling(6),
         "seed": 0,
         "stall_s": 20.0,

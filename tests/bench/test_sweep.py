@@ -13,10 +13,13 @@ import psutil
 import pytest
 from fake_server import answer_ids
 from fakes import fake_arm, go, key, make_plan, render
+from rich.console import Console
 
+from sglang_dflash.bench.board import Board
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.measures import measure
-from sglang_dflash.bench.records import Run
+from sglang_dflash.bench.records import Cell, Run
+from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.serving.counters import WorkerCounts
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Message, Session, Turn, as_openai
@@ -238,6 +241,44 @@ def test_interleaved_arms_take_turns(tmp_path):
     plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash"), loads=(1.0,), repeats=2, interleave=True)
     order = [(cell.key.arm, cell.key.repeat) for cell in go(plan, tmp_path).cells]
     assert order == [("off", 0), ("dflash", 0), ("off", 1), ("dflash", 1)]
+
+
+def test_arms_that_stand_together_take_turns_at_every_cell(tmp_path):
+    """Fails where a server is started anew for a cell, works while another is asked, or is left behind; or where the
+    same arm is always first."""
+    arms = fake_arm("off"), fake_arm("dflash"), fake_arm("hung", "--refuse-start")
+    plan = make_plan(tmp_path, *arms, repeats=2, together=True, warm_up=True)
+    states: list[list[str]] = []
+
+    def look(cell: Cell) -> None:
+        servers = (psutil.Process(server.pid) for server in sweep._standing.values() if not server.ended())
+        states.append(sorted(server.status() for server in servers))
+
+    run = Run("test", plan.workload, {})
+    board = Board(Console(file=(tmp_path / "screen.txt").open("a"), width=200), 12, 3)
+    board.finished = look  # type: ignore[method-assign]
+    sweep = Sweep(plan, run, render, tmp_path / "run.json")  # type: ignore[arg-type]
+    sweep.go(lambda cells, starts: board)
+    names = ["off", "dflash", "hung"]
+    order = [key(arm, load) for load in (1.0, 2.0) for arm in names]
+    order += [key(arm, load, 1) for load in (1.0, 2.0) for arm in (*names[1:], names[0])]
+    assert [cell.key for cell in run.cells] == order
+    assert all(("does not want to start" in cell.failure) == (cell.key.arm == "hung") for cell in run.cells)
+    assert all(cell.equality.identical == 4 for cell in run.cells if cell.key.arm == "dflash")
+    assert [server["arm"] for server in run.servers] == ["off", "dflash"]
+    assert len(list((tmp_path / "logs").iterdir())) == 3
+    working = [state for state, cell in zip(states, run.cells, strict=True) if cell.key.arm != "hung"]
+    assert all(state[1:] == ["stopped"] and state[0] != "stopped" for state in working)
+    assert all(server.ended() for server in sweep._standing.values())
+
+
+def test_a_standing_server_that_dies_costs_its_cell_only(tmp_path):
+    """Fails where the other cells of the arm are lost, or other arms are asked while they are paused."""
+    arms = fake_arm("off"), fake_arm("dflash", "--die-at", "6")
+    cells = cells_of(go(make_plan(tmp_path, *arms, together=True, loads=(1.0,), repeats=3), tmp_path))
+    failures = {(held.arm, held.repeat): bool(cell.failure) for held, cell in cells.items()}
+    assert [failures["dflash", repeat] for repeat in range(3)] == [False, True, False]
+    assert not any(failures["off", repeat] for repeat in range(3))
 
 
 def test_a_resumed_run_measures_only_what_is_missing(tmp_path):

@@ -79,6 +79,20 @@ def driver_up(
         yield ServerDriver(arm, server, plan, renderer)
 
 
+@contextmanager
+def paused_driver(arm: Arm, server: Server, plan: Plan, renderer: Renderer) -> Iterator[Driver]:
+    """Has a paused server work within this block.
+
+    Raises:
+        ServerError: it has never answered.
+    """
+    server.resume()
+    try:
+        yield ServerDriver(arm, server.wait(plan.start_s), plan, renderer)
+    finally:
+        server.pause()
+
+
 class ServerDriver(Driver):
     """Sends requests to a server over HTTP."""
 

@@ -19,9 +19,10 @@ from sglang_dflash.workloads.kinds import WORKLOADS
 
 RADIX = {"on": (True,), "off": (False,), "both": (True, False)}
 _NOT_KEPT = (
-    *("vllm_python", "interleave", "stall_s", "start_s", "output_md", "resume", "overwrite", "logs", "compare"),
+    *("vllm_python", "interleave", "together", "stall_s", "start_s", "output_md", "resume", "overwrite", "logs"),
     # Kept in another form: see `Options.to_json`.
     *("base_url", "workload", "dataset_name", "concurrencies", "request_rate", "ttft_limit_ms", "tpot_limit_ms", "env"),
+    "compare",
 )
 EXTENDABLE = ("arms", "loads", "datasets", "base_urls", "repeats")
 """Options to which a resumed run may add values."""
@@ -152,6 +153,14 @@ class Options:
         _measurement(
             "--interleave",
             help="Run every arm once per repeat, not all repeats of an arm in a row. For machines whose speed drifts.",
+        ),
+    ] = False
+    together: Annotated[
+        bool,
+        _measurement(
+            "--together",
+            help="Start the servers of all arms at once and keep them up; the arms take turns at every cell, and those "
+            "that are not asked are paused. Needs memory for all of them.",
         ),
     ] = False
     warm_up: Annotated[bool, _measurement(help="Send short requests to every server before its cells.")] = True

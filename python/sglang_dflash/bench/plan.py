@@ -24,6 +24,8 @@ class Plan:
         datasets: sessions by dataset name; a cell plays the first `counts[load]` of them.
         repeats: number of repeats of every cell.
         interleave: run every arm once per repeat, instead of all repeats of an arm in a row.
+        together: the servers of all arms start at once and stay up; the arms take turns at every cell, and those that
+            are not asked are paused.
         stall_s: seconds without data after which a request fails.
         start_s: seconds within which a server must be up.
         logs: folder of the servers' logs.
@@ -36,6 +38,7 @@ class Plan:
     counts: dict[float, int]
     repeats: int
     interleave: bool
+    together: bool
     sampling: Sampling
     seed: int
     stall_s: float
@@ -48,11 +51,22 @@ class Plan:
         return WORKLOADS[self.workload].open_loop
 
     def servers(self, done: set[CellKey]) -> list[tuple[Arm, list[CellKey]]]:
-        """The servers to start, in order, each with the cells that it still has to run."""
+        """The servers to ask, in order, each with the cells that it still has to run."""
         every = list(range(self.repeats))
-        rounds = [[repeat] for repeat in every] if self.interleave else [every]
-        todo = [(arm, [key for key in self._keys(arm, one) if key not in done]) for one in rounds for arm in self.arms]
-        return [(arm, keys) for arm, keys in todo if keys]
+        if self.together:
+            todo = [turn for repeat in every for turn in self._turns(repeat)]
+        else:
+            rounds = [[repeat] for repeat in every] if self.interleave else [every]
+            todo = [(arm, self._keys(arm, one)) for one in rounds for arm in self.arms]
+        left = [(arm, [key for key in keys if key not in done]) for arm, keys in todo]
+        return [(arm, keys) for arm, keys in left if keys]
+
+    def _turns(self, repeat: int) -> list[tuple[Arm, list[CellKey]]]:
+        """Every cell of a repeat, arm by arm; another arm begins in each repeat, the reference in the first."""
+        first = repeat % len(self.arms)
+        arms = [*self.arms[first:], *self.arms[:first]]
+        cells = zip(*(self._keys(arm, [repeat]) for arm in arms), strict=True)
+        return [(arm, [key]) for keys in cells for arm, key in zip(arms, keys, strict=True)]
 
     def _keys(self, arm: Arm, repeats: Sequence[int]) -> list[CellKey]:
         return [

@@ -60,6 +60,7 @@ def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None
         counts=counts,
         repeats=options.repeats,
         interleave=options.interleave,
+        together=options.together,
         sampling=Sampling(tokens, options.temperature, options.top_p, options.seed, options.ignore_eos),
         seed=options.seed,
         stall_s=options.stall_s,

@@ -1,21 +1,21 @@
-"""Runs a sweep: one server up at a time, one cell after another, and each cell is saved as soon as it is done."""
+"""Runs a sweep: one server works at a time, one cell after another, and each cell is saved as soon as it is done."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 
 from sglang_dflash.bench.board import Board, name
-from sglang_dflash.bench.drivers import Driver, driver_up
+from sglang_dflash.bench.drivers import Driver, driver_up, paused_driver
 from sglang_dflash.bench.equality import Reference, judge
 from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import Cell, CellKey, Run
-from sglang_dflash.serving import Arm, ServerError, TiePolicy, last_error, sentence
+from sglang_dflash.serving import Arm, Server, ServerError, TiePolicy, last_error, sentence
 from sglang_dflash.serving.arms import reference_arm
 from sglang_dflash.serving.errors import log_lines
 from sglang_dflash.serving.rendering import Renderer
@@ -42,6 +42,8 @@ class Sweep:
         self._references: dict[tuple[str, str], Reference] = {}
         self._starts = 0
         self._log = plan.logs
+        self._standing: dict[str, Server] = {}  # by label: servers that stay up
+        self._warm: set[str] = set()  # labels of standing servers that were warmed up
 
     def go(self, make_board: Callable[[int, int], Board]) -> None:
         """
@@ -53,28 +55,44 @@ class Sweep:
             if cell.key in done and cell.key.arm == self._reference_arm.name:
                 self._reference(cell.key).learn(cell.records, self._prompts(cell))
         todo = self._plan.servers(done)
-        board = make_board(sum(len(keys) for _, keys in todo), len(todo))
-        for arm, keys in todo:
-            waiting = list(keys)
-            while waiting:
-                self._serve(arm, waiting, board)
+        arms = list({arm.label: arm for arm, _ in todo}.values())
+        board = make_board(sum(len(keys) for _, keys in todo), len(arms if self._plan.together else todo))
+        with ExitStack() as stack:
+            if self._plan.together:
+                self._stand(arms, board, stack)
+            for arm, keys in todo:
+                waiting = list(keys)
+                while waiting:
+                    self._serve(arm, waiting, board)
         self._settle()
 
+    def _stand(self, arms: Sequence[Arm], board: Board, stack: ExitStack) -> None:
+        """Starts the servers of these arms at once, and pauses them when all are up: no cell runs while one starts."""
+        begin = time.monotonic()
+        standing = [arm for arm in arms if not arm.url and arm.engine != "transformers"]
+        for arm in standing:
+            server = self._standing[arm.label] = arm.server(self._new_log(arm))
+            stack.callback(server.stop)
+            server.launch()
+        for arm in standing:
+            with suppress(ServerError), board.starting(arm.label) as on_wait:  # _serve waits again, and keeps the error
+                self._standing[arm.label].wait(self._plan.start_s, on_wait)
+                self._note_server(arm, time.monotonic() - begin)
+        for server in self._standing.values():
+            server.pause()
+
+    def _new_log(self, arm: Arm) -> Path:
+        self._starts += 1
+        return self._plan.logs / f"{self._starts:02}-{arm.label.replace(', ', '-').replace(' ', '-')}.log"
+
     def _serve(self, arm: Arm, waiting: list[CellKey], board: Board) -> None:
-        """Starts the arm and runs cells from `waiting` until none is left or the server is lost.
+        """Has the arm run cells from `waiting` until none is left or its server is lost.
 
         A lost server fails the current cell; the caller then starts the server again for the rest.
         """
-        self._starts += 1
-        self._log = self._plan.logs / f"{self._starts:02}-{arm.label.replace(', ', '-').replace(' ', '-')}.log"
-        begin = time.monotonic()
         with ExitStack() as stack:
             try:
-                with board.starting(arm.label) as on_wait:
-                    driver = stack.enter_context(driver_up(arm, self._plan, self._renderer, self._log, on_wait))
-                    if self._plan.warm_up:
-                        driver.warm_up()
-                self._note_server(arm, time.monotonic() - begin)
+                driver = stack.enter_context(self._running(arm, board))
             except (ServerError, httpx.HTTPError, ValueError, OSError) as error:
                 ended = self._log.is_file() and "ended before" in str(error)
                 failure = sentence(f"{arm.label} did not start: {last_error(self._log) if ended else error}", LONGEST)
@@ -86,7 +104,30 @@ class Sweep:
                 cell, lost = self._play(arm, driver, key, board)
                 self._keep(cell, board)
                 if lost:
+                    if standing := self._standing.pop(arm.label, None):
+                        standing.stop()
                     return
+
+    @contextmanager
+    def _running(self, arm: Arm, board: Board) -> Iterator[Driver]:
+        """The arm's driver: of a server that stands, or of one that starts here and stops after this block."""
+        standing = self._standing.get(arm.label)
+        begin = time.monotonic()
+        with ExitStack() as stack:
+            if standing is not None:
+                self._log = standing.log
+                driver = stack.enter_context(paused_driver(arm, standing, self._plan, self._renderer))
+                if self._plan.warm_up and arm.label not in self._warm:
+                    driver.warm_up()
+                self._warm.add(arm.label)
+            else:
+                self._log = self._new_log(arm)
+                with board.starting(arm.label) as on_wait:
+                    driver = stack.enter_context(driver_up(arm, self._plan, self._renderer, self._log, on_wait))
+                    if self._plan.warm_up:
+                        driver.warm_up()
+                self._note_server(arm, time.monotonic() - begin)
+            yield driver
 
     def _play(self, arm: Arm, driver: Driver, key: CellKey, board: Board) -> tuple[Cell, bool]:
         """Runs one cell. Returns it, and whether the arm is lost."""

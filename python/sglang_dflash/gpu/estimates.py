@@ -6,10 +6,12 @@ Standard library only.
 from __future__ import annotations
 
 START_S = 75.0  # a server start, warm-up included; 40 with compile caches
-CELL_S = 12.0  # one load of a sweep
+TOGETHER_S = 120.0  # the start of all servers of a stage at once; a guess
+CELL_S = 8.0  # one load of a sweep
 PROFILE_S = 30.0  # one load of a profile
 CHECK_S = 240.0  # a check: two server starts and their requests
 STEP_LOADS = (1, 8, 32)  # requests at once in a sweep of step times
+STEP_REPEATS = 3
 PROFILE_LOADS = (1, 8)
 SMOKE_LOADS = (1, 8)
 OPS_S = {
@@ -31,6 +33,6 @@ def seconds(stage: str, arms: int) -> float:
     if stage.startswith("equality-"):
         return CHECK_S
     if stage.startswith("profile-"):
-        return arms * (START_S + len(PROFILE_LOADS) * PROFILE_S)
-    loads = SMOKE_LOADS if stage == "smoke" else STEP_LOADS
-    return arms * (START_S + len(loads) * CELL_S)
+        return TOGETHER_S + arms * len(PROFILE_LOADS) * PROFILE_S
+    cells = len(SMOKE_LOADS) if stage == "smoke" else len(STEP_LOADS) * STEP_REPEATS
+    return TOGETHER_S + arms * cells * CELL_S

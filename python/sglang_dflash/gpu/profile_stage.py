@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import httpx
 
 from sglang_dflash.gpu.budget import MARGIN, OutOfTimeError
 from sglang_dflash.gpu.dummy_pairs import make_pair
-from sglang_dflash.gpu.estimates import PROFILE_LOADS, PROFILE_S, START_S
+from sglang_dflash.gpu.estimates import PROFILE_LOADS, PROFILE_S, TOGETHER_S
 from sglang_dflash.gpu.results import Stage
 from sglang_dflash.gpu.setting import Setting
 from sglang_dflash.gpu.sweep_stages import ARMS, dummy_flags
 from sglang_dflash.gpu.trace import count_steps, read_trace
-from sglang_dflash.serving import Arm, Client, ServerError, last_error, sentence
+from sglang_dflash.serving import Arm, Client, Server, ServerError, last_error, sentence
 from sglang_dflash.serving.arms import Models, Serving, arms_of
 
 REHEARSED_LOADS = (1, 4)
@@ -45,18 +45,26 @@ def profile(setting: Setting, stage: Stage, model: str) -> str:
     done = {(row["arm"], row["load"]) for row in stage.rows}
     stage.failures, stage.notes = [], list(NOTES)
     setting.note_absent(stage)
-    for arm in _arms(setting, str(target), str(draft)):
-        every = REHEARSED_LOADS if setting.rehearsal else PROFILE_LOADS
-        loads = [load for load in every if (arm.name, load) not in done]
-        try:
+    every = REHEARSED_LOADS if setting.rehearsal else PROFILE_LOADS
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        todo = []
+        for arm in _arms(setting, str(target), str(draft)):
+            loads = [load for load in every if (arm.name, load) not in done]
             if loads:
-                _serve(setting, stage, arm, loads)
-        except OutOfTimeError as reason:
-            return str(reason)
-        except httpx.HTTPError:
-            stage.failures.append(f"{arm.label} stopped answering: {last_error(_log(setting, stage, arm))[:400]}")
-        except (ServerError, ValueError, OSError) as error:
-            stage.failures.append(f"{arm.label}: {sentence(error, 400)}")
+                server = arm.server(setting.raw / f"{stage.stage}-{arm.name}.log")
+                stack.callback(server.stop)
+                server.launch()  # all at once
+                todo.append((arm.name, server, loads))
+        for name, server, loads in todo:
+            try:
+                _count(setting, stage, name, server, loads, begin)
+            except OutOfTimeError as reason:
+                return str(reason)
+            except httpx.HTTPError:
+                stage.failures.append(f"{name} stopped answering: {last_error(server.log)[:400]}")
+            except (ServerError, ValueError, OSError) as error:
+                stage.failures.append(f"{name}: {sentence(error, 400)}")
     return ""
 
 
@@ -67,33 +75,29 @@ def _arms(setting: Setting, target: str, draft: str) -> list[Arm]:
     return setting.served(arms_of(ARMS.split(","), Models(target, {"dflash": draft}, None, 0), serving, {}))
 
 
-def _serve(setting: Setting, stage: Stage, arm: Arm, loads: list[int]) -> None:
+def _count(setting: Setting, stage: Stage, name: str, server: Server, loads: list[int], begin: float) -> None:
+    """Waits for a server that was launched at `begin`, and profiles it at these loads."""
     budget = setting.budget
-    starts = [row["start_s"] for row in stage.rows]
-    budget.begin(f"starting {arm.label}", MARGIN * max(starts, default=START_S / MARGIN) + _cell_s(stage))
-    setting.screen.print(f"starting {arm.label} ...", style="dim")
-    begin = time.monotonic()
-    with arm.up(_log(setting, stage, arm), 600.0, lambda seconds: budget.check(f"starting {arm.label}")) as server:
-        start_s = round(time.monotonic() - begin, 1)
-        client = server.client(TRACE_S)
-        for load in loads:
-            budget.begin(f"profiling {arm.name} at {load}", _cell_s(stage))
-            begin = time.monotonic()
-            folder = setting.raw / f"{stage.stage}-{arm.name}-{load}"
-            with _decoding(client, load):
-                trace = take_trace(client, folder, min(TRACE_S, budget.left_s))
-            counts = count_steps(read_trace(trace)).to_json()
-            if f" bs={load}]" not in counts["span"]:
-                raise ValueError(f"{load} requests should decode, but the trace's longest run is {counts['span']}")
-            times = {"start_s": start_s, "seconds": round(time.monotonic() - begin, 1)}
-            stage.rows.append({"arm": arm.name, "load": load, **counts, **times})
-            budget.finished()
-            setting.keep(stage)
-            setting.screen.print(f"{arm.name} at {load}: {counts['launches']} launches, {counts['graphs']} graphs")
-
-
-def _log(setting: Setting, stage: Stage, arm: Arm) -> Path:
-    return setting.raw / f"{stage.stage}-{arm.name}.log"
+    if not stage.rows:
+        budget.begin(f"starting {name}", TOGETHER_S + _cell_s(stage))
+    setting.screen.print(f"starting {name} ...", style="dim")
+    server.wait(600.0, lambda seconds: budget.check(f"starting {name}"))
+    start_s = round(time.monotonic() - begin, 1)
+    client = server.client(TRACE_S)
+    for load in loads:
+        budget.begin(f"profiling {name} at {load}", _cell_s(stage))
+        begin = time.monotonic()
+        folder = setting.raw / f"{stage.stage}-{name}-{load}"
+        with _decoding(client, load):
+            trace = take_trace(client, folder, min(TRACE_S, budget.left_s))
+        counts = count_steps(read_trace(trace)).to_json()
+        if f" bs={load}]" not in counts["span"]:
+            raise ValueError(f"{load} requests should decode, but the trace's longest run is {counts['span']}")
+        times = {"start_s": start_s, "seconds": round(time.monotonic() - begin, 1)}
+        stage.rows.append({"arm": name, "backend": setting.backends[0], "load": load, **counts, **times})
+        budget.finished()
+        setting.keep(stage)
+        setting.screen.print(f"{name} at {load}: {counts['launches']} launches, {counts['graphs']} graphs")
 
 
 def _cell_s(stage: Stage) -> float:

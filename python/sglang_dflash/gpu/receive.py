@@ -38,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--commit", required=True, help="commit of this folder")
     parser.add_argument("--limit-s", type=float, required=True, help="seconds after which this command is killed")
     parser.add_argument("--run", nargs="*", default=(), help="stages to run, of gpu.ops or of gpu-check")
+    parser.add_argument("--backends", help="attention backends of gpu-check, the first also of smoke and profile")
     parser.add_argument("--needs", nargs="*", default=(), help="groups of the bundle that these stages need")
     parser.add_argument("--stand-in", type=Path, help="dry run: a script that replaces SGLang and the checker")
     return parser.parse_args()
@@ -91,6 +92,7 @@ class Call:
         words += ["--output", self._machine.results, "--commit", self._arguments.commit]
         words += ["--budget-s", f"{budget_s:.0f}"]
         words += [word for stage in stages for word in ("--stage", stage)]
+        words += ["--backends", self._arguments.backends] if self._arguments.backends else []
         stand_in = ["--stand-in", self._arguments.stand_in] if self._arguments.stand_in else []
         return self._watch([*words, *stand_in], self._end)
 

@@ -16,7 +16,7 @@ from sglang_dflash.bench.records import Run
 from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.gpu.budget import BudgetBoard, OutOfTimeError
 from sglang_dflash.gpu.dummy_pairs import make_pair
-from sglang_dflash.gpu.estimates import SMOKE_LOADS, STEP_LOADS
+from sglang_dflash.gpu.estimates import SMOKE_LOADS, STEP_LOADS, STEP_REPEATS
 from sglang_dflash.gpu.results import OtherRunError, Row, Stage
 from sglang_dflash.gpu.setting import EMBEDDED_FLAGS, NO_PREFILL_GRAPHS, Setting
 from sglang_dflash.serving import TINY_TARGET
@@ -28,6 +28,9 @@ MOST = max(STEP_LOADS)
 TAU = 6.0  # simulated; about what published drafts reach on easier tasks
 OURS = "sglang-dflash"  # the start of our worker's start-up line
 LEAST_TAU = 2.5  # lower bound for the embedded pair: a draft that is never accepted gives equal tokens, too
+# Three servers share the GPU's memory: about 24 GB each. A server takes what others took meanwhile for its own weights,
+# so nearly all memory must count as its own; the pool then has the given size.
+SHARED_MEMORY = ("--mem-fraction-static", "0.97", "--max-total-tokens", "16384")
 STEP_NOTES = (
     f"Dummy weights: SGLang draws the commit lengths with mean {TAU:g}; tokens mean nothing. The off arm decodes one "
     "token per step.",
@@ -103,6 +106,7 @@ def step_times(setting: Setting, stage: Stage, model: str, backend: str) -> str:
         attention_backends=backend,
         concurrencies=_loads(REHEARSED_LOADS if setting.rehearsal else STEP_LOADS),
         max_new_tokens=256,
+        repeats=1 if setting.rehearsal else STEP_REPEATS,
         ignore_eos=True,
         env=simulate,
         server_flags=shlex.join([*dummy_flags(setting), *setting.flags(backend)]),
@@ -123,7 +127,7 @@ def dummy_flags(setting: Setting) -> list[str]:
     """Allows MOST concurrent requests and captures decode graphs up to that size."""
     flags = ["--load-format", "dummy", "--max-running-requests", str(MOST), "--cuda-graph-max-bs-decode", str(MOST)]
     # In bfloat16, SGLang's own draft launches a Triton kernel even on a CPU.
-    return [*flags, *NO_PREFILL_GRAPHS, *(["--dtype", "float32"] if setting.rehearsal else [])]
+    return [*flags, *NO_PREFILL_GRAPHS, *(["--dtype", "float32"] if setting.rehearsal else SHARED_MEMORY)]
 
 
 def _sweep(setting: Setting, stage: Stage, options: Options, fill: Callable[[Run], None], keep_tokens: bool) -> str:
@@ -169,7 +173,7 @@ def _sweep(setting: Setting, stage: Stage, options: Options, fill: Callable[[Run
         Sweep(plan, run, renderer, path).go(board)
     except OutOfTimeError as reason:
         left = str(reason)
-    if not keep_tokens:  # tokens of dummy weights mean nothing and would fill the file
+    if not keep_tokens and not left:  # tokens of dummy weights mean nothing and would fill the file
         for cell in run.cells:
             cell.records = [replace(record, ids=[], text="") for record in cell.records]
         run.save(path)
@@ -178,7 +182,9 @@ def _sweep(setting: Setting, stage: Stage, options: Options, fill: Callable[[Run
 
 
 def _rows(run: Run, more: tuple[str, ...]) -> list[Row]:
-    return [_row(row, more) for row in frame(run).to_dict("records")]
+    """Arm by arm; a sweep runs them in turn."""
+    rows = [_row(row, more) for row in frame(run).to_dict("records")]
+    return sorted(rows, key=lambda row: (ARMS.split(",").index(row["arm"]), row["load"]))
 
 
 def _row(row: dict[str, Any], more: tuple[str, ...]) -> Row:
@@ -194,5 +200,6 @@ def _row(row: dict[str, Any], more: tuple[str, ...]) -> Row:
 def _options(setting: Setting, stage: str, **changes: Any) -> Options:
     """The benchmark's options for the embedded pair; `changes` replaces fields."""
     fields: dict[str, Any] = {"arms": ARMS, "dataset_name": "tiny", "request_rate": "1", "think_s": 0.0}
+    fields |= {"together": True}
     fields |= {"stall_s": 60.0, "start_s": 540.0, "logs": setting.raw / f"{stage}-logs"}
     return Options(**{**fields, "output_md": setting.raw / f"{stage}.md", **changes})

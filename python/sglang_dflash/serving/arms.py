@@ -93,9 +93,12 @@ class Arm:
         if self.url:
             yield RunningServer(self.url)
             return
-        server = Server(self.arguments, log, self.environment, self.launch, self.health)
-        with server.start(timeout_s, on_wait):
+        with self.server(log).start(timeout_s, on_wait) as server:
             yield server
+
+    def server(self, log: Path) -> Server:
+        """The server of an arm without a URL, not started."""
+        return Server(self.arguments, log, self.environment, self.launch, self.health)
 
     def why_gone(self, log: Path) -> str:
         """Why the arm's server ended, as far as its log tells."""

@@ -76,13 +76,21 @@ class Server:
         Raises:
             ServerError: it ended, or did not answer in time.
         """
+        self.launch()
+        return self.wait(timeout_s, on_wait)
+
+    def launch(self) -> None:
+        """Starts the process and waits for nothing."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._process = self._spawn()
+
+    def wait(self, timeout_s: float, on_wait: Callable[[float], None] = lambda seconds: None) -> Self:
+        """Waits until the launched server answers; see `start`."""
         begin = time.monotonic()
         try:
             while not self._answers():
                 waited = time.monotonic() - begin
-                if self._process.poll() is not None:
+                if self.ended():
                     raise ServerError(f"The server ended before it answered: {self.last_words()} (log: {self.log})")
                 if waited > timeout_s:
                     raise ServerError(f"The server did not answer within {timeout_s:.0f} s (log: {self.log})")
@@ -131,10 +139,23 @@ class Server:
         """The last `count` lines of the log that are not empty."""
         return [line.strip() for line in log_lines(self.log)[-count:]]
 
+    def pause(self) -> None:
+        """Stops all processes of the server until `resume`: a waiting scheduler would use a core."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
     def stop(self) -> None:
         """Terminates the server, which ends its children; kills the whole group if that takes over STOP_SECONDS."""
         if self._process is None:
             return
+        self.resume()
         self._process.terminate()
         deadline = time.monotonic() + STOP_SECONDS
         try:
