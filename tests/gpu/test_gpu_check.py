@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -15,8 +16,9 @@ import pytest
 from rich.console import Console
 from stand_in import TAU
 
+from sglang_dflash.bench.records import Cell, CellKey, Run
 from sglang_dflash.gpu import order, profile_stage, sweep_stages
-from sglang_dflash.gpu.budget import Budget, OutOfTimeError
+from sglang_dflash.gpu.budget import MARGIN, Budget, BudgetBoard, OutOfTimeError
 from sglang_dflash.gpu.check import (
     BACKENDS,
     CUT,
@@ -84,6 +86,18 @@ def test_nothing_is_begun_that_does_not_fit():
     with pytest.raises(OutOfTimeError):
         budget.check("a start")
     budget.check("a cell", grace_s=1.0)
+
+
+def test_a_cell_is_estimated_from_its_own_arm(tmp_path):
+    """Fails where a fast arm's cell is left because a slow arm takes long."""
+    played = {"off": {1.0: 20.0, 8.0: 6.0}, "dflash": {1.0: 5.0}}
+    run = Run("test", "closed", {})
+    for arm, cells in played.items():
+        run.cells += [Cell(CellKey(arm, "fa3", True, "tiny", load, 0), wall_s=wall_s) for load, wall_s in cells.items()]
+    board = BudgetBoard(Console(file=io.StringIO()), 9, 3, Budget(100.0), run, lambda: None)
+    seconds = [board.cell_s("dflash", 1.0), board.cell_s("dflash", 8.0), board.cell_s("builtin", 1.0)]
+    assert seconds == pytest.approx([MARGIN * 5.0, MARGIN * 6.0, MARGIN * 20.0])
+    assert board.cell_s("dflash", 32.0) == board.cell_s("", None) == pytest.approx(MARGIN * 20.0)
 
 
 def test_a_cell_that_never_ends_is_left(tmp_path, monkeypatch):
@@ -300,6 +314,7 @@ def test_a_rehearsal_is_small_and_says_what_it_is(tmp_path):
     stage = run_check(check, setting, Results(tmp_path, [check.name]), FACTS)
     assert stage.state == "done" and {row["load"] for row in stage.rows} == {1, 4}
     assert stage.notes[0] == REHEARSAL and REHEARSAL in (tmp_path / "README.md").read_text()
+    assert {arm.variables["SGLANG_DFLASH_COMPILE"] for arm in profile_stage._arms(setting, "t", "d")} == {"0"}
     refused = _command("--device", "cpu", "--stage", "smoke")
     assert refused.returncode == 2 and "--output" in refused.stderr
 

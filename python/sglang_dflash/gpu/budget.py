@@ -70,7 +70,7 @@ class BudgetBoard(Board):
 
     @contextmanager
     def starting(self, label: str) -> Iterator[Callable[[float], None]]:
-        self._budget.begin(f"starting {label}", self.start_s() + self.cell_s(None))
+        self._budget.begin(f"starting {label}", self.start_s() + self.cell_s("", None))
         with super().starting(label) as on_wait:
 
             def wait(seconds: float) -> None:
@@ -81,7 +81,7 @@ class BudgetBoard(Board):
 
     @contextmanager
     def cell(self, key: CellKey, requests: int) -> Iterator[Callable[[Record], None]]:
-        self._budget.begin(f"{key.arm} at {key.load:g}", self.cell_s(key.load))
+        self._budget.begin(f"{key.arm} at {key.load:g}", self.cell_s(key.arm, key.load))
         with super().cell(key, requests) as on_answer:
 
             def answered(record: Record) -> None:
@@ -99,8 +99,10 @@ class BudgetBoard(Board):
         """Estimated seconds of a server start, warm-up included."""
         return MARGIN * max((server["start_s"] for server in self._run.servers), default=START_S / MARGIN)
 
-    def cell_s(self, load: float | None) -> float:
-        """Estimated seconds of a cell at this load. None: the longest of all loads."""
+    def cell_s(self, arm: str, load: float | None) -> float:
+        """Estimated seconds of an arm's cell at this load, from its own cells, else from those of others at this load,
+        else from all. None: the longest of all loads."""
         played = [cell for cell in self._run.cells if cell.wall_s]
-        same = [cell.wall_s for cell in played if load in (None, cell.key.load)]
-        return MARGIN * max(same or [cell.wall_s for cell in played], default=CELL_S / MARGIN)
+        same = [cell for cell in played if load in (None, cell.key.load)]
+        own = [cell for cell in same if cell.key.arm == arm]
+        return MARGIN * max((cell.wall_s for cell in own or same or played), default=CELL_S / MARGIN)

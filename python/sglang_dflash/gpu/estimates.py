@@ -1,4 +1,5 @@
-"""How long things take on a GPU. Starts, cells and the first four ops are measured, on an H100; the rest are guesses.
+"""How long things take on a GPU. Starts, cells, profiles, checks and the first four ops are measured, on an H100 or an
+H200; the other ops are guesses.
 
 Standard library only.
 """
@@ -6,10 +7,10 @@ Standard library only.
 from __future__ import annotations
 
 START_S = 75.0  # a server start, warm-up included; 40 with compile caches
-TOGETHER_S = 120.0  # the start of all servers of a stage at once; a guess
+TOGETHER_S = 170.0  # the start of all servers of a stage at once; 60 with compile caches
 CELL_S = 8.0  # one load of a sweep
-PROFILE_S = 30.0  # one load of a profile
-CHECK_S = 240.0  # a check: two server starts and their requests
+PROFILE_S = 5.0  # one load of a profile
+CHECK_S = 200.0  # a check: two server starts and their requests
 STEP_LOADS = (1, 8, 32)  # requests at once in a sweep of step times
 STEP_REPEATS = 3
 PROFILE_LOADS = (1, 8)

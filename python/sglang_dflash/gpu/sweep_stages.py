@@ -28,7 +28,7 @@ MOST = max(STEP_LOADS)
 TAU = 6.0  # simulated; about what published drafts reach on easier tasks
 OURS = "sglang-dflash"  # the start of our worker's start-up line
 LEAST_TAU = 2.5  # lower bound for the embedded pair: a draft that is never accepted gives equal tokens, too
-# Three servers share the GPU's memory: about 24 GB each. A server takes what others took meanwhile for its own weights,
+# Three servers share the GPU's memory: about 22 GB each. A server takes what others took meanwhile for its own weights,
 # so nearly all memory must count as its own; the pool then has the given size.
 SHARED_MEMORY = ("--mem-fraction-static", "0.97", "--max-total-tokens", "16384")
 STEP_NOTES = (
