@@ -30,8 +30,7 @@ class PlattTuning(NamedTuple):
             the slower it leaves its first value. Other candidates than the first have the prior of depths.
         slope_trials, depth_trials, request_trials: observations after which older ones weigh 1/e.
         damping: share of a Newton step that is taken, because several parameters explain the same observation.
-        max_logit: bounds the logit of a probability, and each offset, to +-max_logit. A draft that is surer than 0.98
-            is right no more often. Without the bound, the slope must fit such rows, too, and misses the others.
+        max_logit: bounds the logit of a probability, and each offset, to +-max_logit.
     """
 
     slope_prior: float = 20.0
@@ -41,7 +40,7 @@ class PlattTuning(NamedTuple):
     request_prior: float = 2.0
     request_trials: float = 64.0
     damping: float = 0.5
-    max_logit: float = 4.0
+    max_logit: float = 12.0
 
 
 def platt(
