@@ -19,10 +19,10 @@ from sglang_dflash.workloads.kinds import WORKLOADS
 
 RADIX = {"on": (True,), "off": (False,), "both": (True, False)}
 _NOT_KEPT = (
-    *("vllm_python", "interleave", "together", "stall_s", "start_s", "output_md", "resume", "overwrite", "logs"),
+    *("vllm_python", "interleave", "together", "stall_s", "start_s", "output_md", "resume", "overwrite"),
+    *("logs", "compare"),
     # Kept in another form: see `Options.to_json`.
     *("base_url", "workload", "dataset_name", "concurrencies", "request_rate", "ttft_limit_ms", "tpot_limit_ms", "env"),
-    "compare",
 )
 EXTENDABLE = ("arms", "loads", "datasets", "base_urls", "repeats")
 """Options to which a resumed run may add values."""

@@ -112,7 +112,6 @@ class Sweep:
     def _running(self, arm: Arm, board: Board) -> Iterator[Driver]:
         """The arm's driver: of a server that stands, or of one that starts here and stops after this block."""
         standing = self._standing.get(arm.label)
-        begin = time.monotonic()
         with ExitStack() as stack:
             if standing is not None:
                 self._log = standing.log
@@ -122,6 +121,7 @@ class Sweep:
                 self._warm.add(arm.label)
             else:
                 self._log = self._new_log(arm)
+                begin = time.monotonic()
                 with board.starting(arm.label) as on_wait:
                     driver = stack.enter_context(driver_up(arm, self._plan, self._renderer, self._log, on_wait))
                     if self._plan.warm_up:

@@ -200,6 +200,5 @@ def _row(row: dict[str, Any], more: tuple[str, ...]) -> Row:
 def _options(setting: Setting, stage: str, **changes: Any) -> Options:
     """The benchmark's options for the embedded pair; `changes` replaces fields."""
     fields: dict[str, Any] = {"arms": ARMS, "dataset_name": "tiny", "request_rate": "1", "think_s": 0.0}
-    fields |= {"together": True}
-    fields |= {"stall_s": 60.0, "start_s": 540.0, "logs": setting.raw / f"{stage}-logs"}
+    fields |= {"together": True, "stall_s": 60.0, "start_s": 540.0, "logs": setting.raw / f"{stage}-logs"}
     return Options(**{**fields, "output_md": setting.raw / f"{stage}.md", **changes})

@@ -148,8 +148,7 @@ class Server:
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+            _signal_group(self._process, number)
 
     def stop(self) -> None:
         """Terminates the server, which ends its children; kills the whole group if that takes over STOP_SECONDS."""
@@ -161,10 +160,10 @@ class Server:
         try:
             while _group_alive(self._process):
                 if time.monotonic() > deadline:
-                    _kill_group(self._process)
+                    _signal_group(self._process, signal.SIGKILL)
                 time.sleep(0.05)
         except BaseException:  # such as a second Ctrl-C: stop waiting, but leave no process behind
-            _kill_group(self._process)
+            _signal_group(self._process, signal.SIGKILL)
             raise
         self._process = None
 
@@ -202,9 +201,9 @@ def _group_alive(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, number)
 
 
 def _free_port() -> int:
