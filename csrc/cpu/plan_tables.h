@@ -31,10 +31,12 @@ struct Parameters {
   int64_t depths, count;
 };
 
-// log(p / (1 - p)), within +-bound.
-inline double logit(double log_prob, double bound) {
-  const double bounded = std::min(std::max(log_prob, -bound), -1e-6);
-  return std::min(std::max(bounded - std::log1p(-std::exp(bounded)), -bound), bound);
+constexpr double kSurest = 4.0;  // SUREST of platt_scaling.py
+
+// log(p / (1 - p)), from -max_logit to kSurest.
+inline double logit(double log_prob, double max_logit) {
+  const double bounded = std::min(std::max(log_prob, -max_logit), -1e-6);
+  return std::min(std::max(bounded - std::log1p(-std::exp(bounded)), -max_logit), kSurest);
 }
 
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }

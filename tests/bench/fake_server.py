@@ -166,6 +166,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cut-calls", action="store_true", help="the arguments of tool calls end early")
     parser.add_argument("--more-prompt", type=int, default=0, help="tokens that its chat template adds")
     parser.add_argument("--refuse-start", action="store_true")
+    parser.add_argument("--hang-start", action="store_true", help="never answers")
     parser.add_argument("--mark", help="a word by which a test finds this process")
     return parser
 
@@ -175,6 +176,8 @@ def main() -> None:
     if Handler.options.refuse_start:
         print("ValueError: this server does not want to start", flush=True)
         raise SystemExit(1)
+    while Handler.options.hang_start:
+        time.sleep(1.0)
     ThreadingHTTPServer((Handler.options.host, Handler.options.port), Handler).serve_forever()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from sglang_dflash.bench.board import Board
@@ -63,3 +64,8 @@ def go(plan: Plan, folder: Path, run: Run | None = None) -> Run:
 
 def key(arm: str, load: float = 1.0, repeat: int = 0, dataset: str = "letters") -> CellKey:
     return CellKey(arm, "", True, dataset, load, repeat)
+
+
+def servers_of(folder: Path) -> list[psutil.Process]:
+    """The servers with `--mark folder`."""
+    return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]

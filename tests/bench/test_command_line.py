@@ -51,6 +51,7 @@ def test_the_command_line_people_know(monkeypatch):
         ({"arms": "transformers", "workload": "agent-open-loop"}, "--workload closed"),
         ({"tool_call_parser": "qwen"}, "--tool-call-parser is qwen, but --workload is closed"),
         ({"workload": "burst"}, "--workload has burst; it must be one of closed, open-loop, agent, agent-open-loop"),
+        ({"interleave": True, "together": True}, "--interleave and --together exclude each other"),
         ({"radix_cache": "maybe"}, "--radix-cache has maybe"),
         ({"concurrencies": "1,two"}, "--concurrencies is 1,two"),
         ({"concurrencies": "0"}, "--concurrencies is 0"),

@@ -9,17 +9,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from fake_server import answer_ids
-from fakes import fake_arm, go, key, make_plan, render
-from rich.console import Console
+from fakes import fake_arm, go, key, make_plan, render, servers_of
 
-from sglang_dflash.bench.board import Board
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.measures import measure
-from sglang_dflash.bench.records import Cell, Run
-from sglang_dflash.bench.sweep import Sweep
+from sglang_dflash.bench.records import Run
 from sglang_dflash.serving.counters import WorkerCounts
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Message, Session, Turn, as_openai
@@ -243,44 +239,6 @@ def test_interleaved_arms_take_turns(tmp_path):
     assert order == [("off", 0), ("dflash", 0), ("off", 1), ("dflash", 1)]
 
 
-def test_arms_that_stand_together_take_turns_at_every_cell(tmp_path):
-    """Fails where a server is started anew for a cell, works while another is asked, or is left behind; or where the
-    same arm is always first."""
-    arms = fake_arm("off"), fake_arm("dflash"), fake_arm("hung", "--refuse-start")
-    plan = make_plan(tmp_path, *arms, repeats=2, together=True, warm_up=True)
-    states: list[list[str]] = []
-
-    def look(cell: Cell) -> None:
-        servers = (psutil.Process(server.pid) for server in sweep._standing.values() if not server.ended())
-        states.append(sorted(server.status() for server in servers))
-
-    run = Run("test", plan.workload, {})
-    board = Board(Console(file=(tmp_path / "screen.txt").open("a"), width=200), 12, 3)
-    board.finished = look  # type: ignore[method-assign]
-    sweep = Sweep(plan, run, render, tmp_path / "run.json")  # type: ignore[arg-type]
-    sweep.go(lambda cells, starts: board)
-    names = ["off", "dflash", "hung"]
-    order = [key(arm, load) for load in (1.0, 2.0) for arm in names]
-    order += [key(arm, load, 1) for load in (1.0, 2.0) for arm in (*names[1:], names[0])]
-    assert [cell.key for cell in run.cells] == order
-    assert all(("does not want to start" in cell.failure) == (cell.key.arm == "hung") for cell in run.cells)
-    assert all(cell.equality.identical == 4 for cell in run.cells if cell.key.arm == "dflash")
-    assert [server["arm"] for server in run.servers] == ["off", "dflash"]
-    assert len(list((tmp_path / "logs").iterdir())) == 3
-    working = [state for state, cell in zip(states, run.cells, strict=True) if cell.key.arm != "hung"]
-    assert all(state[1:] == ["stopped"] and state[0] != "stopped" for state in working)
-    assert all(server.ended() for server in sweep._standing.values())
-
-
-def test_a_standing_server_that_dies_costs_its_cell_only(tmp_path):
-    """Fails where the other cells of the arm are lost, or other arms are asked while they are paused."""
-    arms = fake_arm("off"), fake_arm("dflash", "--die-at", "6")
-    cells = cells_of(go(make_plan(tmp_path, *arms, together=True, loads=(1.0,), repeats=3), tmp_path))
-    failures = {(held.arm, held.repeat): bool(cell.failure) for held, cell in cells.items()}
-    assert [failures["dflash", repeat] for repeat in range(3)] == [False, True, False]
-    assert not any(failures["off", repeat] for repeat in range(3))
-
-
 def test_a_resumed_run_measures_only_what_is_missing(tmp_path):
     """Fails where finished cells run again, failed cells do not, or the reference arm's answers are lost."""
     broken = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--die-at", "1"))
@@ -301,13 +259,18 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from fakes import fake_arm, go, make_plan
 folder = Path({folder!r})
-go(make_plan(folder, fake_arm("off"), fake_arm("dflash", "--step-ms", "500", "--mark", str(folder))), folder)
+arms = fake_arm("off", *{mark!r}), fake_arm("dflash", "--step-ms", "500", "--mark", {folder!r})
+go(make_plan(folder, *arms, together={together}), folder)
 """
 
 
-def in_the_middle(folder: Path) -> subprocess.Popen:
-    """A sweep in a process of its own: two cells are finished and the third is running."""
-    script = SLOW_SWEEP.format(tests=str(Path(__file__).parent), folder=str(folder))
+def in_the_middle(folder: Path, together: bool = False) -> subprocess.Popen:
+    """A sweep in a process of its own: two cells are finished and the third is running, or the first and the second, if
+    the arms' servers are up together."""
+    done = 1 if together else 2
+    mark = ("--mark", str(folder)) if together else ()
+    tests = str(Path(__file__).parent)
+    script = SLOW_SWEEP.format(tests=tests, folder=str(folder), together=together, mark=mark)
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stderr=subprocess.DEVNULL,
@@ -315,15 +278,11 @@ def in_the_middle(folder: Path) -> subprocess.Popen:
     )
     results = folder / "run.json"
     deadline = time.monotonic() + 60
-    while not results.exists() or len(Run.load(results).cells) < 2 or not servers_of(folder):
+    while not results.exists() or len(Run.load(results).cells) < done or not servers_of(folder):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     time.sleep(1.0)
     return process
-
-
-def servers_of(folder: Path) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]
 
 
 def test_a_killed_sweep_leaves_a_run_to_resume(tmp_path):
@@ -341,10 +300,11 @@ def test_a_killed_sweep_leaves_a_run_to_resume(tmp_path):
     assert not any(cell.failure for cell in run.cells)
 
 
-def test_ctrl_c_stops_the_server_and_keeps_finished_cells(tmp_path):
-    """Fails where an interrupt leaves a server behind or loses finished cells."""
-    process = in_the_middle(tmp_path)
+@pytest.mark.parametrize("together", [False, True])
+def test_ctrl_c_stops_the_server_and_keeps_finished_cells(tmp_path, together):
+    """Fails where an interrupt leaves a server behind, a paused one included, or loses finished cells."""
+    process = in_the_middle(tmp_path, together)
     process.send_signal(signal.SIGINT)
     process.wait(30)
-    assert len(Run.load(tmp_path / "run.json").cells) == 2
+    assert len(Run.load(tmp_path / "run.json").cells) == (1 if together else 2)
     assert servers_of(tmp_path) == []

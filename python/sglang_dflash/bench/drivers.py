@@ -6,16 +6,14 @@ import asyncio
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from sglang_dflash.bench.equality import Gap
 from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import Cell, CellKey, Record, total_acceptance
 from sglang_dflash.serving import Arm, Server, ServerError, ServerInfo, TiePolicy
-from sglang_dflash.serving.batches import TransformersProcess, transformers_up
+from sglang_dflash.serving.batches import TransformersProcess
 from sglang_dflash.serving.counters import acceptance_between, worker_counts_between
 from sglang_dflash.serving.endpoint import Endpoint, Sampling
 from sglang_dflash.serving.info import detect_engine
@@ -61,36 +59,6 @@ class Driver(ABC):
     def gap(self) -> Gap | None:
         """A function that asks the target for logits where two answers differ; None if the arm has none."""
         return None
-
-
-@contextmanager
-def driver_up(
-    arm: Arm, plan: Plan, renderer: Renderer, log: Path, on_wait: Callable[[float], None]
-) -> Iterator[Driver]:
-    """
-    Raises:
-        ServerError: the arm does not start.
-    """
-    if arm.engine == "transformers":
-        with transformers_up(arm, log, plan.start_s, plan.stall_s) as process:
-            yield TransformersDriver(process, plan, renderer)
-        return
-    with arm.up(log, plan.start_s, on_wait) as server:
-        yield ServerDriver(arm, server, plan, renderer)
-
-
-@contextmanager
-def paused_driver(arm: Arm, server: Server, plan: Plan, renderer: Renderer) -> Iterator[Driver]:
-    """Has a paused server work within this block.
-
-    Raises:
-        ServerError: it has never answered.
-    """
-    server.resume()
-    try:
-        yield ServerDriver(arm, server.wait(plan.start_s), plan, renderer)
-    finally:
-        server.pause()
 
 
 class ServerDriver(Driver):

@@ -215,6 +215,10 @@ class Options:
                 f"--tool-call-parser is {self.tool_call_parser}, but --workload is {self.workload}; only agents' "
                 "sessions have tools: give --workload agent or agent-open-loop."
             )
+        if self.interleave and self.together:
+            raise ValueError(
+                "--interleave and --together exclude each other: with --together the arms take turns at every cell."
+            )
         self._check_arms()
         self.loads()
         self.urls()

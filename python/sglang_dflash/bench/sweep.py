@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 
 from sglang_dflash.bench.board import Board, name
-from sglang_dflash.bench.drivers import Driver, driver_up, paused_driver
+from sglang_dflash.bench.drivers import Driver
 from sglang_dflash.bench.equality import Reference, judge
 from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import Cell, CellKey, Run
-from sglang_dflash.serving import Arm, Server, ServerError, TiePolicy, last_error, sentence
+from sglang_dflash.bench.started_arms import FAILURES, StartedArms
+from sglang_dflash.serving import Arm, ServerError, TiePolicy, last_error, sentence
 from sglang_dflash.serving.arms import reference_arm
 from sglang_dflash.serving.errors import log_lines
 from sglang_dflash.serving.rendering import Renderer
@@ -40,10 +40,6 @@ class Sweep:
         self._results = results
         self._reference_arm = reference_arm(plan.arms)
         self._references: dict[tuple[str, str], Reference] = {}
-        self._starts = 0
-        self._log = plan.logs
-        self._standing: dict[str, Server] = {}  # by label: servers that stay up
-        self._warm: set[str] = set()  # labels of standing servers that were warmed up
 
     def go(self, make_board: Callable[[int, int], Board]) -> None:
         """
@@ -56,81 +52,45 @@ class Sweep:
                 self._reference(cell.key).learn(cell.records, self._prompts(cell))
         todo = self._plan.servers(done)
         arms = list({arm.label: arm for arm, _ in todo}.values())
-        board = make_board(sum(len(keys) for _, keys in todo), len(arms if self._plan.together else todo))
-        with ExitStack() as stack:
+        board = make_board(sum(len(keys) for _, keys in todo), 1 if self._plan.together else len(todo))
+        with StartedArms(self._plan, self._renderer, board, self._note_server) as started:
             if self._plan.together:
-                self._stand(arms, board, stack)
+                started.start(arms)
             for arm, keys in todo:
                 waiting = list(keys)
                 while waiting:
-                    self._serve(arm, waiting, board)
+                    self._serve(started, arm, waiting, board)
+                if not self._plan.together:
+                    started.stop(arm)
         self._settle()
 
-    def _stand(self, arms: Sequence[Arm], board: Board, stack: ExitStack) -> None:
-        """Starts the servers of these arms at once, and pauses them when all are up: no cell runs while one starts."""
-        begin = time.monotonic()
-        standing = [arm for arm in arms if not arm.url and arm.engine != "transformers"]
-        for arm in standing:
-            server = self._standing[arm.label] = arm.server(self._new_log(arm))
-            stack.callback(server.stop)
-            server.launch()
-        for arm in standing:
-            with suppress(ServerError), board.starting(arm.label) as on_wait:  # _serve waits again, and keeps the error
-                self._standing[arm.label].wait(self._plan.start_s, on_wait)
-                self._note_server(arm, time.monotonic() - begin)
-        for server in self._standing.values():
-            server.pause()
-
-    def _new_log(self, arm: Arm) -> Path:
-        self._starts += 1
-        return self._plan.logs / f"{self._starts:02}-{arm.label.replace(', ', '-').replace(' ', '-')}.log"
-
-    def _serve(self, arm: Arm, waiting: list[CellKey], board: Board) -> None:
+    def _serve(self, started: StartedArms, arm: Arm, waiting: list[CellKey], board: Board) -> None:
         """Has the arm run cells from `waiting` until none is left or its server is lost.
 
-        A lost server fails the current cell; the caller then starts the server again for the rest.
+        A lost server fails the current cell, and is started again for the next.
         """
         with ExitStack() as stack:
             try:
-                driver = stack.enter_context(self._running(arm, board))
-            except (ServerError, httpx.HTTPError, ValueError, OSError) as error:
-                ended = self._log.is_file() and "ended before" in str(error)
-                failure = sentence(f"{arm.label} did not start: {last_error(self._log) if ended else error}", LONGEST)
+                driver = stack.enter_context(started.turn(arm))
+            except FAILURES as error:
+                log = started.log(arm)
+                ended = log.is_file() and "ended before" in str(error)
+                failure = sentence(f"{arm.label} did not start: {last_error(log) if ended else error}", LONGEST)
                 while waiting:
-                    self._keep(Cell(waiting.pop(0), failure=failure, log_tail=self._tail()), board)
+                    self._keep(Cell(waiting.pop(0), failure=failure, log_tail=_tail(log)), board)
                 return
             while waiting:
                 key = waiting.pop(0)
-                cell, lost = self._play(arm, driver, key, board)
+                cell = self._play(arm, driver, key, board)
+                if cell.failure:
+                    cell.log_tail = _tail(started.log(arm))
                 self._keep(cell, board)
-                if lost:
-                    if standing := self._standing.pop(arm.label, None):
-                        standing.stop()
+                if cell.failure:
+                    started.stop(arm)
                     return
 
-    @contextmanager
-    def _running(self, arm: Arm, board: Board) -> Iterator[Driver]:
-        """The arm's driver: of a server that stands, or of one that starts here and stops after this block."""
-        standing = self._standing.get(arm.label)
-        with ExitStack() as stack:
-            if standing is not None:
-                self._log = standing.log
-                driver = stack.enter_context(paused_driver(arm, standing, self._plan, self._renderer))
-                if self._plan.warm_up and arm.label not in self._warm:
-                    driver.warm_up()
-                self._warm.add(arm.label)
-            else:
-                self._log = self._new_log(arm)
-                begin = time.monotonic()
-                with board.starting(arm.label) as on_wait:
-                    driver = stack.enter_context(driver_up(arm, self._plan, self._renderer, self._log, on_wait))
-                    if self._plan.warm_up:
-                        driver.warm_up()
-                self._note_server(arm, time.monotonic() - begin)
-            yield driver
-
-    def _play(self, arm: Arm, driver: Driver, key: CellKey, board: Board) -> tuple[Cell, bool]:
-        """Runs one cell. Returns it, and whether the arm is lost."""
+    def _play(self, arm: Arm, driver: Driver, key: CellKey, board: Board) -> Cell:
+        """Runs one cell. Its failure says why the arm is lost."""
         sessions = self._plan.sessions(key)
         if not self._plan.open_loop and len(sessions) < key.load:
             self._note(
@@ -147,12 +107,12 @@ class Sweep:
         except (ServerError, httpx.HTTPError, ValueError) as error:
             lost = str(error) or type(error).__name__
         if lost:
-            cell.failure, cell.log_tail = sentence(lost, LONGEST), self._tail()
+            cell.failure = sentence(lost, LONGEST)
         if cell.unasked:
             self._note(f"{key.dataset}: some sessions end early, because the context is full.")
         if not driver.flushes:
             self._note(f"{arm.name}: its prefix cache could not be emptied between cells, so TTFT may be too low.")
-        return cell, bool(lost)
+        return cell
 
     def _compare(self, arm: Arm, driver: Driver, cell: Cell) -> None:
         """Sets the cell's equality. The reference arm's first answer to a request is the one to compare with."""
@@ -200,9 +160,6 @@ class Sweep:
         backend = key.backend if key.backend in backends else backends[0]
         return self._references.setdefault((key.dataset, backend), Reference(self._reference_arm.name))
 
-    def _tail(self) -> list[str]:
-        return log_lines(self._log)[-LOG_LINES:]
-
     def _keep(self, cell: Cell, board: Board) -> None:
         self._run.cells = [held for held in self._run.cells if held.key != cell.key] + [cell]
         self._run.save(self._results)
@@ -216,6 +173,10 @@ class Sweep:
         command = [_portable(word) for word in (*arm.launch, *arm.arguments)]
         words = {"command": command, "environment": arm.variables, "url": arm.url}
         self._run.servers.append({"arm": arm.label, "start_s": round(seconds, 1), **words})
+
+
+def _tail(log: Path) -> list[str]:
+    return log_lines(log)[-LOG_LINES:]
 
 
 def _portable(word: str) -> str:

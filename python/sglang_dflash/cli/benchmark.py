@@ -11,9 +11,9 @@ from sglang_dflash.cli.options import command
 def benchmark(options: Options) -> int:
     """Measure how fast SGLang serves with DFLASH, against speculation off and other engines.
 
-    All arms get the same prompts, one server at a time. Tokens are compared first: if greedy SGLang arms differ by more
-    than a rounding tie, no speed is shown. A cell is one arm, attention backend, cache setting, dataset, load and
-    repeat.
+    All arms get the same prompts, and one works at a time. Tokens are compared first: if greedy SGLang arms differ by
+    more than a rounding tie, no speed is shown. A cell is one arm, attention backend, cache setting, dataset, load
+    and repeat.
 
     Without options, off and dflash serve the embedded pair, a small target and draft that come with this package.
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sglang_dflash.bench.board import Board
 from sglang_dflash.bench.records import Cell, CellKey, Record, Run
-from sglang_dflash.gpu.estimates import CELL_S, START_S
+from sglang_dflash.gpu.estimates import CELL_S, TOGETHER_S
 
 MARGIN = 1.3  # factor on the longest time seen so far
 GRACE_S = 15.0  # extra time for a cell that takes longer than its estimate
@@ -96,8 +96,8 @@ class BudgetBoard(Board):
         self._keep()
 
     def start_s(self) -> float:
-        """Estimated seconds of a server start, warm-up included."""
-        return MARGIN * max((server["start_s"] for server in self._run.servers), default=START_S / MARGIN)
+        """Estimated seconds until servers are up: the longest start so far, else that of all at once."""
+        return MARGIN * max((server["start_s"] for server in self._run.servers), default=TOGETHER_S / MARGIN)
 
     def cell_s(self, arm: str, load: float | None) -> float:
         """Estimated seconds of an arm's cell at this load, from its own cells, else from those of others at this load,

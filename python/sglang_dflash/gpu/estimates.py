@@ -6,7 +6,6 @@ Standard library only.
 
 from __future__ import annotations
 
-START_S = 75.0  # a server start, warm-up included; 40 with compile caches
 TOGETHER_S = 170.0  # the start of all servers of a stage at once; 60 with compile caches
 CELL_S = 8.0  # one load of a sweep
 PROFILE_S = 5.0  # one load of a profile

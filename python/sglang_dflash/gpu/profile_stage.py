@@ -47,6 +47,7 @@ def profile(setting: Setting, stage: Stage, model: str) -> str:
     setting.note_absent(stage)
     every = REHEARSED_LOADS if setting.rehearsal else PROFILE_LOADS
     begin = time.monotonic()
+    start_s: dict[str, float] = {}
     with ExitStack() as stack:
         todo = []
         for arm in _arms(setting, str(target), str(draft)):
@@ -54,18 +55,31 @@ def profile(setting: Setting, stage: Stage, model: str) -> str:
             if loads:
                 server = arm.server(setting.raw / f"{stage.stage}-{arm.name}.log")
                 stack.callback(server.stop)
-                server.launch()  # all at once
+                server.launch()
                 todo.append((arm.name, server, loads))
-        for name, server, loads in todo:
-            try:
-                _count(setting, stage, name, server, loads, begin)
-            except OutOfTimeError as reason:
-                return str(reason)
-            except httpx.HTTPError:
-                stage.failures.append(f"{name} stopped answering: {last_error(server.log)[:400]}")
-            except (ServerError, ValueError, OSError) as error:
-                stage.failures.append(f"{name}: {sentence(error, 400)}")
+        try:
+            for name, server, _ in todo:  # nothing is profiled while a server starts
+                with _failing(stage, name, server):
+                    _start(setting, stage, name, server)
+                    start_s[name] = round(time.monotonic() - begin, 1)
+            for name, server, loads in todo:
+                if name in start_s:
+                    with _failing(stage, name, server):
+                        _count(setting, stage, name, server, loads, start_s[name])
+        except OutOfTimeError as reason:
+            return str(reason)
     return ""
+
+
+@contextmanager
+def _failing(stage: Stage, name: str, server: Server) -> Iterator[None]:
+    """The stage goes on without a server that fails in this block, and says so."""
+    try:
+        yield
+    except httpx.HTTPError:
+        stage.failures.append(f"{name} stopped answering: {last_error(server.log)[:400]}")
+    except (ServerError, ValueError, OSError) as error:
+        stage.failures.append(f"{name}: {sentence(error, 400)}")
 
 
 def _arms(setting: Setting, target: str, draft: str) -> list[Arm]:
@@ -77,15 +91,18 @@ def _arms(setting: Setting, target: str, draft: str) -> list[Arm]:
     return setting.served(arms_of(ARMS.split(","), Models(target, {"dflash": draft}, None, 0), serving, {}))
 
 
-def _count(setting: Setting, stage: Stage, name: str, server: Server, loads: list[int], begin: float) -> None:
-    """Waits for a server that was launched at `begin`, and profiles it at these loads."""
+def _start(setting: Setting, stage: Stage, name: str, server: Server) -> None:
+    """Waits for a launched server."""
     budget = setting.budget
     if not stage.rows:
         budget.begin(f"starting {name}", TOGETHER_S + _cell_s(stage))
     setting.screen.print(f"starting {name} ...", style="dim")
     server.wait(600.0, lambda seconds: budget.check(f"starting {name}"))
-    start_s = round(time.monotonic() - begin, 1)
-    client = server.client(TRACE_S)
+
+
+def _count(setting: Setting, stage: Stage, name: str, server: Server, loads: list[int], start_s: float) -> None:
+    """Profiles a server at these loads. start_s: how long it took to start, beside the others."""
+    budget, client = setting.budget, server.client(TRACE_S)
     for load in loads:
         budget.begin(f"profiling {name} at {load}", _cell_s(stage))
         begin = time.monotonic()

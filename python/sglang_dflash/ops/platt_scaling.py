@@ -20,6 +20,8 @@ SLOPE, OTHERS, DEPTHS = range(3)
 """Rows of the shared parameters: the slope, the offset of other candidates than the first, those of depths 1, 2, ..."""
 SLOPES = 0.1, 4.0
 """Bounds of the slope."""
+SUREST = 4.0
+"""Upper bound of a probability's logit, which is 0.982: drafts that are surer are right no more often."""
 
 
 class PlattTuning(NamedTuple):
@@ -30,7 +32,7 @@ class PlattTuning(NamedTuple):
             the slower it leaves its first value. Other candidates than the first have the prior of depths.
         slope_trials, depth_trials, request_trials: observations after which older ones weigh 1/e.
         damping: share of a Newton step that is taken, because several parameters explain the same observation.
-        max_logit: bounds the logit of a probability, and each offset, to +-max_logit.
+        max_logit: each offset lies within +-max_logit; a probability's logit is not below -max_logit.
     """
 
     slope_prior: float = 20.0
@@ -56,7 +58,7 @@ def platt(
     """
     known = log_probs > float("-inf")
     bounded = torch.where(known, log_probs, -max_logit).double().clamp(-max_logit, -1e-6)
-    logits = (bounded - torch.log1p(-bounded.exp())).clamp(-max_logit, max_logit) * shared[SLOPE, 0]
+    logits = (bounded - torch.log1p(-bounded.exp())).clamp(-max_logit, SUREST) * shared[SLOPE, 0]
     logits += shared[DEPTHS : DEPTHS + log_probs.shape[1], 0, None]
     offsets = torch.tensor([float(own[place, 0]) if place >= 0 else 0.0 for place in places], dtype=torch.float64)
     logits += offsets[:, None, None]
@@ -65,6 +67,6 @@ def platt(
 
 
 def logit(log_prob: float, max_logit: float) -> float:
-    """log(p / (1 - p)), within +-max_logit."""
+    """log(p / (1 - p)), from -max_logit to SUREST."""
     bounded = min(max(log_prob, -max_logit), -1e-6)
-    return min(max(bounded - math.log1p(-math.exp(bounded)), -max_logit), max_logit)
+    return min(max(bounded - math.log1p(-math.exp(bounded)), -max_logit), SUREST)

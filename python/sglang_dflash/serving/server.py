@@ -150,12 +150,17 @@ class Server:
         if self._process is not None:
             _signal_group(self._process, number)
 
+    def terminate(self) -> None:
+        """Asks the server to end, and waits for nothing."""
+        self.resume()
+        if self._process is not None:
+            self._process.terminate()
+
     def stop(self) -> None:
         """Terminates the server, which ends its children; kills the whole group if that takes over STOP_SECONDS."""
         if self._process is None:
             return
-        self.resume()
-        self._process.terminate()
+        self.terminate()
         deadline = time.monotonic() + STOP_SECONDS
         try:
             while _group_alive(self._process):

@@ -1,0 +1,108 @@
+"""Sweeps whose servers are up together and take turns."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import psutil
+from fakes import fake_arm, go, key, make_plan, render, servers_of
+from rich.console import Console
+
+from sglang_dflash.bench.board import Board
+from sglang_dflash.bench.records import Cell, Run
+from sglang_dflash.bench.sweep import Sweep
+from sglang_dflash.serving import Arm
+
+
+def test_arms_that_stand_together_take_turns_at_every_cell(tmp_path):
+    """Fails where a server is started anew for a cell, works while another is asked, or is left behind; or where the
+    same arm is always first."""
+    mark = "--mark", str(tmp_path)
+    arms = fake_arm("off", *mark), fake_arm("dflash", *mark), fake_arm("hung", "--refuse-start")
+    plan = make_plan(tmp_path, *arms, repeats=2, together=True, warm_up=True)
+    states: list[list[str]] = []
+
+    def look(cell: Cell) -> None:
+        states.append(sorted(server.status() for server in servers_of(tmp_path)))
+
+    run = Run("test", plan.workload, {})
+    board = Board(Console(file=(tmp_path / "screen.txt").open("a"), width=200), 12, 1)
+    board.finished = look  # type: ignore[method-assign]
+    Sweep(plan, run, render, tmp_path / "run.json").go(lambda cells, starts: board)  # type: ignore[arg-type]
+    names = ["off", "dflash", "hung"]
+    order = [key(arm, load) for load in (1.0, 2.0) for arm in names]
+    order += [key(arm, load, 1) for load in (1.0, 2.0) for arm in (*names[1:], names[0])]
+    assert [cell.key for cell in run.cells] == order
+    assert all(("does not want to start" in cell.failure) == (cell.key.arm == "hung") for cell in run.cells)
+    assert all(cell.equality.identical == 4 for cell in run.cells if cell.key.arm == "dflash")
+    assert [server["arm"] for server in run.servers] == ["off", "dflash"]
+    assert len(list((tmp_path / "logs").iterdir())) == 3
+    working = [state for state, cell in zip(states, run.cells, strict=True) if cell.key.arm != "hung"]
+    assert all(state[1:] == ["stopped"] and state[0] != "stopped" for state in working)
+    assert not servers_of(tmp_path)
+
+
+def test_a_standing_server_that_dies_costs_its_cell_only(tmp_path):
+    """Fails where the other cells of the arm are lost, where its server starts anew at each of them, or where other
+    arms are asked while they are paused."""
+    arms = fake_arm("off"), fake_arm("dflash", "--die-at", "6")
+    run = go(make_plan(tmp_path, *arms, together=True, loads=(1.0,), repeats=3), tmp_path)
+    failures = {(held.arm, held.repeat): bool(cell.failure) for held, cell in ((cell.key, cell) for cell in run.cells)}
+    assert [failures["dflash", repeat] for repeat in range(3)] == [False, True, False]
+    assert not any(failures["off", repeat] for repeat in range(3))
+    assert [server["arm"] for server in run.servers] == ["off", "dflash", "dflash"]
+
+
+def test_a_standing_server_that_dies_between_cells_costs_none(tmp_path):
+    """Fails where a server that ended while it was paused fails its next cells."""
+    mark = "--mark", str(tmp_path)
+    plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", *mark), together=True)
+    run = Run("test", plan.workload, {})
+    board = Board(Console(file=(tmp_path / "screen.txt").open("a"), width=200), 4, 1)
+
+    def kill(cell: Cell) -> None:
+        if cell.key == key("off"):
+            for server in servers_of(tmp_path):
+                server.kill()
+                while server.status() != psutil.STATUS_ZOMBIE:
+                    time.sleep(0.01)
+
+    board.finished = kill  # type: ignore[method-assign]
+    Sweep(plan, run, render, tmp_path / "run.json").go(lambda cells, starts: board)  # type: ignore[arg-type]
+    assert [cell.failure for cell in run.cells] == [""] * 4
+    assert [server["arm"] for server in run.servers] == ["off", "dflash", "dflash"]
+
+
+def test_a_standing_server_that_is_late_says_so_at_every_cell(tmp_path):
+    """Fails where a server that did not answer in time is waited for again, or is said to have ended."""
+    arms = fake_arm("off"), fake_arm("late", "--hang-start")
+    plan = make_plan(tmp_path, *arms, together=True, start_s=3.0)
+    begin = time.monotonic()
+    failures = [cell.failure for cell in go(plan, tmp_path).cells]
+    assert failures[::2] == ["", ""] and time.monotonic() - begin < 12
+    assert all("did not answer within 3 s" in failure for failure in failures[1::2])
+
+
+def test_running_servers_take_turns_as_well(tmp_path):
+    """Fails where an arm with a URL is warmed up at every cell, or is paused."""
+    server = fake_arm("running").server(tmp_path / "running.log")
+    with server.start(20.0):
+        running = Arm("running", "other", launch=(), url=server.url)
+        plan = make_plan(tmp_path, fake_arm("off"), running, together=True, warm_up=True)
+        run = go(plan, tmp_path)
+        assert [cell.failure for cell in run.cells] == [""] * 4 and not server.ended()
+        counted = [cell.key.arm for cell in run.cells]
+    assert counted == ["off", "running"] * 2 and len(run.servers) == 2
+
+
+def test_a_resumed_run_of_standing_servers_starts_those_that_are_needed(tmp_path):
+    """Fails where an arm whose cells are all there is started, or a finished cell is measured again."""
+    broken = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--die-at", "1"), together=True)
+    go(broken, tmp_path)
+    held = Run.load(tmp_path / "run.json")
+    kept = [cell for cell in held.cells if not cell.failure]
+    mended = replace(broken, arms=(fake_arm("off", "--refuse-start"), fake_arm("dflash")))
+    run = go(mended, tmp_path, held)
+    assert {cell.key.arm for cell in kept} == {"off"} and len(run.cells) == 4
+    assert not any(cell.failure for cell in run.cells) and run.cells[:2] == kept
