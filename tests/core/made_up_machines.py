@@ -103,7 +103,7 @@ class World:
 
     def step(self, planner: Policy, skills: Mapping[str, float], disturbed: float = 1.0) -> Step:
         """skills: the draft's skill with each request of the batch, about the mean chance of its first candidates."""
-        chances, tokens = self._text(np.array(list(skills.values())))
+        chances, tokens = self._text(skills)
         machine, batch, width = self.machine, len(skills), self.block_size
         drafting = planner.begin(list(skills), self.turn_s, self.goes_on)
         log_probs = None
@@ -144,9 +144,9 @@ class World:
         if not self.goes_on:
             self._turn_begun_s, self._taken = self.now, 0
 
-    def _text(self, skills: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _text(self, of: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
         """True chances [B, K-1, k] of the candidates, falling in k, and the target's choice [B, K-1] among them."""
-        shape = (len(skills), self.block_size - 1)
+        shape, skills = (len(of), self.block_size - 1), np.array(list(of.values()))
         first = self.text.beta(4 * skills[:, None] + 0.2, 4 * (1 - skills[:, None]) + 0.2, size=shape)[..., None]
         first = first.clip(1e-6, 1 - 1e-6)
         others = np.minimum(first, (1 - first) * np.array([0.5, 0.25, 0.125, 0.06])[: self.candidates - 1])

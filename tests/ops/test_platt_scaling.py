@@ -13,7 +13,7 @@ from tree_cases import NATIVE
 
 from sglang_dflash import ops
 from sglang_dflash.ops import platt_scaling
-from sglang_dflash.ops.platt_scaling import DEPTHS, OTHERS, SLOPE
+from sglang_dflash.ops.platt_scaling import DEPTHS, OTHERS, SLOPE, SUREST
 
 KERNELS = ops.choose_kernels("cpu", torch.float32)
 
@@ -36,7 +36,7 @@ def by_hand(log_prob: float, slope: float, offset: float, max_logit: float) -> f
         return 0.0
     probability = math.exp(log_prob)
     logit = math.log(probability / (1 - probability)) if 0 < probability < 1 else math.copysign(math.inf, log_prob + 1)
-    return 1 / (1 + math.exp(-slope * min(max(logit, -max_logit), max_logit) - offset))
+    return 1 / (1 + math.exp(-slope * min(max(logit, -max_logit), SUREST) - offset))
 
 
 @BODIES
@@ -44,7 +44,7 @@ def by_hand(log_prob: float, slope: float, offset: float, max_logit: float) -> f
 @given(shape=st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 5)), seed=st.integers(0, 99))
 def test_chances(body, shape, seed):
     """Fails where an offset is another depth's or request's, the first candidate gets that of the others, chances do
-    not fall, or a candidate without a probability has a chance."""
+    not fall, a candidate without a probability has a chance, or one is surer than it may be."""
     random = torch.Generator().manual_seed(seed)
     log_probs = -torch.rand(shape, generator=random) * torch.tensor([0.0, 1e-4, 1.0, 40.0])[seed % 4]
     log_probs[torch.rand(shape, generator=random) < 0.2] = -torch.inf

@@ -25,9 +25,9 @@ class MemoryTuning:
             deeper ones. Measured: within a block, log-odds at different depths have a correlation of 0.7 to 0.8.
     """
 
-    steps: int = 4
+    steps: int = 8
     others: int = 8
-    prior_steps: float = 1.0
+    prior_steps: float = 2.0
     deep_weight: float = 0.05
     own_share: float = 0.5
 
