@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import httpx
 import psutil
 from fakes import fake_arm, go, key, make_plan, render, servers_of
 from rich.console import Console
@@ -75,34 +76,42 @@ def test_a_standing_server_that_dies_between_cells_costs_none(tmp_path):
 
 
 def test_a_standing_server_that_is_late_says_so_at_every_cell(tmp_path):
-    """Fails where a server that did not answer in time is waited for again, or is said to have ended."""
-    arms = fake_arm("off"), fake_arm("late", "--hang-start")
-    plan = make_plan(tmp_path, *arms, together=True, start_s=3.0)
-    begin = time.monotonic()
-    failures = [cell.failure for cell in go(plan, tmp_path).cells]
-    assert failures[::2] == ["", ""] and time.monotonic() - begin < 12
-    assert all("did not answer within 3 s" in failure for failure in failures[1::2])
+    """Fails where a server that did not answer in time is started or waited for again, or is said to have ended."""
+    arms = fake_arm("late", "--hang-start"), fake_arm("missing", "--refuse-start")
+    run = go(make_plan(tmp_path, *arms, together=True, start_s=6.0), tmp_path)
+    assert ["did not answer within 6 s" in cell.failure for cell in run.cells] == [True, False] * 2
+    assert all("does not want to start" in cell.failure for cell in run.cells[1::2])
+    assert len(list((tmp_path / "logs").iterdir())) == 2 and not run.servers
+
+
+def test_a_command_that_does_not_exist_fails_its_own_cells(tmp_path):
+    """Fails where one arm that cannot be launched ends the sweep."""
+    missing = replace(fake_arm("missing"), launch=("no-such-command",))
+    run = go(make_plan(tmp_path, fake_arm("off"), missing, together=True), tmp_path)
+    assert [bool(cell.failure) for cell in run.cells] == [False, True] * 2
+    assert "no-such-command" in run.cells[1].failure
 
 
 def test_running_servers_take_turns_as_well(tmp_path):
     """Fails where an arm with a URL is warmed up at every cell, or is paused."""
-    server = fake_arm("running").server(tmp_path / "running.log")
+    server = fake_arm("running", "--copies").server(tmp_path / "running.log")
     with server.start(20.0):
         running = Arm("running", "other", launch=(), url=server.url)
-        plan = make_plan(tmp_path, fake_arm("off"), running, together=True, warm_up=True)
-        run = go(plan, tmp_path)
-        assert [cell.failure for cell in run.cells] == [""] * 4 and not server.ended()
-        counted = [cell.key.arm for cell in run.cells]
-    assert counted == ["off", "running"] * 2 and len(run.servers) == 2
+        run = go(make_plan(tmp_path, fake_arm("off"), running, together=True, warm_up=True), tmp_path)
+        served = httpx.get(f"{server.url}/server_info").json()["internal_states"][0]["dflash_plan"]["copied_rows"] / 5
+        assert not server.ended()
+    assert [(cell.key.arm, cell.failure) for cell in run.cells] == [("off", ""), ("running", "")] * 2
+    assert served == sum(len(cell.records) for cell in run.cells[1::2]) + 3  # of one warm-up
 
 
 def test_a_resumed_run_of_standing_servers_starts_those_that_are_needed(tmp_path):
-    """Fails where an arm whose cells are all there is started, or a finished cell is measured again."""
+    """Fails where an arm whose cells are all there is started, or a finished run starts anything."""
     broken = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--die-at", "1"), together=True)
     go(broken, tmp_path)
-    held = Run.load(tmp_path / "run.json")
-    kept = [cell for cell in held.cells if not cell.failure]
-    mended = replace(broken, arms=(fake_arm("off", "--refuse-start"), fake_arm("dflash")))
-    run = go(mended, tmp_path, held)
-    assert {cell.key.arm for cell in kept} == {"off"} and len(run.cells) == 4
-    assert not any(cell.failure for cell in run.cells) and run.cells[:2] == kept
+    mended = replace(broken, arms=(fake_arm("off", "--refuse-start"), fake_arm("dflash")), logs=tmp_path / "again")
+    run = go(mended, tmp_path, Run.load(tmp_path / "run.json"))
+    assert len(run.cells) == 4 and not any(cell.failure for cell in run.cells)
+    assert [log.name for log in (tmp_path / "again").iterdir()] == ["01-dflash.log"]
+    screen = (tmp_path / "screen.txt").read_text()
+    assert go(mended, tmp_path, run).cells == run.cells
+    assert (tmp_path / "screen.txt").read_text() == screen

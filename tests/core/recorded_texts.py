@@ -1,6 +1,6 @@
 """Texts of a target with the draft's candidates at every position, and a machine that serves them.
 
-So plans and fixed widths meet the same drafts, and their rates have no noise: a step's seconds are made up.
+So plans and fixed widths meet the same drafts. A step's seconds are made up. Prefills and a plan's own work take none.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RecordedWorld(World):
         self._at: list[int] = []  # of each text: the position of its anchor
 
     def rate(self, policy: Policy, texts: Iterable[Text], at_once: int) -> float:
-        """Tokens per second; whenever a text ends, the next begins. Prefills take no time."""
+        """Tokens per second; whenever a text ends, the next begins."""
         waiting, running, tokens, begun = iter(texts), dict[str, float](), 0, self.now
         while True:
             for text in islice(waiting, at_once - len(running)):

@@ -11,7 +11,9 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 from stand_in import TAU
@@ -34,7 +36,7 @@ from sglang_dflash.gpu.profile_stage import profile
 from sglang_dflash.gpu.results import Results, Stage
 from sglang_dflash.gpu.setting import Setting
 from sglang_dflash.gpu.sweep_stages import smoke, step_times
-from sglang_dflash.serving import Server, ServerError
+from sglang_dflash.serving import Client, Server, ServerError
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 COMMAND = [sys.executable, "-m", "sglang_dflash.cli", "gpu-check"]
@@ -265,6 +267,28 @@ def test_a_profile_counts_every_arm(tmp_path):
     ]
     assert {row["span"] for row in stage.rows if row["arm"] != "off"} == {"step[VERIFY bs=1]", "step[VERIFY bs=4]"}
     assert all((row["launches"], row["graphs"], row["waits"]) == (2, 1, 1) for row in stage.rows)
+
+
+def test_nothing_is_profiled_while_a_server_starts_or_another_works(tmp_path, monkeypatch):
+    """Fails where a trace is taken before all servers are up, or beside a server that is not paused."""
+    servers, traced = [], []
+    wait, take = Server.wait, profile_stage.take_trace
+
+    def waited(server: Server, *arguments: Any) -> Server:
+        servers.append(wait(server, *arguments))
+        return server
+
+    def taken(client: Client, *arguments: Any) -> Path:
+        states = {server.url: psutil.Process(server.pid).status() for server in servers}
+        traced.append([url for url, state in states.items() if state != psutil.STATUS_STOPPED] == [client.url])
+        assert len(servers) == 3
+        return take(client, *arguments)
+
+    monkeypatch.setattr(Server, "wait", waited)
+    monkeypatch.setattr(profile_stage, "take_trace", taken)
+    stage = Stage("profile")
+    assert not profile(make_setting(tmp_path), stage, "qwen3-8b") and not stage.failures
+    assert traced == [True] * 6 and all(server.ended() for server in servers)
 
 
 # What is kept, and the command.

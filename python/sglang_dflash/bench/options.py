@@ -160,7 +160,7 @@ class Options:
         _measurement(
             "--together",
             help="Start the servers of all arms at once and keep them up; the arms take turns at every cell, and those "
-            "that are not asked are paused. Needs memory for all of them.",
+            "that are not asked are paused. Needs memory for all of them. Not with --interleave.",
         ),
     ] = False
     warm_up: Annotated[bool, _measurement(help="Send short requests to every server before its cells.")] = True

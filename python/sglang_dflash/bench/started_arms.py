@@ -18,10 +18,10 @@ from sglang_dflash.bench.plan import Plan
 from sglang_dflash.serving import Arm, Server, ServerError
 from sglang_dflash.serving.batches import transformers_up
 from sglang_dflash.serving.rendering import Renderer
-from sglang_dflash.serving.server import RunningServer
+from sglang_dflash.serving.server import RunningServer, stop_all
 
 FAILURES = (ServerError, httpx.HTTPError, ValueError, OSError)
-"""What is raised by an arm that does not start, or that can no longer answer."""
+"""What an arm raises that does not start."""
 
 
 @dataclass(slots=True)
@@ -70,11 +70,10 @@ class StartedArms:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with ExitStack() as stack:  # stops all, even if one does not stop
+        with ExitStack() as stack:
             for started in self._arms.values():
                 stack.push(started.stack)
-                if started.server is not None:
-                    started.server.terminate()  # so that all of them end at the same time
+            stop_all([started.server for started in self._arms.values() if started.server is not None])
 
     def log(self, arm: Arm) -> Path:
         """The log of an arm that was asked for; no file if the arm writes none here."""
@@ -83,12 +82,14 @@ class StartedArms:
     def start(self, arms: Sequence[Arm]) -> None:
         """Starts arms at once, and pauses them when all are up. One that fails says so when it is asked."""
         begin = time.monotonic()
-        for arm in arms:
-            self._launch(arm)
         with self._board.starting(", ".join(arm.label for arm in arms)) as on_wait:
             for arm in arms:
                 with suppress(*FAILURES), self._failing(arm):
-                    self._wait(arm, begin, on_wait)
+                    self._launch(arm)
+            for arm in [arm for arm in arms if arm.label in self._arms]:
+                with suppress(*FAILURES), self._failing(arm):
+                    self._wait(arm, on_wait)
+                    self._note(arm, time.monotonic() - begin)
         for started in self._arms.values():
             started.pause()
 
@@ -106,15 +107,15 @@ class StartedArms:
         with self._failing(arm):
             if arm.label not in self._arms:
                 begin = time.monotonic()
-                self._launch(arm)
                 with self._board.starting(arm.label) as on_wait:
-                    self._wait(arm, begin, on_wait)
+                    self._launch(arm)
+                    self._wait(arm, on_wait)
+                    self._warm_up(arm)
+                self._note(arm, time.monotonic() - begin)
             started = self._arms[arm.label]
             started.resume()
-            assert started.driver is not None
-            if self._plan.warm_up and not started.warm:
-                started.driver.warm_up()
-            started.warm = True
+            self._warm_up(arm)
+        assert started.driver is not None
         try:
             yield started.driver
         finally:
@@ -147,8 +148,8 @@ class StartedArms:
             started.stack.callback(started.server.stop)
             started.server.launch()
 
-    def _wait(self, arm: Arm, begin: float, on_wait: Callable[[float], None]) -> None:
-        """Waits until the arm answers. It was launched at `begin`."""
+    def _wait(self, arm: Arm, on_wait: Callable[[float], None]) -> None:
+        """Waits until the arm answers."""
         plan, started = self._plan, self._arms[arm.label]
         if arm.engine == "transformers":
             process = started.stack.enter_context(transformers_up(arm, self.log(arm), plan.start_s, plan.stall_s))
@@ -156,4 +157,9 @@ class StartedArms:
         else:
             server = started.server.wait(plan.start_s, on_wait) if started.server else RunningServer(arm.url)
             started.driver = ServerDriver(arm, server, plan, self._renderer)
-        self._note(arm, time.monotonic() - begin)
+
+    def _warm_up(self, arm: Arm) -> None:
+        started = self._arms[arm.label]
+        if self._plan.warm_up and not started.warm and started.driver is not None:
+            started.driver.warm_up()
+        started.warm = True

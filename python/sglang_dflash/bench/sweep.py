@@ -52,9 +52,10 @@ class Sweep:
                 self._reference(cell.key).learn(cell.records, self._prompts(cell))
         todo = self._plan.servers(done)
         arms = list({arm.label: arm for arm, _ in todo}.values())
-        board = make_board(sum(len(keys) for _, keys in todo), 1 if self._plan.together else len(todo))
+        starts = min(1, len(arms)) if self._plan.together else len(todo)
+        board = make_board(sum(len(keys) for _, keys in todo), starts)
         with StartedArms(self._plan, self._renderer, board, self._note_server) as started:
-            if self._plan.together:
+            if self._plan.together and arms:
                 started.start(arms)
             for arm, keys in todo:
                 waiting = list(keys)

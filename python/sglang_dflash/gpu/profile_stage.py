@@ -20,6 +20,7 @@ from sglang_dflash.gpu.sweep_stages import ARMS, dummy_flags
 from sglang_dflash.gpu.trace import count_steps, read_trace
 from sglang_dflash.serving import Arm, Client, Server, ServerError, last_error, sentence
 from sglang_dflash.serving.arms import Models, Serving, arms_of
+from sglang_dflash.serving.server import stop_all
 
 REHEARSED_LOADS = (1, 4)
 STEPS = 24
@@ -46,29 +47,45 @@ def profile(setting: Setting, stage: Stage, model: str) -> str:
     stage.failures, stage.notes = [], list(NOTES)
     setting.note_absent(stage)
     every = REHEARSED_LOADS if setting.rehearsal else PROFILE_LOADS
-    begin = time.monotonic()
-    start_s: dict[str, float] = {}
+    todo: list[tuple[str, Server, list[int]]] = []
+    for arm in _arms(setting, str(target), str(draft)):
+        loads = [load for load in every if (arm.name, load) not in done]
+        if loads:
+            todo.append((arm.name, arm.server(setting.raw / f"{stage.stage}-{arm.name}.log"), loads))
     with ExitStack() as stack:
-        todo = []
-        for arm in _arms(setting, str(target), str(draft)):
-            loads = [load for load in every if (arm.name, load) not in done]
-            if loads:
-                server = arm.server(setting.raw / f"{stage.stage}-{arm.name}.log")
-                stack.callback(server.stop)
-                server.launch()
-                todo.append((arm.name, server, loads))
+        stack.callback(stop_all, [server for _, server, _ in todo])
         try:
-            for name, server, _ in todo:  # nothing is profiled while a server starts
-                with _failing(stage, name, server):
-                    _start(setting, stage, name, server)
-                    start_s[name] = round(time.monotonic() - begin, 1)
+            start_s = _start(setting, stage, todo)
             for name, server, loads in todo:
                 if name in start_s:
                     with _failing(stage, name, server):
+                        server.resume()
                         _count(setting, stage, name, server, loads, start_s[name])
+                        server.pause()
         except OutOfTimeError as reason:
             return str(reason)
     return ""
+
+
+def _start(setting: Setting, stage: Stage, todo: list[tuple[str, Server, list[int]]]) -> dict[str, float]:
+    """Starts the servers at once, and pauses them when all are up. Returns the seconds that each took."""
+    if not todo:
+        return {}
+    budget, start_s, begin = setting.budget, dict[str, float](), time.monotonic()
+    names = ", ".join(name for name, _, _ in todo)
+    seen = (row["start_s"] for row in stage.rows)
+    budget.begin(f"starting {names}", max(seen, default=TOGETHER_S) + _cell_s(stage))
+    setting.screen.print(f"starting {names} ...", style="dim")
+    for name, server, _ in todo:
+        with _failing(stage, name, server):
+            server.launch()
+    for name, server, _ in todo:
+        with _failing(stage, name, server):
+            server.wait(600.0, lambda seconds: budget.check(f"starting {names}"))
+            start_s[name] = round(time.monotonic() - begin, 1)
+    for _, server, _ in todo:
+        server.pause()
+    return start_s
 
 
 @contextmanager
@@ -89,15 +106,6 @@ def _arms(setting: Setting, target: str, draft: str) -> list[Arm]:
     environment = {"SGLANG_DFLASH_COMPILE": "0"} if setting.rehearsal else {}
     serving = Serving(flags, {}, environment, {}, setting.backends[:1], (True,), 1, "", "", "cuda")
     return setting.served(arms_of(ARMS.split(","), Models(target, {"dflash": draft}, None, 0), serving, {}))
-
-
-def _start(setting: Setting, stage: Stage, name: str, server: Server) -> None:
-    """Waits for a launched server."""
-    budget = setting.budget
-    if not stage.rows:
-        budget.begin(f"starting {name}", TOGETHER_S + _cell_s(stage))
-    setting.screen.print(f"starting {name} ...", style="dim")
-    server.wait(600.0, lambda seconds: budget.check(f"starting {name}"))
 
 
 def _count(setting: Setting, stage: Stage, name: str, server: Server, loads: list[int], start_s: float) -> None:

@@ -21,7 +21,7 @@ SLOPE, OTHERS, DEPTHS = range(3)
 SLOPES = 0.1, 4.0
 """Bounds of the slope."""
 SUREST = 4.0
-"""Upper bound of a probability's logit, which is 0.982: drafts that are surer are right no more often."""
+"""Upper bound of a probability's logit. A probability counts up to 0.982: surer drafts are right no more often."""
 
 
 class PlattTuning(NamedTuple):

@@ -55,6 +55,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
+        self._launched_s = 0.0
 
     @property
     def command(self) -> list[str]:
@@ -70,7 +71,7 @@ class Server:
         """Starts the server and waits until it answers.
 
         Args:
-            timeout_s: a server that does not answer within this time is stopped.
+            timeout_s: a server that does not answer within this time after its launch is stopped.
             on_wait: called about twice a second with the seconds waited.
 
         Raises:
@@ -82,14 +83,14 @@ class Server:
     def launch(self) -> None:
         """Starts the process and waits for nothing."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._launched_s = time.monotonic()
         self._process = self._spawn()
 
     def wait(self, timeout_s: float, on_wait: Callable[[float], None] = lambda seconds: None) -> Self:
         """Waits until the launched server answers; see `start`."""
-        begin = time.monotonic()
         try:
             while not self._answers():
-                waited = time.monotonic() - begin
+                waited = time.monotonic() - self._launched_s
                 if self.ended():
                     raise ServerError(f"The server ended before it answered: {self.last_words()} (log: {self.log})")
                 if waited > timeout_s:
@@ -179,6 +180,15 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def stop_all(servers: Sequence[Server]) -> None:
+    """Stops servers at the same time; all of them, even if one does not stop."""
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+        for server in servers:
+            server.terminate()
 
 
 class RunningServer:
