@@ -49,7 +49,7 @@ def test_a_standing_server_that_dies_costs_its_cell_only(tmp_path):
     arms are asked while they are paused."""
     arms = fake_arm("off"), fake_arm("dflash", "--die-at", "6")
     run = go(make_plan(tmp_path, *arms, together=True, loads=(1.0,), repeats=3), tmp_path)
-    failures = {(held.arm, held.repeat): bool(cell.failure) for held, cell in ((cell.key, cell) for cell in run.cells)}
+    failures = {(cell.key.arm, cell.key.repeat): bool(cell.failure) for cell in run.cells}
     assert [failures["dflash", repeat] for repeat in range(3)] == [False, True, False]
     assert not any(failures["off", repeat] for repeat in range(3))
     assert [server["arm"] for server in run.servers] == ["off", "dflash", "dflash"]

@@ -11,7 +11,7 @@ from itertools import islice
 
 import numpy as np
 import torch
-from made_up_machines import Machine, World
+from made_up_machines import K, Machine, World
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.core.plan import Planner
@@ -36,7 +36,9 @@ class Text:
 
     chances: np.ndarray
     taken: np.ndarray
-    tokens: int
+
+    def __len__(self) -> int:
+        return len(self.taken)
 
 
 @torch.inference_mode()
@@ -66,7 +68,7 @@ def record(kind: str, count: int, tokens: int) -> list[Text]:
             for row, token in enumerate(answer[i + 1 : i + size]):
                 found = (best.indices[row] == token).nonzero()
                 taken[i, row] = int(found[0]) if len(found) else CANDIDATES
-        texts.append(Text(chances, taken, len(answer)))
+        texts.append(Text(chances, taken))
     return texts
 
 
@@ -86,14 +88,14 @@ class RecordedWorld(World):
                 running[f"text-{len(self._texts)}"] = len(self._texts)
                 self._texts.append(text)
                 self._at.append(0)
-                tokens += text.tokens
+                tokens += len(text)
                 policy.interrupt()
             if not running:
                 return tokens / (self.now - begun)
             step = self.step(policy, running)
             for (name, number), count in zip(list(running.items()), step.commit_lens, strict=True):
                 self._at[int(number)] += count
-                if self._at[int(number)] + 1 >= self._texts[int(number)].tokens:  # the first is a prefill's
+                if self._at[int(number)] + 1 >= len(self._texts[int(number)]):  # the first is a prefill's
                     del running[name]
 
     def _text(self, of: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
@@ -110,5 +112,4 @@ def shares(machine: Machine, warm: list[Text], texts: list[Text], at_once: int, 
         world.rate(planner, warm, 8)
         planned.append(world.rate(planner, texts, at_once))
     rate = sum(planned) / seeds
-    widths = range(1, RecordedWorld(machine).block_size + 1)
-    return {width: rate / RecordedWorld(machine).rate(Fixed(width), texts, at_once) for width in widths}
+    return {width: rate / RecordedWorld(machine).rate(Fixed(width), texts, at_once) for width in range(1, K + 1)}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import httpx
 
@@ -43,18 +41,13 @@ class _Started:
     def ended(self) -> bool:
         return self.server is not None and self.server.ended()
 
-    def pause(self) -> None:
-        if self.server is not None:
-            self.server.pause()
-
-    def resume(self) -> None:
-        if self.server is not None:
-            self.server.resume()
+    def at_work(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.server is None else self.server.at_work()
 
 
 class StartedArms:
     """Starts an arm when it is first asked, or several arms at once, and starts an arm anew if its server has ended.
-    All stop with the `with` block."""
+    `close` stops all."""
 
     def __init__(self, plan: Plan, renderer: Renderer, board: Board, note: Callable[[Arm, float], None]) -> None:
         """note: called with each arm that has come up, and the seconds that this took."""
@@ -64,16 +57,11 @@ class StartedArms:
         self._logs: dict[str, Path] = {}  # of the latest starts
         self._starts = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         with ExitStack() as stack:
             for started in self._arms.values():
                 stack.push(started.stack)
-            stop_all([started.server for started in self._arms.values() if started.server is not None])
+            stop_all(self._servers())
 
     def log(self, arm: Arm) -> Path:
         """The log of an arm that was asked for; no file if the arm writes none here."""
@@ -90,8 +78,8 @@ class StartedArms:
                 with suppress(*FAILURES), self._failing(arm):
                     self._wait(arm, on_wait)
                     self._note(arm, time.monotonic() - begin)
-        for started in self._arms.values():
-            started.pause()
+        for server in self._servers():
+            server.pause()
 
     @contextmanager
     def turn(self, arm: Arm) -> Iterator[Driver]:
@@ -112,20 +100,21 @@ class StartedArms:
                     self._wait(arm, on_wait)
                     self._warm_up(arm)
                 self._note(arm, time.monotonic() - begin)
-            started = self._arms[arm.label]
-            started.resume()
-            self._warm_up(arm)
-        assert started.driver is not None
-        try:
+        started = self._arms[arm.label]
+        with started.at_work():
+            with self._failing(arm):
+                self._warm_up(arm)
+            assert started.driver is not None
             yield started.driver
-        finally:
-            started.pause()
 
     def stop(self, arm: Arm) -> None:
         """Stops an arm. It is started anew when it is asked again."""
         self._failures.pop(arm.label, None)
         if started := self._arms.pop(arm.label, None):
             started.stack.close()
+
+    def _servers(self) -> list[Server]:
+        return [started.server for started in self._arms.values() if started.server is not None]
 
     @contextmanager
     def _failing(self, arm: Arm) -> Iterator[None]:

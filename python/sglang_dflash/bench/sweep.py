@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import httpx
@@ -54,7 +54,7 @@ class Sweep:
         arms = list({arm.label: arm for arm, _ in todo}.values())
         starts = min(1, len(arms)) if self._plan.together else len(todo)
         board = make_board(sum(len(keys) for _, keys in todo), starts)
-        with StartedArms(self._plan, self._renderer, board, self._note_server) as started:
+        with closing(StartedArms(self._plan, self._renderer, board, self._note_server)) as started:
             if self._plan.together and arms:
                 started.start(arms)
             for arm, keys in todo:

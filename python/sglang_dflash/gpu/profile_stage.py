@@ -58,10 +58,8 @@ def profile(setting: Setting, stage: Stage, model: str) -> str:
             start_s = _start(setting, stage, todo)
             for name, server, loads in todo:
                 if name in start_s:
-                    with _failing(stage, name, server):
-                        server.resume()
+                    with _failing(stage, name, server), server.at_work():
                         _count(setting, stage, name, server, loads, start_s[name])
-                        server.pause()
         except OutOfTimeError as reason:
             return str(reason)
     return ""

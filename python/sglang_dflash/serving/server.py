@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -146,6 +146,15 @@ class Server:
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """A paused server works within this block."""
+        self.resume()
+        try:
+            yield
+        finally:
+            self.pause()
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
