@@ -39,7 +39,7 @@ Rows plan_rows(const at::Tensor& log_probs, const at::Tensor& shared, const at::
 std::tuple<int64_t, int64_t, double, int64_t> learn_steps(
     const at::Tensor& shared, const at::Tensor& own, const Tensors& offer_tables, const at::Tensor& by_depth,
     const at::Tensor& blocks, at::IntArrayRef places, at::IntArrayRef counts, const Tensors& paths,
-    const std::vector<double>& tuning);
+    const std::vector<double>& tuning, at::IntArrayRef fresh);
 
 // offer_ops.cpp
 std::tuple<int64_t, std::vector<int64_t>, double, double> best_width(
@@ -58,7 +58,7 @@ Three lay_out_trees(const at::Tensor& depths, const at::Tensor& ranks, const at:
                     const at::Tensor& req_to_token);
 void exchange_slots(const at::Tensor& req_to_token, const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
                     const at::Tensor& path, const at::Tensor& commit_lens, const at::Tensor& row_starts);
-Three committed_rows(const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
-                     const at::Tensor& prefix_lens, const at::Tensor& path, const at::Tensor& commit_lens);
+Four committed_rows(const at::Tensor& req_to_token, const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
+                    const at::Tensor& path, const at::Tensor& commit_lens, const at::Tensor& hidden);
 
 }  // namespace sglang_dflash

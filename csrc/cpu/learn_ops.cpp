@@ -139,12 +139,12 @@ void require(const Block& block, int64_t most_rows, int64_t most_depths, const a
 
 }  // namespace
 
-// `places` holds the requests of all steps one after the other, `counts` how many each has. If anything is wrong,
-// nothing is learned.
+// `places` holds the requests of all steps one after the other, `counts` how many each has; `fresh` is `new` of the
+// specification. If anything is wrong, nothing is learned.
 std::tuple<int64_t, int64_t, double, int64_t> learn_steps(
     const at::Tensor& shared, const at::Tensor& own, const Tensors& offer_tables, const at::Tensor& by_depth,
     const at::Tensor& blocks, at::IntArrayRef places, at::IntArrayRef counts, const Tensors& paths,
-    const std::vector<double>& values) {
+    const std::vector<double>& values, at::IntArrayRef fresh) {
   const Tuning tuning(values);
   const Offers offers(offer_tables);
   const Parameters parameters(shared, own, places);
@@ -165,11 +165,16 @@ std::tuple<int64_t, int64_t, double, int64_t> learn_steps(
   TORCH_CHECK(all == int64_t(places.size()) && all <= blocks.size(0), "the steps have ", all, " blocks of ",
               blocks.size(0), ", but there are ", places.size(), " places");
   for (const int64_t place : places) offers.require(place, 0);
+  for (const int64_t place : fresh) offers.require(place, 0);
   std::vector<Block> rows;
   for (int64_t block = 0; block < all; block++)
     rows.emplace_back(blocks.data_ptr<float>() + block * blocks.size(1), most);
   for (int64_t i = 0, block = 0; i < int64_t(counts.size()); i++)
     for (int64_t b = 0; b < counts[i]; b++) require(rows[block++], most, parameters.depths, paths[i]);
+  for (const int64_t place : fresh) {
+    std::fill_n(parameters.own + 2 * place, 2, 0.0);
+    offers.kept[place] = 0;
+  }
   Sums sums;
   for (int64_t i = 0, first = 0; i < int64_t(counts.size()); first += counts[i++]) {
     const at::ArrayRef<Block> own_rows = at::ArrayRef<Block>(rows).slice(first, counts[i]);

@@ -29,7 +29,7 @@ INLINE int64_t steps_of(int64_t inner) { return (inner + kLanes - 1) / kLanes; }
 // The first rows of a product, which panels compute; the last vector of rows may be filled up. Tiles are faster for few
 // rows: packing them, and copying weights, costs the same for any number.
 int64_t panel_rows(const Linear& l) {
-  const int64_t least = l.type == Type::kBFloat16 || l.inner >= kPanelLong ? 32 : 128;
+  const int64_t least = l.type == Type::kBFloat16 || l.inner >= kPanelLong ? 32 : 64;
   if (l.inner < kPanelShort || l.rows < least) return 0;
   return l.rows % kLanes < kPanelLeast ? l.rows / kLanes * kLanes : l.rows;
 }

@@ -221,15 +221,17 @@ void exchange_slots(const at::Tensor& req_to_token, const at::Tensor& req_pool_i
   }
 }
 
-// The accepted rows, their positions, and the slots of these positions.
-Three committed_rows(const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
-                     const at::Tensor& prefix_lens, const at::Tensor& path, const at::Tensor& commit_lens) {
+// The accepted rows, their positions, the slots of these positions, and the rows of `hidden`.
+Four committed_rows(const at::Tensor& req_to_token, const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
+                    const at::Tensor& path, const at::Tensor& commit_lens, const at::Tensor& hidden) {
   const int64_t batch = commit_lens.numel();
   require_paths(req_to_token, path, commit_lens);
   const int64_t* request = ids_of(req_pool_indices, "req_pool_indices", batch);
   const int64_t* prefix = ids_of(prefix_lens, "prefix_lens", batch);
   const int32_t* lens = commit_lens.const_data_ptr<int32_t>();
   require_below(request, batch, req_to_token.size(0), "req_pool_indices");
+  TORCH_CHECK(hidden.dim() == 2 && hidden.device().is_cpu() && dense(hidden), "hidden is ", hidden.sizes(), " of ",
+              hidden.device(), " with strides ", hidden.strides(), "; [T, H] with dense rows of the CPU is needed");
   int64_t total = 0;
   for (int64_t b = 0; b < batch; b++) {
     TORCH_CHECK(lens[b] >= 1 && lens[b] <= path.size(1) && prefix[b] >= 0 &&
@@ -238,15 +240,21 @@ Three committed_rows(const at::Tensor& req_to_token, const at::Tensor& req_pool_
     total += lens[b];
   }
   at::Tensor rows = unfilled({total}, at::kLong), positions = unfilled({total}, at::kLong);
-  at::Tensor slots = unfilled({total}, at::kLong);
+  at::Tensor slots = unfilled({total}, at::kLong), taken = unfilled({total, hidden.size(1)}, hidden.scalar_type());
   int64_t *row = rows.data_ptr<int64_t>(), *position = positions.data_ptr<int64_t>();
   int64_t* slot = slots.data_ptr<int64_t>();
-  const int64_t* taken = path.const_data_ptr<int64_t>();
-  for (int64_t b = 0; b < batch; b++, taken += path.size(1)) {
+  const int64_t* of_path = path.const_data_ptr<int64_t>();
+  for (int64_t b = 0; b < batch; b++, of_path += path.size(1)) {
+    require_below(of_path, lens[b], hidden.size(0), "path");
     const int32_t* own = req_to_token.const_data_ptr<int32_t>() + request[b] * req_to_token.stride(0) + prefix[b];
-    for (int64_t i = 0; i < lens[b]; i++) *row++ = taken[i], *position++ = prefix[b] + i, *slot++ = own[i];
+    for (int64_t i = 0; i < lens[b]; i++) *row++ = of_path[i], *position++ = prefix[b] + i, *slot++ = own[i];
   }
-  return {rows, positions, slots};
+  const int64_t bytes = hidden.size(1) * hidden.element_size(), stride = hidden.stride(0) * hidden.element_size();
+  const char* from = static_cast<const char*>(hidden.const_data_ptr());
+  char* to = static_cast<char*>(taken.data_ptr());
+  row = rows.data_ptr<int64_t>();
+  for (int64_t i = 0; i < total; i++) memcpy(to + i * bytes, from + row[i] * stride, bytes);
+  return {rows, positions, slots, taken};
 }
 
 }  // namespace sglang_dflash

@@ -161,7 +161,8 @@ def test_where_accepted_rows_belong(seed):
     slots = fixed_trees.lay_out(torch.zeros_like(parents), prefix_lens, requests, table)[1]
     final = fixed_trees.final_slots(slots, accepted.path, accepted.commit_lens, prefix_lens)
     committed = (torch.arange(rows) < accepted.commit_lens[:, None]).flatten()
-    path, positions, own = tree.committed_rows(table, requests, prefix_lens, accepted.path, accepted.commit_lens)
+    paths = accepted.path, accepted.commit_lens
+    path, positions, own, _ = tree.committed_rows(table, requests, prefix_lens, *paths, torch.zeros(len(slots), 1))
     assert_equal((final.positions[committed], final.slots[committed]), (positions, own))
     assert torch.equal(final.sources[committed], slots[path])
     assert torch.equal(final.sources[~committed], final.slots[~committed])

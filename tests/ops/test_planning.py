@@ -125,7 +125,8 @@ def test_the_rows_of_a_plan(body, shape, least, seed):
 )
 def test_what_is_learned_is_the_specification(requests, depths, candidates, seed):
     """Fails where a row teaches another parameter, a row behind a rejected one teaches at all, bounds are left, another
-    offer is kept, a row counts at another depth, or several steps at once teach anything else than one after the other.
+    offer is kept, a row counts at another depth, several steps at once teach anything else than one after the other, or
+    what another request has left counts for a new one.
     requests: of each step."""
     random = torch.Generator().manual_seed(seed)
     expected, in_turn = make_tables(seed, depths), make_tables(seed, depths)
@@ -144,11 +145,12 @@ def test_what_is_learned_is_the_specification(requests, depths, candidates, seed
         first += count
     got = copied(expected)
     tuning = PlattTuning(slope_prior=0.1, damping=0.5 + seed % 4), 0.25, 0.5
-    sums = planning.learn_steps(expected, places, paths, *tuning)
-    together = KERNELS.plans.learn_steps(got, places, paths, *tuning)
+    new = places[0][: seed % 3] if places else []
+    sums = planning.learn_steps(expected, places, paths, *tuning, new)
+    together = KERNELS.plans.learn_steps(got, places, paths, *tuning, new)
     for own_places, path, start in zip(places, paths, starts, strict=True):
         one = in_turn._replace(blocks=got.blocks[start:])
-        KERNELS.plans.learn_steps(one, [own_places], [path], *tuning)
+        KERNELS.plans.learn_steps(one, [own_places], [path], *tuning, new if start == 0 else [])
     for ours, theirs, one_by_one in zip(all_of(got), all_of(expected), all_of(in_turn), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
         assert torch.equal(ours, one_by_one) and ours.isfinite().all()
@@ -279,6 +281,8 @@ def test_a_good_narrow_block_promises_good_depths(body):
         ({"offers": ops.Offers.none(PLACES, STEPS, ROWS - 1, 1)}, "2 depths and 7 rows, offers of 6, 1 and 7"),
         ({"by_depth": torch.zeros(1, 3, dtype=torch.float64)}, r"float64 of \[2, 3\]"),
         ({"tuning": (1.0,)}, "10 are needed"),
+        ({"new": [PLACES]}, "a place is 6"),
+        ({"new": [-1]}, "a place is -1"),
     ],
 )
 def test_wrong_lessons_are_refused(change, words):
@@ -292,7 +296,7 @@ def test_wrong_lessons_are_refused(change, words):
     of_tables = {name: value for name, value in change.items() if name in ops.PlanTables._fields}
     arguments = change.get("places", [[0, 3]]), change.get("paths", [path]), change.get("tuning", TUNING), 0.1, 0.5
     with pytest.raises(RuntimeError, match=words):
-        KERNELS.plans.learn_steps(tables._replace(**of_tables), *arguments)
+        KERNELS.plans.learn_steps(tables._replace(**of_tables), *arguments, change.get("new", []))
     assert all(map(torch.equal, all_of(tables), all_of(before)))
     KERNELS.plans.learn_steps(before, [[0, 3]], [path], TUNING, 0.1, 0.5)
 

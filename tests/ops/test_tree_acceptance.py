@@ -285,19 +285,22 @@ def test_paths_without_requests_are_refused():
     with pytest.raises(RuntimeError, match="path is"):
         KERNELS.plans.exchange_slots(*arguments, torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1]))
     with pytest.raises(RuntimeError, match="path is"):
-        KERNELS.plans.committed_rows(*arguments, torch.tensor([1], dtype=torch.int32))
+        KERNELS.plans.committed_rows(*arguments, torch.tensor([1], dtype=torch.int32), torch.zeros(1, 3))
 
 
 @BODIES
 @settings(max_examples=60, deadline=None)
 @given(row_lens=st.lists(st.integers(1, 9), min_size=1, max_size=5), tokens=st.integers(1, 4), seed=st.integers(0, 999))
 def test_committed_rows(body, row_lens, tokens, seed):
-    """Fails where a row that is not committed is listed, one is missing, or a position or slot is another row's."""
+    """Fails where a row that is not committed is listed, one is missing, or a position, slot or state is another
+    row's."""
     ids, parents, row_starts = make_rows(row_lens, tokens, seed)
     target_ids = torch.randint(tokens, ids.shape, generator=torch.Generator().manual_seed(seed + 1))
     accepted = tree.accept_tree(target_ids, ids, parents, row_starts, 12)
     table, requests, prefixes = make_tables(row_lens, seed)
-    fields = body.committed_rows(table, requests, prefixes, accepted.path, accepted.commit_lens)
+    padded = torch.rand(len(ids) + tokens - 1, 7, generator=torch.Generator().manual_seed(seed))
+    hidden = padded.to(torch.bfloat16 if seed % 2 else torch.float32)[:, : 3 + seed % 5]
+    *fields, states = body.committed_rows(table, requests, prefixes, accepted.path, accepted.commit_lens, hidden)
     expected = [
         (int(accepted.path[b, place]), int(prefixes[b]) + place, int(table[requests[b], int(prefixes[b]) + place]))
         for b, count in enumerate(accepted.commit_lens.tolist())
@@ -305,6 +308,7 @@ def test_committed_rows(body, row_lens, tokens, seed):
     ]
     assert list(zip(*(field.tolist() for field in fields), strict=True)) == expected
     assert all(field.dtype == torch.int64 for field in fields)
+    assert states.dtype == hidden.dtype and torch.equal(states, hidden[fields[0]])
 
 
 @NATIVE
@@ -314,5 +318,16 @@ def test_rows_outside_the_table_are_refused(count, prefix, row):
     arguments = (torch.tensor([row]), torch.tensor([prefix]), torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(RuntimeError, match=r"commits|req_pool_indices"):
         KERNELS.plans.committed_rows(
-            torch.zeros(2, 6, dtype=torch.int32), *arguments, torch.tensor([count], dtype=torch.int32)
+            *(torch.zeros(2, 6, dtype=torch.int32), *arguments, torch.tensor([count], dtype=torch.int32)),
+            torch.zeros(4, 3),
         )
+
+
+@NATIVE
+@pytest.mark.parametrize("hidden", [torch.zeros(1, 3), torch.zeros(4), torch.zeros(3, 4).T])
+def test_states_outside_of_the_path_are_refused(hidden):
+    """Fails where memory beside the hidden states would be read."""
+    table, requests = torch.zeros(1, 6, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    paths = torch.tensor([[0, 2]]), torch.tensor([2], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"path\[1\] is 2|hidden is"):
+        KERNELS.plans.committed_rows(table, requests, requests, *paths, hidden)

@@ -86,14 +86,15 @@ class DraftedRows:
         if not self._steps:
             return
         places: list[list[int]] = []
+        new: list[int] = []
         before: Sequence[str] | None = None
         for names, _ in self._steps:
-            places.append(places[-1] if names == before else list(map(self._place, names)))
+            places.append(places[-1] if names == before else [self._place(name, new) for name in names])
             before = names
         paths = [path for _, path in self._steps]
         memory = self._memory
         learned = self._kernels.learn_steps(
-            self._tables, places, paths, self._tuning, memory.deep_weight, memory.own_share
+            self._tables, places, paths, self._tuning, memory.deep_weight, memory.own_share, new
         )
         self._counts.add_blocks(self._blocks, *learned)
         self._steps.clear()
@@ -105,9 +106,9 @@ class DraftedRows:
         verified = (row for row in self._tables.by_depth.tolist() if row[0])
         self._counts.by_depth = [DepthCounts(int(rows), promised, int(held)) for rows, promised, held in verified]
 
-    def _place(self, name: str) -> int:
-        place, new = self._places.use(name)
-        if new:  # another request may have had it
-            self._tables.own[place] = 0.0
-            self._tables.offers.kept[place] = 0
+    def _place(self, name: str, new: list[int]) -> int:
+        """Adds the place to `new` if it is new to the name."""
+        place, is_new = self._places.use(name)
+        if is_new:
+            new.append(place)
         return place

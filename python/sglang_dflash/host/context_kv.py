@@ -149,6 +149,8 @@ class DeferredRows:
 
     def joined(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The latest row of each slot, in any order: a request that has left may have given its slots to another."""
+        if len(self._steps) == 1:  # no slot twice
+            return self._steps[0]
         hidden, positions, slots = (torch.cat(field) for field in zip(*self._steps, strict=True))
         from_the_end = np.unique(slots.numpy()[::-1], return_index=True)[1]
         if len(from_the_end) == len(slots):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_dflash.ops.reference import masked_keys, visible_keys
+from sglang_dflash.ops.tree import PlannedRows
 
 EXTEND_ROWS = 512  # rows per SDPA call in a long extend: bounds the mask, and keys ahead of a causal chunk are skipped
 FOLDED_ROWS = 32  # up to this many rows, a group's heads are folded into the rows; with more, the mask is too large
@@ -90,6 +91,13 @@ class PagedRows:
     ) -> PagedRows:
         """`gather` for `width` rows of every request; prefix_lens: [B] int."""
         return cls.gather(req_to_token, req_pool_indices, prefix_lens.tolist(), [width] * len(prefix_lens))
+
+    @classmethod
+    def planned(
+        cls, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, rows: PlannedRows
+    ) -> PagedRows:
+        """`gather` for the rows of a plan; prefix_lens: [B] int."""
+        return cls.gather(req_to_token, req_pool_indices, prefix_lens.tolist(), rows.lens, rows.row_mask)
 
     def folded_mask(self, index: int, causal: bool, window_left: int | None, groups: int) -> torch.Tensor | None:
         """[1 or B, 1, groups * W, S] bool: what request `index` sees, or each one (-1). None: each row sees all."""

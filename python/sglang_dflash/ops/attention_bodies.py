@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.ops.attention import PagedRows, paged_attention
+from sglang_dflash.ops.tree import PlannedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,13 @@ class PagedTable:
         """`gather` for `width` rows of every request; prefix_lens: [B] int."""
         row_starts = _uniform_starts(len(prefix_lens), width)
         return cls(req_to_token, req_pool_indices.long(), prefix_lens.long(), row_starts)
+
+    @classmethod
+    def planned(
+        cls, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, rows: PlannedRows
+    ) -> PagedTable:
+        """`gather` for the rows of a plan; prefix_lens: [B] int."""
+        return cls(req_to_token, req_pool_indices.long(), prefix_lens.long(), rows.row_starts, rows.row_mask)
 
     @property
     def fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -128,8 +136,9 @@ class Attention:
 
     Fields:
         lay_out: called once per forward with (req_to_token, req_pool_indices, prefix_lens, row_lens), the last two
-            lists, and where rows form trees with `row_mask` by name. Returns `rows`.
+            lists. Returns `rows`.
         lay_out_uniform: the same if all requests have `width` rows: (..., prefix_lens [B] int, width).
+        lay_out_planned: the same for the rows of a plan: (..., prefix_lens [B] int, `PlannedRows`).
         attend: called per layer with (q, k_cache, v_cache, rows, scaling, causal, window_left), and `sinks` by name.
         write_and_attend: `reference.write_and_attend` with `rows` in place of its tables; None if attention has no
             such body, and the caller writes and attends in two calls.
@@ -137,9 +146,12 @@ class Attention:
 
     lay_out: Callable[..., Any]
     lay_out_uniform: Callable[..., Any]
+    lay_out_planned: Callable[..., Any]
     attend: Callable[..., torch.Tensor]
     write_and_attend: Callable[..., torch.Tensor] | None = None
 
 
-TORCH_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, paged_attention)
-NATIVE_ATTENTION = Attention(PagedTable.gather, PagedTable.uniform, native_attention, native_write_and_attend)
+TORCH_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, PagedRows.planned, paged_attention)
+NATIVE_ATTENTION = Attention(
+    PagedTable.gather, PagedTable.uniform, PagedTable.planned, native_attention, native_write_and_attend
+)

@@ -33,6 +33,7 @@ from sglang_dflash.ops.reference import GreedyAcceptance
 from sglang_dflash.ops.tree import PlannedRows, Proposal, TreeAcceptance, Trees
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class PlanKernels:
     best_width: Callable[..., BestWidth]
     lay_out_trees: Callable[..., Three]
     exchange_slots: Callable[..., None]
-    committed_rows: Callable[..., Three]
+    committed_rows: Callable[..., Four]
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,12 +121,13 @@ def learn_steps(
     tuning: PlattTuning,
     deep_weight: float,
     own_share: float,
+    new: Sequence[int] = (),
 ) -> VerifiedRows:
     """See `planning.learn_steps`."""
     shared, own, offers, by_depth, blocks = tables
     steps = list(chain.from_iterable(places)), list(map(len, places)), paths
     values = (*tuning, deep_weight, own_share)
-    learned = native.compiled.learn_steps(shared, own, offers, by_depth, blocks, *steps, values)
+    learned = native.compiled.learn_steps(shared, own, offers, by_depth, blocks, *steps, values, new)
     return VerifiedRows(*learned)
 
 

@@ -154,6 +154,7 @@ def learn_steps(
     tuning: PlattTuning,
     deep_weight: float,
     own_share: float,
+    new: Sequence[int] = (),
 ) -> VerifiedRows:
     """Learns in place from the first rows of `tables.blocks`, step by step, the oldest first.
 
@@ -162,7 +163,10 @@ def learn_steps(
         paths: [B, L] int64 of each step; see `TreeAcceptance`.
         deep_weight: share. Weight of each step in the mean chances of depths.
         own_share: share. 0: what a request offers beyond the drafted depths is the mean alone.
+        new: rows in the tables of requests whose request is new to them. What another one has left there is forgotten.
     """
+    tables.own[list(new)] = 0.0
+    tables.offers.kept[list(new)] = 0
     rows = depth = accepted = index = 0
     promised = 0.0
     for own_places, path in zip(places, paths, strict=True):

@@ -331,20 +331,24 @@ def committed_rows(
     prefix_lens: torch.Tensor,
     path: torch.Tensor,
     commit_lens: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The accepted rows of all requests, as indices among all T rows; their positions; the slots of these positions.
+    hidden: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The accepted rows of all requests, as indices among all T rows; their positions; the slots of these positions;
+    their hidden states.
 
     Args:
         req_to_token: [R, C] int32.
         req_pool_indices: [B] int64; the requests' rows in the table.
         prefix_lens: [B] int64.
         path, commit_lens: of a `TreeAcceptance`.
+        hidden: [T or more, H].
 
     Returns:
-        [N] int64 each; N: the sum of `commit_lens`.
+        [N] int64 each and [N, H]; N: the sum of `commit_lens`.
     """
     places = torch.arange(path.shape[1])
     committed = places < commit_lens[:, None]  # [B, L]
     positions = prefix_lens[:, None] + places
     requests = req_pool_indices[:, None].expand_as(path)[committed]
-    return path[committed], positions[committed], req_to_token[requests, positions[committed]].long()
+    rows, positions = path[committed], positions[committed]
+    return rows, positions, req_to_token[requests, positions].long(), hidden[rows]

@@ -61,7 +61,7 @@ class CpuAttentionBackend(AttentionBackend):
         if mode.is_target_verify():
             trees = trees_of(forward_batch)
             if trees is not None and trees.width > 1:
-                return self._attention.lay_out(table, requests, seq_lens.tolist(), trees.lens, row_mask=trees.row_mask)
+                return self._attention.lay_out_planned(table, requests, seq_lens, trees)
             width = forward_batch.spec_info.draft_token_num
             return self._attention.lay_out_uniform(table, requests, seq_lens, width)
         if mode.is_decode_or_idle():
