@@ -15,8 +15,8 @@ using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // The fields of PlannedRows in their order. A mask that is left out is an undefined tensor, Python's None.
-using Rows = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::vector<int64_t>, at::Tensor,
-                        int64_t, int64_t>;
+using Rows = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::vector<int64_t>,
+                        at::Tensor, int64_t, int64_t>;
 
 // row_ops.cpp
 Three block_layout(const at::Tensor& bonus_ids, const at::Tensor& prefix_lens, const at::Tensor& req_pool_indices,

@@ -123,10 +123,11 @@ Rows take(const TreeRows& trees, at::IntArrayRef drafted, at::IntArrayRef lens, 
   }
   at::Tensor parents = unfilled({total}, at::kInt), depths = unfilled({total}, at::kInt);
   at::Tensor ranks = unfilled({total}, at::kInt), requests = unfilled({total}, at::kLong);
-  at::Tensor row_starts = unfilled({batch + 1}, at::kLong);
+  at::Tensor row_starts = unfilled({batch + 1}, at::kLong), counts = unfilled({batch}, at::kInt);
   int32_t *parent = parents.data_ptr<int32_t>(), *depth = depths.data_ptr<int32_t>();
   int32_t* rank = ranks.data_ptr<int32_t>();
   int64_t *request = requests.data_ptr<int64_t>(), *start = row_starts.data_ptr<int64_t>();
+  int32_t* of_request = counts.data_ptr<int32_t>();
   std::vector<int64_t> row_lens(batch);
   int64_t row = 0, length = 1;
   size_t tree = 0, copy = 0;
@@ -135,6 +136,7 @@ Rows take(const TreeRows& trees, at::IntArrayRef drafted, at::IntArrayRef lens, 
     start[b] = row;
     const bool own = tree < drafted.size() && drafted[tree] == b, copies = copy < copied.size() && copied[copy] == b;
     const int64_t count = row_lens[b] = own ? lens[tree] : copies ? copied_lens[copy] : 1;
+    of_request[b] = int32_t(count);
     for (int64_t i = 0; i < count; i++, row++) {
       const int64_t from = int64_t(tree) * trees.stride + i;
       request[row] = b;
@@ -162,7 +164,28 @@ Rows take(const TreeRows& trees, at::IntArrayRef drafted, at::IntArrayRef lens, 
       mask[i * width + i] = true;
     }
   }
-  return {parents, depths, ranks, requests, row_starts, row_lens, masks, length, width};
+  return {parents, depths, ranks, requests, row_starts, counts, row_lens, masks, length, width};
+}
+
+// `rows_that_pay` of planning.py: rows of each of `count` trees, whose reaches fall.
+std::vector<int64_t> rows_that_pay(const float* reaches, int64_t count, int64_t most, int64_t besides, double least) {
+  std::vector<std::pair<float, int64_t>> rows;  // the likeliest first; ties: the first request
+  rows.reserve(count * most);
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t row = 1; row < most && reaches[i * most + row] > 0; row++) rows.push_back({-reaches[i * most + row], i});
+  std::sort(rows.begin(), rows.end());
+  double surplus = 0, best = 0;
+  size_t taken = 0;
+  for (size_t row = 0; row < rows.size(); row++) {
+    const bool starts_group = (besides + int64_t(row)) % kRowGroup == 0;
+    surplus -= double(rows[row].first) + least * (kRowShare + (starts_group ? kRowGroup * (1 - kRowShare) : 0.0));
+    if (!(surplus > best) && least != 0) continue;
+    best = surplus;
+    taken = row + 1;
+  }
+  std::vector<int64_t> lens(count, 1);
+  for (size_t row = 0; row < taken; row++) lens[rows[row].second]++;
+  return lens;
 }
 
 }  // namespace
@@ -228,14 +251,15 @@ Rows plan_rows(const at::Tensor& log_probs, const at::Tensor& shared, const at::
   std::vector<float> reaches(count * most);
   std::vector<int32_t> trees(3 * count * most);
   int32_t *parents = trees.data(), *depths = parents + count * most, *ranks = depths + count * most;
-  std::vector<int64_t> lens(count);
+  int64_t besides = batch;
+  for (const int64_t len : copied_lens) besides += len - 1;
   for (int64_t i = 0; i < count; i++) {
     float* reach = reaches.data() + i * most;
     Chances& own_chances = chances.emplace_back(log_probs, i, parameters, places[i], max_logit);
     grow([&](int64_t d, int64_t j) { return own_chances.at(d, j); }, depth_count, rank_count, most, parents + i * most,
          depths + i * most, ranks + i * most, reach);
-    lens[i] = std::max<int64_t>(std::count_if(reach, reach + most, [&](float each) { return each > float(least); }), 1);
   }
+  const std::vector<int64_t> lens = rows_that_pay(reaches.data(), count, most, besides, least);
   Rows rows = take({parents, depths, ranks, most}, drafted, lens, batch, copied, copied_lens);
   const int64_t* start = std::get<4>(rows).const_data_ptr<int64_t>();
   for (int64_t i = 0; i < count; i++) {

@@ -12,6 +12,7 @@ import torch
 from sglang_dflash.core.plan import Planner
 from sglang_dflash.core.policy import Drafting, Policy
 from sglang_dflash.ops import PlannedRows
+from sglang_dflash.ops.planning import ROW_GROUP
 
 K = 8
 GAP_S = 1e-3  # from one step to the next
@@ -24,6 +25,8 @@ class Machine:
     """What a step takes: fixed times, and for each row; the first `free` rows of the target cost nothing.
 
     Fields:
+        row_share: share of `row_s` that a row adds to its group of `ROW_GROUP` rows; the group's first row adds the
+            rest of the whole group. 1: all rows add the same.
         noise: share by which the time of a step varies. The rates below are those without noise.
     """
 
@@ -33,12 +36,15 @@ class Machine:
     draft_row_s: float = 5e-5
     free: int = 0
     noise: float = 0.0
+    row_share: float = 1.0
 
     def draft_seconds(self, rows: int) -> float:
         return self.draft_s + self.draft_row_s * rows if rows else 0.0
 
     def rest_seconds(self, rows: int) -> float:
-        return self.fixed_s + self.row_s * max(0, rows - self.free)
+        dear = max(0, rows - self.free)
+        grouped = -(-dear // ROW_GROUP) * ROW_GROUP
+        return self.fixed_s + self.row_s * (self.row_share * dear + (1 - self.row_share) * grouped)
 
 
 @dataclass(frozen=True)

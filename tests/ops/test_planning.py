@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -97,10 +98,10 @@ def test_the_rows_of_a_plan(body, shape, least, seed):
     if body is not planning:
         chances = body.platt(log_probs, tables.shared, tables.own, places, 9.0)
     trees = KERNELS.plans.best_first(chances, ROWS)
-    lens = (trees.reaches > least).sum(1).clamp(min=1).tolist()
+    lens = planning.rows_that_pay(trees.reaches, batch + sum(copies[1]) - len(copies[1]), least)
     expected = KERNELS.plans.take_rows(trees, drafted, lens, batch, *copies)
-    assert rows.lens == expected.lens and rows[7:] == expected[7:]
-    assert all(map(torch.equal, rows[:5], expected[:5]))
+    assert rows.lens == expected.lens and rows[8:] == expected[8:]
+    assert all(map(torch.equal, rows[:6], expected[:6]))
     assert (rows.row_mask is None) == (expected.row_mask is None) and torch.equal(rows.seen(), expected.seen())
     for i, request in enumerate(drafted):
         block = Block.of(tables.blocks, first + i, MOST)
@@ -113,6 +114,43 @@ def test_the_rows_of_a_plan(body, shape, least, seed):
     others[first : first + shape[0]] = False
     assert torch.equal(tables.blocks[others], before.blocks[others])
     assert all(map(torch.equal, all_of(tables), all_of(before)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    trees=st.lists(st.lists(st.floats(1 / 64, 1.0, width=32), max_size=3), min_size=1, max_size=3),
+    besides=st.integers(3, 8),
+    least=st.sampled_from([0.0, 0.05, 0.2, 0.3, 0.5, 0.8, 1.0]),
+)
+def test_no_other_rows_bring_more(trees, besides, least):
+    """Fails where other numbers of rows bring more tokens beyond the price of their time, or as many with fewer."""
+
+    def surplus(lens: Sequence[int]) -> float:
+        count = besides + sum(lens) - len(lens)
+        groups = -(-count // planning.ROW_GROUP) + besides // -planning.ROW_GROUP
+        cost = planning.ROW_SHARE * (count - besides) + (1 - planning.ROW_SHARE) * planning.ROW_GROUP * groups
+        return sum(sum(tree[: taken - 1]) for tree, taken in zip(trees, lens, strict=True)) - least * cost
+
+    trees = [sorted(tree, reverse=True) for tree in trees]
+    reaches = torch.tensor([[1.0, *tree, *[0.0] * (3 - len(tree))] for tree in trees])
+    taken = planning.rows_that_pay(reaches, besides, least)
+    assert all(1 <= count <= 1 + len(tree) for count, tree in zip(taken, trees, strict=True)), taken
+    others = list(itertools.product(*(range(1, len(tree) + 2) for tree in trees)))
+    assert surplus(taken) == pytest.approx(max(map(surplus, others)), abs=1e-6)
+    if least > 0:
+        assert not any(surplus(rows) >= surplus(taken) and sum(rows) < sum(taken) for rows in others)
+    else:
+        assert sum(taken) == len(trees) + sum(map(len, trees))
+
+
+def test_started_groups_are_filled():
+    """With a price of 0.5, a row of 0.2 pays where it fills a group, not where it starts one. Three likely rows start a
+    group together; a row of 0.2 fills it, one of 0.05 does not."""
+    reaches = torch.tensor([[1.0, 0.9, 0.8], [1.0, 0.2, 0.1], [1.0, 0.9, 0.05]])
+    assert planning.rows_that_pay(reaches[1:2], 3, 0.5) == [2]
+    assert planning.rows_that_pay(reaches[1:2], 4, 0.5) == [1]
+    assert planning.rows_that_pay(reaches, 4, 0.5) == [3, 2, 2]
+    assert planning.rows_that_pay(reaches[::2], 4, 0.5) == [3, 2]
 
 
 @NATIVE

@@ -30,11 +30,11 @@ def plans(draw) -> tuple[Trees, list[int], list[int], int, list[int], list[int]]
 
 
 def assert_same_rows(got: PlannedRows, expected: PlannedRows) -> None:
-    assert_equal(got[:5], expected[:5])
+    assert_equal(got[:6], expected[:6])
     assert (got.row_mask is None) == (expected.row_mask is None)
     if got.row_mask is not None:
         assert_equal((got.row_mask,), (expected.row_mask,))
-    assert (got.lens, *got[7:]) == (expected.lens, *expected[7:])
+    assert (got.lens, *got[8:]) == (expected.lens, *expected[8:])
 
 
 @BODIES
@@ -57,7 +57,8 @@ def test_rows_are_taken_from_trees(body, plan):
             own += [(row - 1, row, 0) for row in range(1, counts[request])]
         expected += [(*row, request) for row in own]
     assert list(zip(*(field.tolist() for field in rows[:4]), strict=True)) == expected
-    assert [field.dtype for field in rows[:5]] == [torch.int32] * 3 + [torch.int64] * 2
+    assert [field.dtype for field in rows[:6]] == [torch.int32] * 3 + [torch.int64] * 2 + [torch.int32]
+    assert rows.counts.tolist() == rows.lens
     assert rows.row_starts.tolist() == [sum(counts[:request]) for request in range(batch + 1)]
     assert (rows.lens, rows.width) == (counts, max(counts))
     assert rows.length == 1 + max(row[1] for row in expected)

@@ -179,6 +179,7 @@ class FixedTreeStep:
             ranks,
             requests,
             row_starts,
+            counts=torch.full((count,), self._rows, dtype=torch.int32, device=device),
             lens=[self._rows] * count,
             row_mask=drafted.seen,
             length=self._length,
@@ -208,11 +209,6 @@ class FixedTreeStep:
         final = ops.final_slots(plan.slots, accepted.path, accepted.commit_lens, batch.seq_lens)
         self._target.token_to_kv_pool.move_kv_cache(final.slots, final.sources)
         return hidden[accepted.path.flatten()], final.positions, final.slots
-
-    @staticmethod
-    def row_counts(plan: VerifyPlan, accepted: ops.TreeAcceptance) -> torch.Tensor:
-        """[B] int32: the rows of each request that the target has verified."""
-        return torch.full_like(accepted.commit_lens, plan.verify_width)
 
     def end(self, accepted: ops.TreeAcceptance) -> None:
         """Nothing is learned."""

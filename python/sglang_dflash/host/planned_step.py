@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_exec
@@ -150,13 +149,6 @@ class PlannedStep:
             if bool(moved.any()):
                 self._target.token_to_kv_pool.move_kv_cache(slots[moved], written[moved])
         return committed, positions, slots
-
-    @staticmethod
-    def row_counts(plan: VerifyPlan, accepted: ops.TreeAcceptance) -> torch.Tensor:
-        """[B] int32: the rows of each request that the target has verified."""
-        ones = accepted.commit_lens
-        # From numpy: `torch.tensor` takes twice the time for a short list.
-        return ones if plan.verify_width == 1 else torch.from_numpy(np.array(plan.lens, dtype=np.int32))
 
     def end(self, accepted: ops.TreeAcceptance) -> None:
         self._policy.end(accepted.path, accepted.commit_lens)

@@ -55,4 +55,4 @@ def lora_token_counts(original: Any, forward_batch: ForwardBatch) -> tuple[int, 
 )
 def lora_lens(original: Any, forward_batch: ForwardBatch, device: Any = None) -> torch.Tensor:
     trees = trees_of(forward_batch) if forward_batch.forward_mode.is_target_verify() else None
-    return original(forward_batch, device) if trees is None else torch.tensor(trees.lens, dtype=torch.int32)
+    return original(forward_batch, device) if trees is None else trees.counts

@@ -274,7 +274,7 @@ class DFlashWorker(BaseSpecWorker):
             next_token_ids=accepted.out_ids.flatten(),
             accept_lens=accepted.commit_lens,
             speculative_num_draft_tokens=accepted.out_ids.shape[1],
-            cap_lens=None if self._planned is None or tree is None else self._planned.row_counts(plan, tree),
+            cap_lens=None if plan.trees is None else plan.trees.counts,
             next_draft_input=DraftInput.create(accepted.bonus_ids, prefix_lens),
             new_seq_lens=prefix_lens,
             can_run_cuda_graph=target.can_run_cuda_graph,

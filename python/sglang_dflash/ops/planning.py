@@ -25,6 +25,10 @@ from sglang_dflash.ops.tree import PlannedRows, best_first, take_rows
 
 LEAST_CHANCE = 1e-3  # of a draft, and of its miss, where odds are compared
 LEAST_INFORMATION = 1e-4  # of one observation
+ROW_GROUP = 4
+"""Products take the rows of a step in groups of as many, see `rows_that_pay`."""
+ROW_SHARE = 0.3
+"""What a row adds to the time of its group, as a share of a row's mean time. Measured: docs/benchmarks/cpu-step.md."""
 
 
 class PlanTables(NamedTuple):
@@ -120,19 +124,20 @@ def plan_rows(
     copied: Sequence[int] = (),
     copied_lens: Sequence[int] = (),
 ) -> PlannedRows:
-    """The rows that are reached with a chance above `least`, and at least the anchor of each request.
+    """The rows that pay, and at least the anchor of each request.
 
     The drafted requests are written into `tables.blocks`, from row `first_block` on.
 
     Args:
         log_probs, places, max_logit: as in `platt`.
+        least: as in `rows_that_pay`.
         drafted: the b requests among all `batch`.
         copied, copied_lens: as in `take_rows`.
     """
     chances = platt(log_probs, tables.shared, tables.own, places, max_logit)
     depths = len(tables.by_depth)
     trees = best_first(chances, most_rows(tables.blocks, depths))
-    lens = (trees.reaches > least).sum(1).clamp(min=1).tolist()
+    lens = rows_that_pay(trees.reaches, batch + sum(copied_lens) - len(copied_lens), least)
     rows = take_rows(trees, drafted, lens, batch, copied, copied_lens)
     filled = log_probs.shape[1]
     for i, (request, count) in enumerate(zip(drafted, lens, strict=True)):
@@ -145,6 +150,32 @@ def plan_rows(
         block.said[proposed] = log_probs[i, trees.depths[i][proposed] - 1, trees.ranks[i][proposed]]
         block.first[:filled] = chances[i, :, 0]
     return rows
+
+
+def rows_that_pay(reaches: torch.Tensor, besides: int, least: float) -> list[int]:
+    """Rows of each tree, anchor included: those that together bring the most tokens beyond the price of their time.
+
+    The first row of a group takes most of the group's time, the others only `ROW_SHARE` of a mean row each. So where
+    the likeliest rows start a group, the next likeliest fill it, although they would not pay alone.
+
+    Args:
+        reaches: [b, R] float32; as in `Trees`.
+        besides: rows that are verified anyway: the anchors of all requests, and copies.
+        least: tokens that the mean time of a row is worth; 0: all rows are taken.
+    """
+    rows = [(-reach, request) for request, own in enumerate(reaches[:, 1:].tolist()) for reach in own if reach > 0]
+    rows.sort()  # the likeliest first; ties: the first request
+    surplus = most = 0.0
+    taken = 0
+    for count, (negative, _) in enumerate(rows, 1):
+        starts_group = (besides + count - 1) % ROW_GROUP == 0
+        surplus -= negative + least * (ROW_SHARE + (ROW_GROUP * (1 - ROW_SHARE) if starts_group else 0.0))
+        if surplus > most or least == 0:
+            most, taken = surplus, count
+    lens = [1] * len(reaches)
+    for _, request in rows[:taken]:
+        lens[request] += 1
+    return lens
 
 
 def learn_steps(

@@ -53,7 +53,8 @@ class PlannedRows(NamedTuple):
         depths, ranks: [T] int32; a row proposes candidate `rank` of its depth. -1 for the anchor.
         requests: [T] int64; the request of each row.
         row_starts: [B + 1] int64.
-        lens: rows of each request, at least 1.
+        counts: [B] int32; rows of each request, at least 1.
+        lens: the same as a list.
         row_mask: [B, W, W] bool: the rows of its request that each row sees; None if all requests have chains.
         length: rows on the longest path.
         width: W, rows of the request with the most.
@@ -64,6 +65,7 @@ class PlannedRows(NamedTuple):
     ranks: torch.Tensor
     requests: torch.Tensor
     row_starts: torch.Tensor
+    counts: torch.Tensor
     lens: list[int]
     row_mask: torch.Tensor | None
     length: int
@@ -207,7 +209,8 @@ def take_rows(
         mask = ancestors(padded, width) & (torch.arange(width) < torch.tensor(row_lens)[:, None])[:, :, None]
     requests = torch.tensor(fields[3], dtype=torch.int64)
     length = 1 + max(fields[1])
-    return PlannedRows(parents, depths, ranks, requests, torch.tensor(starts), row_lens, mask, length, width)
+    counts = torch.tensor(row_lens, dtype=torch.int32)
+    return PlannedRows(parents, depths, ranks, requests, torch.tensor(starts), counts, row_lens, mask, length, width)
 
 
 def lay_out_trees(
