@@ -25,6 +25,7 @@ class Machine:
     """What a step takes: fixed times, and for each row; the first `free` rows of the target cost nothing.
 
     Fields:
+        prefill_s: of a prefill, beside the time of its prompts' rows, which takes none.
         row_share: share of `row_s` that a row adds to its group of `ROW_GROUP` rows; the group's first row adds the
             rest of the whole group. 1: all rows add the same.
         noise: share by which the time of a step varies. The rates below are those without noise.
@@ -37,6 +38,7 @@ class Machine:
     free: int = 0
     noise: float = 0.0
     row_share: float = 1.0
+    prefill_s: float = 0.0
 
     def draft_seconds(self, rows: int) -> float:
         return self.draft_s + self.draft_row_s * rows if rows else 0.0

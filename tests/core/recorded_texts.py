@@ -1,6 +1,7 @@
 """Texts of a target with the draft's candidates at every position, and a machine that serves them.
 
-So plans and fixed widths meet the same drafts. A step's seconds are made up. Prefills and a plan's own work take none.
+So plans and fixed widths meet the same drafts. The seconds of a step and of a prefill are made up. The rows of prompts
+and a plan's own work take none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sglang_dflash.serving.traffic import prompt_of
 from sglang_dflash.workloads.datasets import load
 
 CANDIDATES = 8
+PROMPT = 50  # rows of a prompt
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,15 @@ class RecordedWorld(World):
         """Tokens per second; whenever a text ends, the next begins."""
         waiting, running, tokens, begun = iter(texts), dict[str, float](), 0, self.now
         while True:
-            for text in islice(waiting, at_once - len(running)):
+            arrived = list(islice(waiting, at_once - len(running)))
+            for text in arrived:
                 running[f"text-{len(self._texts)}"] = len(self._texts)
                 self._texts.append(text)
                 self._at.append(0)
                 tokens += len(text)
-                policy.interrupt()
+            if arrived:
+                policy.interrupt(PROMPT * len(arrived))
+                self.now += self.machine.prefill_s
             if not running:
                 return tokens / (self.now - begun)
             step = self.step(policy, running)

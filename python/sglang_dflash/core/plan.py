@@ -29,6 +29,7 @@ from sglang_dflash.core.drafted_rows import DraftedRows
 from sglang_dflash.core.places import Places
 from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import NOTHING, Copied, Drafting, undrafted
+from sglang_dflash.core.prefill_gaps import PrefillGaps
 from sglang_dflash.core.step_times import StepTimes
 from sglang_dflash.core.turn_gaps import TurnGaps
 
@@ -92,7 +93,7 @@ class Planner:
         self._clock = clock
         self._tuning = tuning or PlanTuning()
         self._draft_times, self._rest_times = StepTimes(), StepTimes()
-        self._gaps = TurnGaps(self._tuning.gap_weight)
+        self._gaps, self._prefills = TurnGaps(self._tuning.gap_weight), PrefillGaps()
         self._requests: list[str] = []
         self.counts = PlanCounts()
         places, memory = Places(REQUESTS), MemoryTuning()
@@ -114,13 +115,20 @@ class Planner:
         self._probe_price_s = 0.0  # no probe is looked for before the budget has grown so far
         self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
+        self._interrupted = False  # since the latest step
+        self._prefilled = 0  # rows of prompts that were computed since then
         self._rows: ops.PlannedRows | None = None
 
     def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
         self._begun_s = self._clock()
         self._gaps.turn_s = turn_s
         if self._ended_s is not None:
-            self._gaps.observe(self._begun_s - self._ended_s, goes_on)
+            gap_s = self._begun_s - self._ended_s
+            if not self._interrupted:
+                self._gaps.observe(gap_s, goes_on)
+            elif self._prefilled:
+                self._observe_prefill(requests, gap_s)
+        self._interrupted, self._prefilled = False, 0
         self._requests = list(requests)
         tuning, since = self._tuning, self._steps - self._decided_at
         settled = since <= tuning.settled_steps
@@ -149,6 +157,12 @@ class Planner:
         self.counts.planning_s += self._draft_begun_s - self._begun_s
         return self._drafting
 
+    def _observe_prefill(self, requests: Sequence[str], gap_s: float) -> None:
+        """If all requests before have left, the server may have been idle in between."""
+        arrived = len(set(requests).difference(self._requests))
+        if 0 < arrived < len(requests):
+            self._prefills.observe(arrived, self._prefilled, gap_s)
+
     def _copy(self) -> Drafting:
         """What was decided, except that requests get copies where these promise more."""
         decided, (tokens, seconds) = self._decided, self._expected
@@ -158,7 +172,7 @@ class Planner:
         offers = [self.copying.offer(name) for name in self._requests]
         if not any(offers):
             return decided
-        price = tokens / seconds
+        price = self._prefills.price(tokens, seconds)
         draft_s = self._draft_times.line()[0] if decided.width > 1 else 0.0
         least = price * self._rest_times.line()[1]
         copies, drafted = best_copies(offers, self._drafts_worth, price * draft_s, least)
@@ -229,7 +243,7 @@ class Planner:
         # be another price: where its drafts are poor, it would take rows for which later steps have better use.
         if self._least is None:
             tokens, seconds = self._expected
-            self._least = self._rest_times.line()[1] * tokens / seconds if seconds else 0.0
+            self._least = self._rest_times.line()[1] * self._prefills.price(tokens, seconds) if seconds else 0.0
         least = 0.0 if self._everything else self._least
         names = [self._requests[i] for i in drafted]
         self._rows = self._drafted_rows.plan(log_probs, names, drafted, batch, least, copies)
@@ -257,12 +271,14 @@ class Planner:
         if drafting.width > 1:
             self._drafted_rows.end(path)
         now_s = self._clock()
+        self._prefills.step(self._expected[0])
         self.counts.steps += 1
         self.counts.seconds += now_s - self._begun_s
         self.counts.planning_s += now_s - self._ended_s
 
-    def interrupt(self) -> None:
-        self._ended_s = None
+    def interrupt(self, rows: int = 0) -> None:
+        self._interrupted = True
+        self._prefilled += rows
 
     def settle(self) -> None:
         begun_s = self._clock()
@@ -285,17 +301,17 @@ class Planner:
         # The price of a second is what the best plan makes of it: at first, what the plan before made. If the requests
         # have doubled or halved since then, it is chosen twice: first at the price of plain steps.
         tokens, seconds = self._expected
-        price = batch / plain_s
+        price = self._prefills.price(batch, plain_s)
         if another_load:
             first = self._best(costs, price)
             tokens, seconds = first.tokens, first.seconds
-        price = max(price, tokens / seconds if seconds else 0.0)
+        price = max(price, self._prefills.price(tokens, seconds) if seconds else 0.0)
         best = self._best(costs, price)
         if best.tokens / best.seconds > (1 + self._tuning.least_gain) * batch / plain_s:
             self._expect(best.tokens, best.seconds)
             self._decided = Drafting(best.width, best.requests)
             if self.copying is not None:
-                price = best.tokens / best.seconds
+                price = self._prefills.price(best.tokens, best.seconds)
                 names = [self._requests[i] for i in best.requests]
                 worth = self._memory.worth(names, price * costs.rest_row_s)
                 block = price * costs.draft_row_s * best.width
@@ -308,12 +324,13 @@ class Planner:
         """With the gap after the shortest drafted step."""
         (draft_s, draft_row_s), (rest_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
         gap_s = self._gaps.after(draft_s + rest_s + rest_row_s * len(self._requests))
-        return ops.StepCosts(gap_s, draft_s, draft_row_s, rest_s, rest_row_s)
+        return ops.StepCosts(gap_s, draft_s, draft_row_s, rest_s, rest_row_s, *self._prefills.costs())
 
     def _best(self, costs: ops.StepCosts, price: float) -> ops.BestWidth:
         """The best width, with the gap after a step of its own length."""
         best = self._memory.best_width(self._requests, costs, price)
-        return best._replace(seconds=self._with_gap(best.seconds - costs.gap_s))
+        waiting_s = costs.waiting_s(best.tokens)
+        return best._replace(seconds=self._with_gap(best.seconds - costs.gap_s - waiting_s) + waiting_s)
 
     def _expect(self, tokens: float, seconds: float) -> None:
         self._expected, self._least, self._probe_price_s = (float(tokens), seconds), None, 0.0
@@ -344,7 +361,8 @@ class Planner:
 
     def _plain_s(self) -> float:
         fixed_s, row_s = self._rest_times.line()
-        return self._with_gap(fixed_s + row_s * len(self._requests))
+        batch = len(self._requests)
+        return self._with_gap(fixed_s + row_s * batch) + self._prefills.after(batch)
 
     def _with_gap(self, step_s: float) -> float:
         return step_s + self._gaps.after(step_s)

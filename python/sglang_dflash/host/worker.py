@@ -201,7 +201,7 @@ class DFlashWorker(BaseSpecWorker):
             turn = None if self._turns is None else self._turns.begin(batch)
             return self._decode(batch, on_publish, grammar_barrier) if turn is None else self._take_turn(turn, batch)
         if self._planned is not None:
-            self._planned.interrupt()
+            self._planned.interrupt(0 if batch.forward_mode.is_idle() else sum(batch.extend_lens))
         return self._idle(on_publish) if batch.forward_mode.is_idle() else self._prefill(batch, on_publish)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish) -> GenerationBatchResult:

@@ -5,6 +5,7 @@ An offer is what one drafted step of a request offered: the rows of its tree, wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -47,13 +48,22 @@ class Offers(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a step: fixed ones, and those of a row. `rest` is all but the draft; `gap_s` comes after the step."""
+    """Seconds of a step: fixed ones, and those of a row. `rest` is all but the draft; `gap_s` comes after the step.
+
+    `arrivals` requests arrive for each committed token. If any arrives during a step, `prefill_s` comes after it, too.
+    """
 
     gap_s: float
     draft_fixed_s: float
     draft_row_s: float
     rest_fixed_s: float
     rest_row_s: float
+    prefill_s: float = 0.0
+    arrivals: float = 0.0
+
+    def waiting_s(self, tokens: float) -> float:
+        """Expected seconds of a prefill after a step that commits so many tokens."""
+        return self.prefill_s * -math.expm1(-self.arrivals * tokens)
 
 
 class BestWidth(NamedTuple):
@@ -99,7 +109,7 @@ def best_width(
                     tokens[request][depth] += reach * weight / total
                     rows[request][depth] += weight / total
     plain_s = costs.gap_s + costs.rest_fixed_s + costs.rest_row_s * batch
-    best = BestWidth(1, [], float(batch), plain_s)
+    best = BestWidth(1, [], float(batch), plain_s + costs.waiting_s(batch))
     best_rate = 0.0
     for width in range(2, depths + 2):
         requests, promised, seconds = [], float(batch), plain_s + costs.draft_fixed_s
@@ -109,6 +119,7 @@ def best_width(
             if brought > price * cost_s:
                 requests.append(request)
                 promised, seconds = promised + brought, seconds + cost_s
+        seconds += costs.waiting_s(promised)
         if requests and promised / seconds > best_rate:
             best, best_rate = BestWidth(width, requests, promised, seconds), promised / seconds
     return best
