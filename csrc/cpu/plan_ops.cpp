@@ -174,11 +174,12 @@ std::vector<int64_t> rows_that_pay(const float* reaches, int64_t count, int64_t 
   for (int64_t i = 0; i < count; i++)
     for (int64_t row = 1; row < most && reaches[i * most + row] > 0; row++) rows.push_back({-reaches[i * most + row], i});
   std::sort(rows.begin(), rows.end());
+  const double row_price = least * kRowShare, first_price = row_price + least * kRowGroup * (1 - kRowShare);
   double surplus = 0, best = 0;
   size_t taken = 0;
   for (size_t row = 0; row < rows.size(); row++) {
     const bool starts_group = (besides + int64_t(row)) % kRowGroup == 0;
-    surplus -= double(rows[row].first) + least * (kRowShare + (starts_group ? kRowGroup * (1 - kRowShare) : 0.0));
+    surplus -= double(rows[row].first) + (starts_group ? first_price : row_price);
     if (!(surplus > best) && least != 0) continue;
     best = surplus;
     taken = row + 1;

@@ -25,7 +25,7 @@ class Machine:
     """What a step takes: fixed times, and for each row; the first `free` rows of the target cost nothing.
 
     Fields:
-        prefill_s: of a prefill, beside the time of its prompts' rows, which takes none.
+        prefill_s: of a prefill, whatever it computes. The rows of prompts take no time.
         row_share: share of `row_s` that a row adds to its group of `ROW_GROUP` rows; the group's first row adds the
             rest of the whole group. 1: all rows add the same.
         noise: share by which the time of a step varies. The rates below are those without noise.

@@ -38,9 +38,7 @@ def texts() -> Iterator[dict[str, list[Text]]]:
 @pytest.mark.parametrize("at_once", [1, 4, 8, 16])
 @pytest.mark.parametrize("kind", ["chat", "mixed", "arithmetic"])
 def test_as_fast_as_the_best_fixed_width(texts, machine, at_once, kind):
-    """Fails where plans lose 3 % to the width that is best for this load, which nobody knows before. In one cell they
-    lose 5 %: three rows for each of 16 requests fill all groups of rows by chance."""
+    """Fails where plans lose 4 % to the width that is best for this load, which nobody knows before."""
     found = shares(MACHINES[machine], texts["code"], texts[kind], at_once)
     print(f"{machine:11} {at_once:2} {kind:10}", " ".join(f"{width}:{share:.2f}" for width, share in found.items()))
-    least = 0.93 if (machine, at_once, kind) == ("measured", 16, "chat") else 0.97
-    assert min(found.values()) >= least, found
+    assert min(found.values()) >= 0.96, found

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from tree_cases import threads
 
 from sglang_dflash.ops import PagedTable, native, native_attention, native_write_and_attend, reference
+from sglang_dflash.ops.attention import PagedRows
+from sglang_dflash.ops.tree import Trees, take_rows
 
 pytestmark = pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -391,4 +393,21 @@ def test_uniform_rows_are_laid_out_as_lists_are():
             assert torch.equal(getattr(short, name), getattr(long, name))
             assert getattr(short, name).dtype == getattr(long, name).dtype
         assert short.row_mask is None and long.row_mask is None
-        assert PagedTable.gather(table, requests, [2, 5], [width] * 2, row_mask=table).row_mask is table
+
+
+@pytest.mark.parametrize("body", [PagedTable, PagedRows])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("trees", [False, True])
+def test_the_layout_of_a_plan(body, dtype, trees):
+    """Fails where `planned` differs from `gather` with the same rows, or loses the mask of trees."""
+    table, requests = torch.arange(40, dtype=torch.int32).view(4, 10), torch.tensor([3, 1])
+    parents = torch.tensor([[-1, 0, 0 if trees else 1], [-1, -1, -1]], dtype=torch.int32)
+    depths = torch.tensor([[0, 1, 1 if trees else 2], [0, 0, 0]], dtype=torch.int32)
+    plan = take_rows(Trees(parents, depths, torch.zeros_like(depths), torch.ones(2, 3)), [0, 1], [3, 1], 2)
+    short = body.planned(table, requests, torch.tensor([2, 5], dtype=dtype), plan)
+    long = body.gather(table, requests, [2, 5], [3, 1])
+    assert short.row_mask is plan.row_mask and (plan.row_mask is not None) == trees
+    for name in ("req_to_token", "req_pool_indices", "prefix_lens", "row_starts", "slots", "row_lens", "kv_lens"):
+        if hasattr(long, name):
+            ours, theirs = (torch.as_tensor(getattr(each, name)) for each in (short, long))
+            assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype

@@ -62,7 +62,7 @@ class DraftedRows:
         least: float,
         copies: Sequence[Copied] = (),
     ) -> ops.PlannedRows:
-        """The rows that are reached with a calibrated chance above `least`, and the chains of the copies.
+        """The rows that pay at a price of `least` (`planning.rows_that_pay`), and the chains of the copies.
 
         Args:
             log_probs: [b, D, k] float32; of the draft, falling in the last dimension.

@@ -107,7 +107,7 @@ class Planner:
         self._decided_for: list[str] | None = None  # the requests for which it was decided
         self._held_for: list[str] | None = None  # those for which it holds now; see `_holds` and `_adapts`
         self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
-        self._least: float | None = 0.0  # chance from which a row pays, by these; None: not reckoned yet
+        self._least: float | None = 0.0  # tokens that a row's mean time is worth, by these; None: unknown
         self._probe_rows = 0.0  # mean rows of a drafted request in probes, beside its anchor
         self._everything = False  # this step verifies every row that the draft offers
         self._steps = self._decided_at = self._steps_since_probe = self._probes = 0
@@ -161,7 +161,7 @@ class Planner:
         """If all requests before have left, the server may have been idle in between."""
         arrived = len(set(requests).difference(self._requests))
         if 0 < arrived < len(requests):
-            self._prefills.observe(arrived, self._prefilled, gap_s)
+            self._prefills.observe(arrived, self._prefilled, max(gap_s - self._gaps.between_s, 1e-6))
 
     def _copy(self) -> Drafting:
         """What was decided, except that requests get copies where these promise more."""
@@ -264,7 +264,7 @@ class Planner:
             tokens, seconds = self._expected
             probed = list(set(drafting.requests).difference(self._decided.requests))
             brought = int(commit_lens[probed].sum()) - len(probed)
-            self._probe_budget_s += brought * seconds / tokens
+            self._probe_budget_s += brought / self._prefills.price(tokens, seconds)
         if drafting.copies:
             lens = commit_lens.tolist()
             self.counts.copied_accepted += sum(lens[copy.request] - 1 for copy in drafting.copies)
@@ -290,6 +290,7 @@ class Planner:
     def _decide(self) -> None:
         """Chooses the requests to draft and their width, by what the same choice would have brought in recent steps."""
         self._drafted_rows.learn()
+        self._prefills.reckon()
         batch, another_load = len(self._requests), self._doubled_or_halved()
         self._decided_for = self._held_for = self._requests
         self._drafts_worth = {}
@@ -377,7 +378,9 @@ class Planner:
         (fixed_s, row_s), (_, rest_row_s) = self._draft_times.line(), self._rest_times.line()
         others = len(self._requests) - len(decided) if self._drafts else 0
         each_s = max(row_s * block + rest_row_s * self._probe_rows, 1e-9)
-        added_s = max(0.0, self._plain_s() + fixed_s + len(decided) * each_s - self._expected[1])
+        tokens, seconds = self._expected
+        step_s = seconds - self._prefills.after(tokens) + self._prefills.after(len(self._requests))
+        added_s = max(0.0, self._plain_s() + fixed_s + len(decided) * each_s - step_s)
         self._probe_budget_s = min(self._probe_budget_s, added_s + others * each_s)
         if self.copying is None:
             others = min(others, max(1, int((self._probe_budget_s - added_s) / each_s)))

@@ -10,6 +10,9 @@ DECAY_STEPS = 256
 """Steps after which older arrivals and tokens weigh 1/e."""
 PRIOR_ROW_SHARE = 1 / 64
 """Share of a prefill's fixed time that one row of a prompt adds. First guess."""
+LEAST_WORTH = 0.25
+"""A token is worth this share of itself at least, after what it adds to the chance of a prefill. Where prefills take
+nearly all time, the rest would be next to nothing."""
 
 
 class PrefillGaps:
@@ -17,46 +20,47 @@ class PrefillGaps:
 
     A server under load starts a request whenever one ends. Those that arrive during a step share one prefill after it.
     So few long steps are interrupted less often than many short ones that commit as much. The rows of the prompts take
-    their time in any case and are left out.
+    their time in any case and are left out. So is the gap that any two steps have between them.
     """
 
     def __init__(self) -> None:
         self._times = StepTimes(TimeTuning(prior_row_share=PRIOR_ROW_SHARE))
         self._arrived = self._tokens = 0.0
-        self._costs: tuple[float, float] | None = None  # None: not reckoned since the latest prefill
+        self._fixed_s = self._arrivals = 0.0
 
     def step(self, tokens: float) -> None:
-        """A step has committed so many tokens."""
+        """A step was expected to commit so many tokens. Not what it has committed: a plan that promises too much then
+        finds as much fewer arrivals for each promised token."""
         kept = 1 - 1 / DECAY_STEPS
         self._arrived *= kept
         self._tokens = self._tokens * kept + tokens
 
     def observe(self, arrived: int, rows: int, seconds: float) -> None:
-        """Requests have arrived between two steps of others. rows: of their prompts, as computed. seconds: between the
-        steps."""
+        """Requests have arrived between two steps of others. rows: of their prompts, as computed. seconds: above 0;
+        beyond the gap between two steps without a prefill."""
         self._arrived += arrived
-        self._costs = None
         self._times.observe(rows, seconds)
 
+    def reckon(self) -> None:
+        """Takes in what was observed. Until the next call, all answers are of this moment."""
+        if self._times.seen and self._tokens > 0:
+            self._fixed_s, self._arrivals = self._times.line()[0], self._arrived / self._tokens
+
     def costs(self) -> tuple[float, float]:
-        """Fixed seconds of a prefill, and requests that arrive for each token, as of the latest prefill: see
-        `ops.StepCosts`."""
-        if self._costs is None:
-            known = self._times.seen and self._tokens > 0
-            self._costs = (self._times.line()[0], self._arrived / self._tokens) if known else (0.0, 0.0)
-        return self._costs
+        """Fixed seconds of a prefill, and requests that arrive for each token: see `ops.StepCosts`."""
+        return self._fixed_s, self._arrivals
 
     def after(self, tokens: float) -> float:
         """Expected seconds of a prefill after a step that commits so many tokens."""
-        fixed_s, arrivals = self.costs()
-        return fixed_s * -math.expm1(-arrivals * tokens)
+        return self._fixed_s * -math.expm1(-self._arrivals * tokens)
 
     def price(self, tokens: float, seconds: float) -> float:
-        """Tokens that a second must bring beside those of a step, so that the step's rate rises.
+        """Tokens per second that a further row must bring, in its own time, to raise the rate of a step. That is more
+        than the step's rate, because its tokens make a prefill likelier.
 
         Args:
-            tokens, seconds: of the step, prefills included. A further token makes a prefill likelier.
+            tokens, seconds: of the step, prefills included.
         """
-        fixed_s, arrivals = self.costs()
         rate = tokens / seconds
-        return rate / max(1 - rate * fixed_s * arrivals * math.exp(-arrivals * tokens), 0.25)
+        further_s = self._fixed_s * self._arrivals * math.exp(-self._arrivals * tokens)  # of prefills, for each token
+        return rate / max(1 - rate * further_s, LEAST_WORTH)

@@ -38,11 +38,10 @@ class PagedTable:
         req_pool_indices: torch.Tensor,
         prefix_lens: list[int],
         row_lens: list[int],
-        row_mask: torch.Tensor | None = None,
     ) -> PagedTable:
         row_starts = torch.tensor([0, *row_lens]).cumsum(0)
         prefixes = torch.tensor(prefix_lens, dtype=torch.int64)
-        return cls(req_to_token, req_pool_indices.long(), prefixes, row_starts, row_mask)
+        return cls(req_to_token, req_pool_indices.long(), prefixes, row_starts)
 
     @classmethod
     def uniform(

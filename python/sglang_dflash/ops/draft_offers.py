@@ -86,8 +86,9 @@ def best_width(
 ) -> BestWidth:
     """Which requests should be drafted, and how wide, if their drafts are worth what recent ones were.
 
-    A row is taken if its chance is worth its time. A request is drafted if its rows bring more tokens than the draft
-    and they cost.
+    A row is taken if its chance is worth its mean time: groups of rows (`planning.rows_that_pay`) are left out, because
+    they depend on the rows of all requests. A request is drafted if its rows bring more tokens than the draft and they
+    cost.
 
     Args:
         places: of the B requests; -1: nothing is known of the request.

@@ -28,7 +28,8 @@ LEAST_INFORMATION = 1e-4  # of one observation
 ROW_GROUP = 4
 """Products take the rows of a step in groups of as many, see `rows_that_pay`."""
 ROW_SHARE = 0.3
-"""What a row adds to the time of its group, as a share of a row's mean time. Measured: docs/benchmarks/cpu-step.md."""
+"""What a row adds to the time of its group, as a share of a row's mean time. From the steps of servers:
+docs/benchmarks/cpu-step.md."""
 
 
 class PlanTables(NamedTuple):
@@ -165,11 +166,13 @@ def rows_that_pay(reaches: torch.Tensor, besides: int, least: float) -> list[int
     """
     rows = [(-reach, request) for request, own in enumerate(reaches[:, 1:].tolist()) for reach in own if reach > 0]
     rows.sort()  # the likeliest first; ties: the first request
+    row_price = least * ROW_SHARE
+    first_price = row_price + least * ROW_GROUP * (1 - ROW_SHARE)
     surplus = most = 0.0
     taken = 0
     for count, (negative, _) in enumerate(rows, 1):
         starts_group = (besides + count - 1) % ROW_GROUP == 0
-        surplus -= negative + least * (ROW_SHARE + (ROW_GROUP * (1 - ROW_SHARE) if starts_group else 0.0))
+        surplus -= negative + (first_price if starts_group else row_price)
         if surplus > most or least == 0:
             most, taken = surplus, count
     lens = [1] * len(reaches)
