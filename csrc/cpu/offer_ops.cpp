@@ -35,7 +35,7 @@ std::tuple<int64_t, std::vector<int64_t>, double, double> best_width(
   TORCH_CHECK(costs.size() == 7, costs.size(), " costs; 7 are needed");
   const double gap_s = costs[0], draft_fixed_s = costs[1], draft_row_s = costs[2], rest_fixed_s = costs[3];
   const double rest_row_s = costs[4], prefill_s = costs[5], arrivals = costs[6], least = price * rest_row_s;
-  const auto waiting_s = [&](double tokens) { return prefill_s * -std::expm1(-arrivals * tokens); };
+  const auto prefill_after = [&](double tokens) { return prefill_s * -std::expm1(-arrivals * tokens); };
   Promise of_others(offers.most);
   for (const int64_t place : others) {
     offers.require(place, 0);
@@ -54,7 +54,7 @@ std::tuple<int64_t, std::vector<int64_t>, double, double> best_width(
   }
   const double plain_s = gap_s + rest_fixed_s + rest_row_s * places.size();
   std::tuple<int64_t, std::vector<int64_t>, double, double> best{1, {}, double(places.size()),
-                                                                   plain_s + waiting_s(double(places.size()))};
+                                                                   plain_s + prefill_after(double(places.size()))};
   double best_rate = 0;
   std::vector<int64_t> requests;
   for (int64_t width = 2; width <= offers.most + 1; width++) {
@@ -70,7 +70,7 @@ std::tuple<int64_t, std::vector<int64_t>, double, double> best_width(
       tokens += brought;
       seconds += cost_s;
     }
-    seconds += waiting_s(tokens);
+    seconds += prefill_after(tokens);
     if (requests.empty() || !(tokens / seconds > best_rate)) continue;
     best_rate = tokens / seconds;
     best = {width, requests, tokens, seconds};

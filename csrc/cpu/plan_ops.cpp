@@ -126,8 +126,8 @@ Rows take(const TreeRows& trees, at::IntArrayRef drafted, at::IntArrayRef lens, 
   at::Tensor row_starts = unfilled({batch + 1}, at::kLong), counts = unfilled({batch}, at::kInt);
   int32_t *parent = parents.data_ptr<int32_t>(), *depth = depths.data_ptr<int32_t>();
   int32_t* rank = ranks.data_ptr<int32_t>();
-  int64_t *request = requests.data_ptr<int64_t>(), *start = row_starts.data_ptr<int64_t>();
   int32_t* of_request = counts.data_ptr<int32_t>();
+  int64_t *request = requests.data_ptr<int64_t>(), *start = row_starts.data_ptr<int64_t>();
   std::vector<int64_t> row_lens(batch);
   int64_t row = 0, length = 1;
   size_t tree = 0, copy = 0;
@@ -166,6 +166,9 @@ Rows take(const TreeRows& trees, at::IntArrayRef drafted, at::IntArrayRef lens, 
   }
   return {parents, depths, ranks, requests, row_starts, counts, row_lens, masks, length, width};
 }
+
+constexpr int64_t kRowGroup = 4;   // ROW_GROUP of planning.py
+constexpr double kRowShare = 0.3;  // ROW_SHARE of planning.py
 
 // `rows_that_pay` of planning.py: rows of each of `count` trees, whose reaches fall.
 std::vector<int64_t> rows_that_pay(const float* reaches, int64_t count, int64_t most, int64_t besides, double least) {

@@ -39,9 +39,6 @@ inline double logit(double log_prob, double max_logit) {
   return std::min(std::max(bounded - std::log1p(-std::exp(bounded)), -max_logit), kSurest);
 }
 
-constexpr int64_t kRowGroup = 4;    // ROW_GROUP of planning.py
-constexpr double kRowShare = 0.3;  // ROW_SHARE of planning.py
-
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
 // One drafted request of a step, in a row of the table `blocks`: the columns are those of `Block` in planning.py. Small

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 from made_up_machines import Machine
 from recorded_texts import Text, record, shares
 
-MEASURED = Machine(
-    row_s=68e-6, row_share=0.3, fixed_s=1.1e-3, draft_s=0.42e-3, draft_row_s=26e-6, prefill_s=4e-3, noise=0.15
-)
-"""The tiny pair on two cores, as a planner fitted it. Its products take rows in groups, and a prefill takes as long as
-a few steps."""
+MEASURED = Machine(row_s=68e-6, fixed_s=1.1e-3, draft_s=0.42e-3, draft_row_s=26e-6, noise=0.15)
+"""The tiny pair on two cores, as a planner fitted it."""
+GROUPED = replace(MEASURED, row_share=0.3, prefill_s=4e-3)
+"""The same, with products that take rows in groups, and prefills that take as long as a few steps."""
 MACHINES = {
     "measured": MEASURED,
+    "grouped": GROUPED,
     "dear rows": Machine(row_s=150e-6, fixed_s=1.1e-3, draft_s=0.42e-3, draft_row_s=40e-6, noise=0.15),
     "large model": Machine(row_s=0.5e-3, fixed_s=20e-3, draft_s=3e-3, draft_row_s=0.15e-3, noise=0.15),
 }
@@ -38,7 +39,8 @@ def texts() -> Iterator[dict[str, list[Text]]]:
 @pytest.mark.parametrize("at_once", [1, 4, 8, 16])
 @pytest.mark.parametrize("kind", ["chat", "mixed", "arithmetic"])
 def test_as_fast_as_the_best_fixed_width(texts, machine, at_once, kind):
-    """Fails where plans lose 4 % to the width that is best for this load, which nobody knows before."""
+    """Fails where plans lose 3 % to the width that is best for this load, which nobody knows before, or 4 % on the
+    machine with groups and prefills."""
     found = shares(MACHINES[machine], texts["code"], texts[kind], at_once)
     print(f"{machine:11} {at_once:2} {kind:10}", " ".join(f"{width}:{share:.2f}" for width, share in found.items()))
-    assert min(found.values()) >= 0.96, found
+    assert min(found.values()) >= (0.96 if machine == "grouped" else 0.97), found

@@ -330,7 +330,7 @@ class Planner:
     def _best(self, costs: ops.StepCosts, price: float) -> ops.BestWidth:
         """The best width, with the gap after a step of its own length."""
         best = self._memory.best_width(self._requests, costs, price)
-        waiting_s = costs.waiting_s(best.tokens)
+        waiting_s = self._prefills.after(best.tokens)
         return best._replace(seconds=self._with_gap(best.seconds - costs.gap_s - waiting_s) + waiting_s)
 
     def _expect(self, tokens: float, seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from sglang_dflash.core.step_times import StepTimes, TimeTuning
+from sglang_dflash.ops.draft_offers import prefill_after
 
 DECAY_STEPS = 256
 """Steps after which older arrivals and tokens weigh 1/e."""
@@ -52,7 +53,7 @@ class PrefillGaps:
 
     def after(self, tokens: float) -> float:
         """Expected seconds of a prefill after a step that commits so many tokens."""
-        return self._fixed_s * -math.expm1(-self._arrivals * tokens)
+        return prefill_after(self._fixed_s, self._arrivals, tokens)
 
     def price(self, tokens: float, seconds: float) -> float:
         """Tokens per second that a further row must bring, in its own time, to raise the rate of a step. That is more

@@ -61,10 +61,6 @@ class StepCosts(NamedTuple):
     prefill_s: float = 0.0
     arrivals: float = 0.0
 
-    def waiting_s(self, tokens: float) -> float:
-        """Expected seconds of a prefill after a step that commits so many tokens."""
-        return self.prefill_s * -math.expm1(-self.arrivals * tokens)
-
 
 class BestWidth(NamedTuple):
     """What the draft should fill.
@@ -79,6 +75,11 @@ class BestWidth(NamedTuple):
     requests: list[int]
     tokens: float
     seconds: float
+
+
+def prefill_after(prefill_s: float, arrivals: float, tokens: float) -> float:
+    """Expected seconds of a prefill after a step that commits so many tokens; see `StepCosts`."""
+    return prefill_s * -math.expm1(-arrivals * tokens)
 
 
 def best_width(
@@ -110,7 +111,7 @@ def best_width(
                     tokens[request][depth] += reach * weight / total
                     rows[request][depth] += weight / total
     plain_s = costs.gap_s + costs.rest_fixed_s + costs.rest_row_s * batch
-    best = BestWidth(1, [], float(batch), plain_s + costs.waiting_s(batch))
+    best = BestWidth(1, [], float(batch), plain_s + prefill_after(*costs[5:], batch))
     best_rate = 0.0
     for width in range(2, depths + 2):
         requests, promised, seconds = [], float(batch), plain_s + costs.draft_fixed_s
@@ -120,7 +121,7 @@ def best_width(
             if brought > price * cost_s:
                 requests.append(request)
                 promised, seconds = promised + brought, seconds + cost_s
-        seconds += costs.waiting_s(promised)
+        seconds += prefill_after(*costs[5:], promised)
         if requests and promised / seconds > best_rate:
             best, best_rate = BestWidth(width, requests, promised, seconds), promised / seconds
     return best
