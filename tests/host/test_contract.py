@@ -421,6 +421,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
         features,
         fixed_trees,
         hooks,
+        packed_step,
         plan_report,
         requests,
         sampler,
@@ -433,7 +434,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
     from sglang_dflash.host.hooking import hooks_of
 
     modules = (block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report)
-    seams = [hooks_of(module) for module in (*modules, fixed_trees, turns, tool_calls)]
+    seams = [hooks_of(module) for module in (*modules, fixed_trees, packed_step, turns, tool_calls)]
     declared = {target for seam in seams for target, hook in seam.items() if not hook.always}
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *declared}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")

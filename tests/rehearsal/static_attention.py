@@ -21,11 +21,13 @@ class StaticAttentionBackend(CpuAttentionBackend):
     """
 
     needs_cpu_seq_lens = False
+    supports_ragged_verify_graph = True
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._batch = 0  # requests of the graph at hand; 0 outside graphs
         self._masked = False  # whether rows of the graph at hand see what a mask says
+        self._packed = 0  # rows of the graph at hand, if they are of requests of different lengths
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         table = self.req_to_token_pool.req_to_token
@@ -34,6 +36,8 @@ class StaticAttentionBackend(CpuAttentionBackend):
         rows = max_num_tokens // max_bs
         self._mask = torch.zeros(max_bs * rows * (table.shape[1] + rows), dtype=torch.uint8)
         self._mask_starts = torch.zeros(max_bs, dtype=torch.int64)
+        self._row_slots = torch.zeros(max_num_tokens, table.shape[1], dtype=torch.int64)
+        self._rows_before = torch.zeros(max_num_tokens, dtype=torch.int64)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -42,7 +46,7 @@ class StaticAttentionBackend(CpuAttentionBackend):
         return SharedReadEnds.PRE_REPLAY
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        self._batch, self._masked = 0, False
+        self._batch, self._masked, self._packed = 0, False, 0
         assert getattr(forward_batch.spec_info, "custom_mask", None) is None, "a mask outside graphs"
         super().init_forward_metadata(forward_batch)
 
@@ -52,12 +56,25 @@ class StaticAttentionBackend(CpuAttentionBackend):
         rows = forward_batch.req_pool_indices
         self._slots[: self._batch].copy_(self.req_to_token_pool.req_to_token[rows])
         self._prefix_lens[: self._batch].copy_(forward_batch.seq_lens)
+        layout = forward_batch.spec_info.ragged_verify_layout
+        self._packed = 0 if layout is None else layout.graph_num_tokens
+        if layout is not None:
+            self._lay_out_packed(layout.padded_to_bucket(padded_bs=self._batch))
         mask, rows = forward_batch.spec_info.custom_mask, forward_batch.spec_info.draft_token_num
         self._masked = mask is not None
         if mask is not None:  # as in triton_backend.py:601: what is behind it stays
             self._mask[: len(mask)] = mask
             cells = rows * (forward_batch.seq_lens + rows)
             self._mask_starts[: self._batch].copy_(cells.cumsum(0) - cells)
+
+    def _lay_out_packed(self, layout: Any) -> None:
+        """Each row becomes a request of one row, behind its prefix and the rows before it. layout: padded."""
+        lens = layout.verify_lens.long()
+        requests = torch.arange(len(lens)).repeat_interleave(lens)
+        assert len(requests) == self._packed, (lens, self._packed)
+        within = torch.arange(self._packed) - layout.qo_indptr_device.long()[requests]
+        self._row_slots[: self._packed].copy_(self._slots[requests])
+        self._rows_before[: self._packed].copy_(self._prefix_lens[requests] + within)
 
     def forward_extend(
         self,
@@ -77,7 +94,9 @@ class StaticAttentionBackend(CpuAttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         slots, prefix_lens = self._slots[: self._batch], self._prefix_lens[: self._batch]
-        q = q.view(self._batch, -1, layer.tp_q_head_num, layer.qk_head_dim)
+        if self._packed:
+            slots, prefix_lens = self._row_slots[: self._packed], self._rows_before[: self._packed]
+        q = q.view(len(slots), -1, layer.tp_q_head_num, layer.qk_head_dim)
         seen = seen_in_order(q.shape[1], slots.shape[1], prefix_lens, causal)
         if self._masked:
             seen = seen_by_mask(q.shape[1], slots.shape[1], prefix_lens, self._mask, self._mask_starts[: self._batch])

@@ -19,6 +19,7 @@ from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Completion, Server
 
 pytestmark = pytest.mark.server
+PENALTIES = {"frequency_penalty": 0.7, "repetition_penalty": 1.2, "min_new_tokens": 12, "max_new_tokens": 40}
 REGEX = {"regex": "[0-9 +=]{5,30}\\.", "max_new_tokens": 40}
 ROWS = [12, 4]  # more than a block's 8, and fewer
 SHORT = 48
@@ -40,6 +41,7 @@ def off(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> d
         return {
             "plain": [ask_off(client, prompt, **to_the_limit(prompt)) for prompt in prompts],
             "regex": [ask_off(client, prompt, **REGEX) for prompt in prompts[:3]],
+            "penalties": [ask_off(client, prompt, **PENALTIES) for prompt in prompts[:3]],
         }
 
 

@@ -13,7 +13,7 @@ import httpx
 import typer
 
 from sglang_dflash.bench.records import Limits
-from sglang_dflash.serving.arms import ARMS, VLLM_ARMS
+from sglang_dflash.serving.arms import ARMS, DFLASH_ARMS, VLLM_ARMS
 from sglang_dflash.workloads.hub_datasets import HUB
 from sglang_dflash.workloads.kinds import WORKLOADS
 
@@ -58,7 +58,8 @@ class Options:
     arms: Annotated[
         str | None,
         _arms(
-            help="Comma-separated: off (no speculation), dflash (this package), builtin (SGLang's own DFLASH), "
+            help="Comma-separated: off (no speculation), dflash (this package), "
+            "dflash-full (the same with whole blocks), builtin (SGLang's own DFLASH), "
             "eagle3, standalone, ngram, transformers (the reference), vllm (with the DFlash draft), "
             "vllm-off. Default: off,dflash, and each of eagle3, standalone and vllm whose draft or Python is "
             "given."
@@ -246,7 +247,7 @@ class Options:
             raise ValueError("--arms is empty; give at least one arm, or --base-url.")
 
     def wants_draft(self) -> bool:
-        return bool(set(self.arm_names()) & {"dflash", "builtin", "vllm", "transformers"})
+        return bool(set(self.arm_names()) & {*DFLASH_ARMS, "vllm", "transformers"})
 
     def arm_names(self) -> list[str]:
         """The names in --arms; by default off, dflash, and each arm whose draft or Python is given."""

@@ -22,6 +22,7 @@ from sglang_dflash.bench.records import Run
 COLOURS = {
     "off": "#8c8c8c",
     "dflash": "#d1123f",
+    "dflash-full": "#e8879c",
     "builtin": "#1f6fb4",
     "eagle3": "#2f9e5b",
     "standalone": "#8a5fbf",

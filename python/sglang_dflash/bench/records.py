@@ -38,7 +38,7 @@ class CellKey:
     """Identifies a cell of a sweep.
 
     Fields:
-        arm: off, dflash, builtin, eagle3, standalone, ngram, transformers, vllm, vllm-off, or a name from --base-url.
+        arm: a name from `--arms` or from --base-url.
         backend: attention backend; "" for the server's own choice.
         radix: whether the prefix cache is on.
         load: requests (or sessions) in flight; in an open loop, those that start per second.

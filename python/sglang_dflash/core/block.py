@@ -49,6 +49,7 @@ class VerifyPlan:
         trees: how the rows hang together; None: each request has a chain of W rows.
         attention_mask: [C] bool; of trees that all have W rows, as the host's attention takes it. None: the
             attention reads `trees`.
+        packed: of chains, the rows that the target's forward gets; None: all.
     """
 
     ids: torch.Tensor
@@ -57,6 +58,7 @@ class VerifyPlan:
     verify_width: int
     trees: ops.PlannedRows | None = None
     attention_mask: torch.Tensor | None = None
+    packed: ops.PackedRows | None = None
 
     @property
     def batch(self) -> int:
@@ -71,6 +73,42 @@ class VerifyPlan:
         """[B, W] int64: the ids, where each request has a chain."""
         assert self.trees is None
         return self.ids.view(-1, self.verify_width)
+
+    def compared(self) -> torch.Tensor:
+        """[B, W] int64: `chains`, with -1, which no target chooses, where the target did not see a row."""
+        if self.packed is None:
+            return self.chains()
+        seen = torch.arange(self.verify_width, device=self.ids.device) < self.packed.lens[:, None]
+        return torch.where(seen, self.chains(), -1)
+
+    def seen(self, values: torch.Tensor) -> torch.Tensor:
+        """Of the rows' values ([T, ...]), those of rows that the target's forward gets."""
+        return values if self.packed is None else values[self.packed.places]
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Inverse of `seen`: [T, ...]; a row that the target did not see has another row's value."""
+        return values if self.packed is None else values[self.packed.rows]
+
+    def forward_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """ids, positions and slots of the target's forward: `seen`, then zeros up to its size."""
+        rows = self.ids, self.positions, self.slots
+        if self.packed is None:
+            return rows
+        padded = self.packed.padded()
+        ids, positions, slots = (ops.at_places(values, padded) for values in rows)
+        return ids, positions, slots
+
+    @property
+    def path(self) -> torch.Tensor | None:
+        """[B, W] int64: of each row of a chain, its row in the target's forward; None if they are the same."""
+        return None if self.packed is None else self.packed.rows.view(-1, self.verify_width)
+
+    @property
+    def seen_lens(self) -> torch.Tensor | None:
+        """[B] int32: rows of each request that the target sees; None where each has W."""
+        if self.packed is not None:
+            return self.packed.lens
+        return None if self.trees is None else self.trees.counts
 
     def repeat(self, values: torch.Tensor) -> torch.Tensor:
         """[T, ...]: the rows' values, from one for each request ([B, ...])."""

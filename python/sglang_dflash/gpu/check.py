@@ -26,7 +26,7 @@ from sglang_dflash.gpu.peers import why_no_builtin
 from sglang_dflash.gpu.profile_stage import profile
 from sglang_dflash.gpu.results import OtherRunError, Results, Stage
 from sglang_dflash.gpu.setting import Setting
-from sglang_dflash.gpu.sweep_stages import smoke, step_times
+from sglang_dflash.gpu.sweep_stages import rows_that_pay, smoke, step_times
 
 BACKENDS = ("triton", "fa3", "flashinfer")
 MODELS = ("qwen3-8b", "llama-3.1-8b")
@@ -34,6 +34,8 @@ REHEARSED_BACKENDS = ("dflash_cpu",)
 REHEARSED_MODELS = ("qwen3-small", "llama-small")
 FINE = {"triton": "float16", "dflash_cpu": "float32"}
 """Backend -> a finer dtype that it also checks: fewer tokens tie in it. SGLang's RMSNorm on CUDA takes no float32."""
+PACKING = ("fa3", *REHEARSED_BACKENDS)
+"""Backends on which the rows that pay can be packed; on a CPU they are planned."""
 REHEARSAL = "A rehearsal: real servers on a CPU with small shapes. No number here is valid for a GPU."
 CUT = "the call was killed"
 REHEARSAL_FLAGS = "--device cpu --max-total-tokens 32768"
@@ -63,6 +65,7 @@ def checks(backends: Sequence[str], models: Sequence[str] = MODELS) -> list[Chec
         *(_step_times(models[0], backend) for backend in backends[1:]),
         *(_equality(backend, FINE[backend]) for backend in backends if backend in FINE),
         *(_step_times(model, backend) for model in models[1:] for backend in backends),
+        *(_rows_that_pay(backend) for backend in backends if backend in PACKING),
     ]
 
 
@@ -74,6 +77,11 @@ def _equality(backend: str, dtype: str) -> Check:
 def _step_times(model: str, backend: str) -> Check:
     about = f"step times of off, our worker and the built-in: {model} shape, {backend}"
     return Check(f"steps-{model}-{backend}", about, partial(step_times, model=model, backend=backend))
+
+
+def _rows_that_pay(backend: str) -> Check:
+    about = f"packed rows, whole blocks, the built-in and off: the embedded pair grown to 8B, {backend}"
+    return Check(f"rows-grown-{backend}", about, partial(rows_that_pay, backend=backend))
 
 
 def run_check(check: Check, setting: Setting, results: Results, facts: dict[str, Any]) -> Stage:

@@ -12,6 +12,9 @@ PROFILE_S = 5.0  # one load of a profile
 CHECK_S = 200.0  # a check: two server starts and their requests
 STEP_LOADS = (1, 8, 32)  # requests at once in a sweep of step times
 STEP_REPEATS = 3
+ROW_LOADS = (8, 32, 64)
+ROW_REPEATS = 2
+GROW_S = 40.0  # writing and loading a grown pair, beside a start; a guess
 PROFILE_LOADS = (1, 8)
 SMOKE_LOADS = (1, 8)
 OPS_S = {
@@ -34,5 +37,7 @@ def seconds(stage: str, arms: int) -> float:
         return CHECK_S
     if stage.startswith("profile-"):
         return TOGETHER_S + arms * len(PROFILE_LOADS) * PROFILE_S
+    if stage.startswith("rows-"):
+        return GROW_S + TOGETHER_S + (arms + 1) * len(ROW_LOADS) * ROW_REPEATS * 2 * CELL_S
     cells = len(SMOKE_LOADS) if stage == "smoke" else len(STEP_LOADS) * STEP_REPEATS
     return TOGETHER_S + arms * cells * CELL_S

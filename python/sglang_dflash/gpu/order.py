@@ -52,6 +52,7 @@ STEPS = (
     Step(WITH_FA3, ("equality-triton-float16",)),
     Step(WITH_FLASHINFER, ("steps-qwen3-8b-triton", "steps-qwen3-8b-fa3", "profile-qwen3-8b")),
     Step(WITH_FLASHINFER, ("equality-flashinfer-bfloat16", "smoke")),
+    Step(WITH_FLASHINFER, ("rows-grown-fa3",)),
     Step(WITH_FLASHINFER, ("steps-qwen3-8b-flashinfer",)),
     Step(WITH_FLASHINFER, ("steps-llama-3.1-8b-triton", "steps-llama-3.1-8b-fa3", "steps-llama-3.1-8b-flashinfer")),
     Step((), ("toy_step", "eager_launches", "acceptance_sweep")),

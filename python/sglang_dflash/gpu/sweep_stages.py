@@ -16,14 +16,18 @@ from sglang_dflash.bench.records import Run
 from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.gpu.budget import BudgetBoard, OutOfTimeError
 from sglang_dflash.gpu.dummy_pairs import make_pair
-from sglang_dflash.gpu.estimates import SMOKE_LOADS, STEP_LOADS, STEP_REPEATS
+from sglang_dflash.gpu.estimates import ROW_LOADS, ROW_REPEATS, SMOKE_LOADS, STEP_LOADS, STEP_REPEATS
+from sglang_dflash.gpu.grown_pair import Shape, make_grown_pair
 from sglang_dflash.gpu.results import OtherRunError, Row, Stage
 from sglang_dflash.gpu.setting import EMBEDDED_FLAGS, NO_PREFILL_GRAPHS, Setting
 from sglang_dflash.serving import TINY_TARGET
 from sglang_dflash.serving.rendering import Renderer
 
 ARMS = "off,dflash,builtin"
+ROW_ARMS = "off,dflash,dflash-full,builtin"
 REHEARSED_LOADS = (1, 4)
+REHEARSED_SHAPE = Shape(hidden=1024, intermediate=1024, heads=16, kv_heads=4, layers=9, draft_layers=3, vocab=4096)
+EQUALITY = ("compared", "identical", "ties", "different")
 MOST = max(STEP_LOADS)
 TAU = 6.0  # simulated; about what published drafts reach on easier tasks
 OURS = "sglang-dflash"  # the start of our worker's start-up line
@@ -38,6 +42,10 @@ STEP_NOTES = (
     "With simulated acceptance, our worker runs argmax and acceptance as two ops instead of one, and both workers fill "
     "three more tensors than in normal serving.",
     "Prefills run without graphs, in every arm.",
+)
+ROW_NOTES = (
+    "The embedded pair in matrices of Qwen3-8B's shape (gpu/grown_pair.py), blocks of 8. dflash verifies the rows that "
+    "pay (SGLANG_DFLASH_WIDTH=adaptive), dflash-full whole blocks.",
 )
 
 
@@ -119,6 +127,41 @@ def step_times(setting: Setting, stage: Stage, model: str, backend: str) -> str:
     return _sweep(setting, stage, options, fill, keep_tokens=False)
 
 
+def rows_that_pay(setting: Setting, stage: Stage, backend: str) -> str:
+    """Times packed rows, whole blocks, the built-in and off with the embedded pair in Qwen3-8B's shape: its drafts are
+    accepted as those of the small pair, and its steps cost what an 8B model's cost.
+
+    Returns:
+        Why another call is needed, or "".
+    """
+    shape, device = (REHEARSED_SHAPE, "cpu") if setting.rehearsal else (Shape(), "cuda")
+    target, draft = make_grown_pair(setting.models / "grown", shape, device)
+    most = max(REHEARSED_LOADS if setting.rehearsal else ROW_LOADS)
+    flags = ["--max-running-requests", str(most), "--cuda-graph-max-bs-decode", str(most), *NO_PREFILL_GRAPHS]
+    flags += [] if setting.rehearsal else ["--mem-fraction-static", "0.97", "--max-total-tokens", "32768"]
+    options = _options(
+        setting,
+        stage.stage,
+        arms=ROW_ARMS,
+        target_model=str(target),
+        draft_model=str(draft),
+        dataset_name="chat,arithmetic",
+        attention_backends=backend,
+        concurrencies=_loads(REHEARSED_LOADS if setting.rehearsal else ROW_LOADS),
+        num_prompts=8 if setting.rehearsal else 2 * most,
+        max_new_tokens=128,
+        repeats=1 if setting.rehearsal else ROW_REPEATS,
+        env=["dflash:SGLANG_DFLASH_WIDTH=adaptive"],
+        server_flags=shlex.join([*flags, *setting.flags(backend)]),
+    )
+
+    def fill(run: Run) -> None:
+        stage.rows = _rows(run, ("dataset", *EQUALITY))
+        stage.notes = [*ROW_NOTES, *run.notes]
+
+    return _sweep(setting, stage, options, fill, keep_tokens=True)
+
+
 def _loads(numbers: tuple[int, ...]) -> str:
     return ",".join(map(str, numbers))
 
@@ -184,7 +227,7 @@ def _sweep(setting: Setting, stage: Stage, options: Options, fill: Callable[[Run
 def _rows(run: Run, more: tuple[str, ...]) -> list[Row]:
     """Arm by arm; a sweep runs them in turn."""
     rows = [_row(row, more) for row in frame(run).to_dict("records")]
-    return sorted(rows, key=lambda row: (ARMS.split(",").index(row["arm"]), row["load"]))
+    return sorted(rows, key=lambda row: (ROW_ARMS.split(",").index(row["arm"]), row["load"]))
 
 
 def _row(row: dict[str, Any], more: tuple[str, ...]) -> Row:
@@ -194,7 +237,7 @@ def _row(row: dict[str, Any], more: tuple[str, ...]) -> Row:
     row = row | {"step_ms": 1e3 * row["load"] * tau / tok_s, "decode_ms": tpot_ms * tau}
     kept = ("arm", "backend", "load", "tok_s", "tau", *more, "speedup_off", "speedup_builtin")
     found = {name: row.get(name, math.nan) for name in kept}
-    return found if more else found | {name: int(row[name]) for name in ("compared", "identical", "ties", "different")}
+    return found if more else found | {name: int(row[name]) for name in EQUALITY}
 
 
 def _options(setting: Setting, stage: str, **changes: Any) -> Options:

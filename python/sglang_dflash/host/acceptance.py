@@ -59,6 +59,8 @@ class Acceptor:
             if accepted is not None:
                 return accepted, None
         group: Group | None = None
+        if plan.packed is not None:
+            target_out.next_token_logits = plan.spread(target_out.next_token_logits)
         if greedy:
             target_ids = self._argmax(target_out)
         else:
@@ -71,6 +73,10 @@ class Acceptor:
     def _accept_greedy(self, plan: VerifyPlan, logits: torch.Tensor) -> Acceptance | None:
         """Argmax and acceptance in one op. logits: [T or more, V]. None for trees of anchors alone."""
         trees = plan.trees
+        if plan.packed is not None:
+            target_ids = self._kernels.row_argmax(logits[: len(plan.packed.places)])
+            shape = plan.batch, plan.verify_width
+            return self._kernels.accept_chain(plan.spread(target_ids).view(shape), plan.compared())
         if trees is None:
             return self._kernels.accept_greedy(logits.view(plan.batch, plan.verify_width, -1), plan.chains())
         if plan.verify_width > 1:
@@ -96,4 +102,4 @@ class Acceptor:
             return accepted
         if target_out.next_token_logprobs is not None:
             target_out.next_token_logprobs = target_out.next_token_logprobs.view(shape)
-        return self._accept_chain(target_ids.view(shape), plan.chains())
+        return self._accept_chain(target_ids.view(shape), plan.compared())

@@ -54,6 +54,7 @@ class DraftHead:
         self.captured_ids = torch.empty(0, dtype=torch.int64, device=self._device)
         self._tree_rows, self._tree_candidates = 0, 1
         self.captured_trees: ops.DraftedTrees | None = None  # None: drafts are chains
+        self.captured_log_probs: torch.Tensor | None = None  # None: drafts come without their probabilities
 
     most_candidates: int | None = None  # of a row; None: as many as the vocabulary has
 
@@ -94,6 +95,10 @@ class DraftHead:
 
     def _best(self, logits: torch.Tensor, count: int) -> ops.Proposal:
         """logits: [N, V] of this rank. Returns the best ids of the whole vocabulary, [N, count]."""
+        if count == 1 and self._group is None and logits.is_cuda:
+            columns = self._kernels.row_argmax(logits)[:, None]
+            weights = (logits - logits.gather(1, columns)).exp_()  # no float32 copy of the logits
+            return ops.Proposal(self._ids(columns), -weights.sum(1, keepdim=True, dtype=torch.float32).log())
         if logits.shape[1] < count:  # the last rank's span may be that short
             logits = F.pad(logits, (0, count - logits.shape[1]), value=float("-inf"))
         columns, log_probs = self._kernels.top_log_probs(logits, count)
@@ -110,6 +115,10 @@ class DraftHead:
         """
         self._tree_rows, self._tree_candidates = rows, min(candidates, self.compared_logits[0])
         self.captured_trees = ops.DraftedTrees.empty(0, rows, self._device)
+
+    def weigh_drafts(self) -> None:
+        """Captures the drafts' log-probabilities, too, from now on; to be called before graphs are captured."""
+        self.captured_log_probs = torch.empty(0, self._block_size - 1, device=self._device)
 
     def trees(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> ops.DraftedTrees:
         """The likeliest rows of the `proposal`."""
@@ -156,10 +165,17 @@ class DraftHead:
         self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
         if self.captured_trees is not None:
             self.captured_trees = ops.DraftedTrees.empty(max_batch, self._tree_rows, self._device)
+        if self.captured_log_probs is not None:
+            self.captured_log_probs = torch.empty(shape, device=self._device)
 
     def __call__(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
         """Called while the host captures the draft's graph."""
         block_ids = input_ids.view(-1, self._block_size)
+        if self.captured_log_probs is not None:
+            drafts = self.proposal(hidden, block_ids, 1)
+            self.captured_ids[: len(block_ids)].copy_(drafts.ids[..., 0])
+            self.captured_log_probs[: len(block_ids)].copy_(drafts.log_probs[..., 0])
+            return
         if self.captured_trees is None:
             self.captured_ids[: len(block_ids)].copy_(self.draft_ids(hidden, block_ids))
             return

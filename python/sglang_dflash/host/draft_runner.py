@@ -221,6 +221,21 @@ class DraftRunner:
         with torch.inference_mode():
             return self._head.proposal(out.logits_output.hidden_states, block.ids, count)
 
+    def weigh_drafts(self) -> None:
+        """See `DraftHead.weigh_drafts`."""
+        self._head.weigh_drafts()
+
+    def propose_weighed(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`propose`, and each draft's log-probability: [B, D-1] float32. The next call may overwrite both."""
+        kv_lens = known_kv_lens(batch, block.drafted_width)
+        out = self._forward(block, kv_plan, *kv_lens, batch.can_run_decode_cuda_graph)
+        if out.can_run_graph:
+            assert self._head.captured_log_probs is not None
+            return self._head.captured_ids[: len(block.ids)], self._head.captured_log_probs[: len(block.ids)]
+        with torch.inference_mode():
+            drafts = self._head.proposal(out.logits_output.hidden_states, block.ids, 1)
+        return drafts.ids[..., 0], drafts.log_probs[..., 0]
+
     def draft_trees(self, rows: int, candidates: int) -> None:
         """See `DraftHead.draft_trees`."""
         self._head.draft_trees(rows, candidates)

@@ -210,7 +210,7 @@ class FixedTreeStep:
         self._target.token_to_kv_pool.move_kv_cache(final.slots, final.sources)
         return hidden[accepted.path.flatten()], final.positions, final.slots
 
-    def end(self, accepted: ops.TreeAcceptance) -> None:
+    def end(self, accepted: Any) -> None:
         """Nothing is learned."""
 
 

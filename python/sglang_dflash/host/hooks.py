@@ -48,6 +48,7 @@ def registered_hooks() -> dict[str, Hook]:
         capture,
         features,
         fixed_trees,
+        packed_step,
         plan_report,
         requests,
         sampler,
@@ -59,7 +60,7 @@ def registered_hooks() -> dict[str, Hook]:
     )
 
     modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
-    modules += [tree_verify, plan_report, fixed_trees, turns, tool_calls]
+    modules += [tree_verify, plan_report, fixed_trees, packed_step, turns, tool_calls]
     found = [ours for module in modules for ours in hooks_of(module).values()]
     if builtin_worker_requested():
         found = [ours for ours in found if ours.always]

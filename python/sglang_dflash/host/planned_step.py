@@ -151,7 +151,8 @@ class PlannedStep:
                 self._target.token_to_kv_pool.move_kv_cache(slots[moved], written[moved])
         return committed, positions, slots
 
-    def end(self, accepted: ops.TreeAcceptance) -> None:
+    def end(self, accepted: Any) -> None:
+        """accepted: `ops.TreeAcceptance`."""
         self._policy.end(accepted.path, accepted.commit_lens)
         if self.report is not None:
             self.report.step()

@@ -26,8 +26,8 @@ def check(device: str, block_size: int) -> None:
     if asked and asked not in POLICIES and (rows is None or not 1 <= rows <= block_size):
         raise ValueError(f"{WIDTH} is {asked!r}; allowed: {', '.join(POLICIES)}, or a number from 1 to {block_size}.")
     reason = why_full(device)
-    if asked and asked != "full" and reason is not None:
-        raise ValueError(f"{WIDTH}={asked} needs {reason}. Use full.")
+    if asked and asked != "full" and reason is not None and not packs_rows(device):
+        raise ValueError(f"{WIDTH}={asked} needs {reason}. {_allowed(device)}")
     tree = os.environ.get(TREE, "")
     if tree not in ("", "0", "1") and tree_rows() is None:
         more = "or a number of rows from 2 (that many for every request)"
@@ -37,9 +37,18 @@ def check(device: str, block_size: int) -> None:
         raise ValueError(f"{COPY} is {copy!r}; allowed: 0 (no copies, the default), 1 (copies where they are served).")
 
 
+def _allowed(device: str) -> str:
+    return "Use full, or adaptive." if device == "cuda" else "Use full."
+
+
 def _rows(asked: str) -> int | None:
     """Rows of every request, where the variable is a number."""
     return int(asked) if asked.isascii() and asked.isdigit() else None
+
+
+def packs_rows(device: str = "cuda") -> bool:
+    """Whether steps on CUDA verify the likeliest rows of all blocks."""
+    return device == "cuda" and os.environ.get(WIDTH) == "adaptive"
 
 
 def why_full(device: str) -> str | None:

@@ -30,6 +30,7 @@ from sglang_dflash.host.draft_input import DraftInput, bounded_kv_lens, known_kv
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.fixed_trees import FixedTreeStep
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
+from sglang_dflash.host.packed_step import PackedStep, verified_rows
 from sglang_dflash.host.plan_report import PlanReport
 from sglang_dflash.host.plan_stream import PlanStream
 from sglang_dflash.host.planned_step import PlannedStep, TreeVerifyInput
@@ -80,12 +81,15 @@ class DFlashWorker(BaseSpecWorker):
         self._plan_stream: PlanStream | None = None
         self._turns: Turns | None = None
         self._direct: DirectForward | None = None
-        self._planned: PlannedStep | FixedTreeStep | None = None
+        self._planned: PlannedStep | FixedTreeStep | PackedStep | None = None
         self.prefilled = 0  # prompt tokens whose draft KV was computed; `/server_info` reports it
         copying = widths.choose_copying(self.block_size, vocab_size, self._recurrent_state is not None)
         planner = widths.choose_planner(self.block_size, self.device, get_parallel().tp_group, copying)
         if tree_rows is not None:
             self._planned = FixedTreeStep(tree_rows, self._target, self._draft, self._lay_out)
+        elif widths.packs_rows(self.device):
+            stages = self._draft, self._lay_out, self._plan_kv
+            self._planned = PackedStep(self.block_size, self._target, *stages, report=PlanReport)
         elif planner is not None:
             report = PlanReport(planner.counts, planner.settle)
             self._planned = PlannedStep(planner, self._target, self._draft, self._lay_out, report)
@@ -254,28 +258,29 @@ class DFlashWorker(BaseSpecWorker):
         out = target.logits_output
         accepted, group = self._acceptor.accept(plan, batch, out, grammar_tree, grammar_barrier)
         tree = accepted if isinstance(accepted, ops.TreeAcceptance) else None
-        assert (tree is None) == (self._planned is None), accepted
+        assert (tree is None) == (plan.trees is None), accepted
         self._sampler.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         if self._recurrent_state is not None:
             self._recurrent_state.commit(batch, accepted.commit_lens, accepted.out_ids.shape[1])
         prefix_lens = batch.seq_lens + accepted.commit_lens
-        if self._planned is None or tree is None:
-            committed = out.hidden_states, plan.positions, self._draft.slots_of(kv_plan)
+        if tree is None:
+            committed = out.hidden_states, plan.seen(plan.positions), plan.seen(self._draft.slots_of(kv_plan))
         else:
+            assert isinstance(self._planned, PlannedStep | FixedTreeStep)
             committed = self._planned.commit(batch, plan, tree, out.hidden_states)
         if on_publish is not None:
             on_publish(prefix_lens)
         # Where nothing was proposed, perhaps nothing will be drafted for a while.
         self._draft.write_context(*committed, may_wait=plan.verify_width == 1)
-        self._hidden_states.put(batch, out, path=None if tree is None else tree.path)
-        if self._planned is not None and tree is not None:
-            self._planned.end(tree)
+        self._hidden_states.put(batch, out, path=plan.path if tree is None else tree.path)
+        if self._planned is not None:
+            self._planned.end(accepted)
         return GenerationBatchResult(
             logits_output=out,
             next_token_ids=accepted.out_ids.flatten(),
             accept_lens=accepted.commit_lens,
             speculative_num_draft_tokens=accepted.out_ids.shape[1],
-            cap_lens=None if plan.trees is None else plan.trees.counts,
+            cap_lens=plan.seen_lens,
             next_draft_input=DraftInput.create(accepted.bonus_ids, prefix_lens),
             new_seq_lens=prefix_lens,
             can_run_cuda_graph=target.can_run_cuda_graph,
@@ -336,16 +341,18 @@ class DFlashWorker(BaseSpecWorker):
 
     def _prepare_verify(self, plan: VerifyPlan, batch: ScheduleBatch, kv_plan: Any) -> ForwardBatch:
         """The target's `ForwardBatch` over the planned rows, and its attention metadata."""
+        ids, positions, slots = plan.forward_rows()
         verify_input = TreeVerifyInput(
-            draft_token=plan.ids,
-            positions=plan.positions,
+            draft_token=ids,
+            positions=positions,
             draft_token_num=plan.verify_width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=kv_plan,
             custom_mask=plan.attention_mask,
             trees=plan.trees if plan.attention_mask is None else None,
+            **verified_rows(plan),
         )
-        batch.out_cache_loc = plan.slots
+        batch.out_cache_loc = slots
         # Without graphs, the forward prepares the attention metadata itself.
         eager = self.device == "cpu" and self._target.decode_cuda_graph_runner is None
         with bounded_kv_lens(batch, plan.verify_width):

@@ -14,7 +14,8 @@ from pathlib import Path
 from sglang_dflash.serving.errors import last_error
 from sglang_dflash.serving.server import LAUNCH_SGLANG, RunningServer, Server
 
-SGLANG_ARMS = ("off", "dflash", "builtin", "eagle3", "standalone", "ngram")
+SGLANG_ARMS = ("off", "dflash", "dflash-full", "builtin", "eagle3", "standalone", "ngram")
+DFLASH_ARMS = ("dflash", "dflash-full", "builtin")
 VLLM_ARMS = ("vllm", "vllm-off")
 ARMS = (*SGLANG_ARMS, "transformers", *VLLM_ARMS)
 START_S = 1800.0  # large weights come slowly
@@ -168,6 +169,7 @@ def _sglang(name: str, models: Models, serving: Serving, backend: str, radix: bo
     arguments += ["--tool-call-parser", serving.tool_call_parser] if serving.tool_call_parser else []
     # Set for every arm, so that the shell's setting cannot turn one arm into another.
     environment = {"SGLANG_DFLASH_WORKER": "builtin" if name == "builtin" else "plugin"}
+    environment |= WHOLE_BLOCKS if name == "dflash-full" else {}
     return Arm(
         name,
         "sglang",
@@ -181,8 +183,8 @@ def _sglang(name: str, models: Models, serving: Serving, backend: str, radix: bo
 def _speculation(name: str, models: Models) -> list[str]:
     if name == "off":
         return []
-    algorithm = {"dflash": "DFLASH", "builtin": "DFLASH"}.get(name, name.upper())
-    draft = models.drafts.get("dflash" if name == "builtin" else name)
+    algorithm = "DFLASH" if name in DFLASH_ARMS else name.upper()
+    draft = models.drafts.get("dflash" if name in DFLASH_ARMS else name)
     words = ["--speculative-algorithm", algorithm]
     words += ["--speculative-draft-model-path", draft] if draft else []
     if models.draft_tokens and algorithm == "DFLASH":

@@ -18,15 +18,19 @@ LIVE_PADDING = "padding that writes a live slot"
 CHAIN_MASK = "a tree's row sees all rows before it"
 UNMOVED_KV = "accepted rows stay where they were written"
 ROW_POSITIONS = "a row's position follows from its slot"
+OTHER_LENS = "rows are laid out for the lengths of the capture"
+UNMASKED_DRAFTS = "drafts that were not verified are accepted"
 
 
 def activate() -> None:
     """Entry point."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_dflash.host import fixed_trees
+    from sglang_dflash.host import fixed_trees, packed_step, widths
     from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 
+    widths.packs_rows = lambda device="cpu": os.environ.get(widths.WIDTH) == "adaptive"
+    packed_step.BACKENDS = {ATTENTION_BACKEND}
     fixed_trees.BACKENDS = {ATTENTION_BACKEND}  # our static attention takes a mask as triton's does
     setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
     HookRegistry.register(f"{setup}.capture_decode_graph", _capture, HookType.REPLACE)
@@ -65,6 +69,8 @@ def _offer(*_: Any) -> None:
     _plant_rebound_ids()
     _plant_live_padding()
     _plant_errors_of_trees()
+    _take_any_rows()
+    _plant_errors_of_packed_rows()
 
 
 def _capture(*, model_runner: Any) -> Any:
@@ -187,3 +193,35 @@ def _plant_errors_of_trees() -> None:
         return final._replace(sources=final.slots) if _planted(UNMOVED_KV) else final
 
     ops.attention_mask, ops.lay_out_fixed_trees, ops.final_slots = see_all, lay_out_in_order, leave
+
+
+def _take_any_rows() -> None:
+    """Packed steps try every number of rows in turn, whatever pays."""
+    from sglang_dflash.core.row_budget import RowBudget
+
+    def choose(budget: Any, batch: int) -> Any:
+        budget._step += 1
+        options = budget._options(batch)
+        return options[budget._step % len(options)]
+
+    RowBudget.choose = choose
+
+
+def _plant_errors_of_packed_rows() -> None:
+    from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+    from sglang_dflash.core.block import VerifyPlan
+
+    pad, compare = RaggedVerifyLayout.padded_to_bucket, VerifyPlan.compared
+
+    def pad_another(layout: Any, **rest: Any) -> Any:
+        padded = pad(layout, **rest)
+        return padded._assemble_device(
+            verify_lens=padded.verify_lens.sort(descending=True).values if _planted(OTHER_LENS) else padded.verify_lens,
+            graph_num_tokens=padded.graph_num_tokens,
+        )
+
+    def compare_all(plan: Any) -> Any:
+        return plan.chains() if _planted(UNMASKED_DRAFTS) else compare(plan)
+
+    RaggedVerifyLayout.padded_to_bucket, VerifyPlan.compared = pad_another, compare_all

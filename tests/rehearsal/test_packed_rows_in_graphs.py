@@ -1,0 +1,105 @@
+"""Chains of different lengths through SGLang's own graph runner, with tapes in the place of CUDA graphs: the target's
+graphs are of fixed numbers of rows, and any number of requests shares them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from plugins import graph_tape
+from test_fixed_trees_in_graphs import PENALTIES, REGEX, SHORT, ask, bug, off, prompts
+from test_graph_tape import GRAPHS, QUICK_START, TAPES, first
+
+from e2e.arms import ADMIT_ALL, PLAIN, SPECULATE, TINY_POOL, to_the_limit
+from equality import ask_off, assert_equal_tokens, tau
+from preloaded import PreloadedServer
+from sglang_dflash.serving import TINY_OVERLAPPING, Completion, Server
+
+__all__ = ["bug", "off", "prompts"]  # fixtures
+pytestmark = pytest.mark.server
+BLOCK = 8
+
+
+@pytest.fixture(scope="module")
+def server(bug: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    environment = TINY_OVERLAPPING | ADMIT_ALL | TAPES
+    environment |= {"GRAPH_TAPE_BUG": str(bug), "SGLANG_DFLASH_WIDTH": "adaptive"}
+    arguments = [*PLAIN, *SPECULATE, *TINY_POOL, *GRAPHS, *QUICK_START]
+    with PreloadedServer(arguments, tmp_path_factory.mktemp("packed") / "server.log", environment) as running:
+        yield running
+
+
+def replays(server: Server, log_start: int) -> Counter[tuple[int, int]]:
+    """The target's replays since `log_start` by rows of the graph and number of requests, from the host's own log."""
+    with server.log.open() as log:
+        log.seek(log_start)
+        found = re.findall(r"worker=target key_size=(\d+) \(num_tokens\) mode=TARGET_VERIFY raw_bs=(\d+)", log.read())
+    return Counter((int(size), int(requests)) for size, requests in found)
+
+
+def test_requests_get_what_they_get_alone(
+    server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
+) -> None:
+    """Fails where packed rows commit other tokens than each request alone, or where a size of graph is not replayed."""
+    log_start = server.log.stat().st_size
+    answers = ask(server, prompts, 3, max_new_tokens=SHORT)
+    assert_equal_tokens(answers, [first(one, SHORT) for one in off["plain"][:3]], prompts[:3])
+    counts = replays(server, log_start)
+    assert {size for size, requests in counts if requests == 3} == {8, 16, 32}, counts
+    seen: Counter[int] = Counter()
+    for answer in answers:
+        histogram = answer.meta["spec_cap_lens_histogram"]
+        assert sum(histogram) == answer.steps
+        seen.update({rows: count for rows, count in enumerate(histogram) if count})
+    assert seen[1] and seen[BLOCK] and len(seen) > 4, seen
+    print(f"rows: {dict(seen)}, {tau(answers):.2f} tokens per step")
+    assert tau(answers) > 1.5
+
+
+def test_retraction_and_the_end_of_the_context(
+    server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
+) -> None:
+    """Fails where slots behind a request's rows are used wrongly once they are given to another request."""
+    client = server.client(timeout_s=240.0)
+    client.flush_when_idle()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda prompt: client.generate(prompt, **to_the_limit(prompt)), prompts))
+    assert_equal_tokens(answers, off["plain"], prompts)
+    assert sum(answer.meta["num_retractions"] for answer in answers) > 0, "nothing was retracted"
+
+
+def test_grammars(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
+    """Fails where a row's grammar mask is not that of its chain."""
+    assert_equal_tokens(ask(server, prompts, 3, **REGEX), off["regex"], prompts[:3])
+
+
+def test_penalties(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
+    """Fails where a row's penalties are not those of its chain."""
+    assert_equal_tokens(ask(server, prompts, 3, **PENALTIES), off["penalties"], prompts[:3])
+
+
+def test_logprobs(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
+    """Fails where logprobs are those of other rows."""
+    answer, expected = ask_off(server.client(), prompts[1], max_new_tokens=SHORT), first(off["plain"][1], SHORT)
+    assert answer.ids == expected.ids
+    assert answer.gaps == pytest.approx(expected.gaps, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", [graph_tape.OTHER_LENS, graph_tape.UNMASKED_DRAFTS])
+def test_a_planted_bug_is_found(
+    name: str, bug: Path, server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
+) -> None:
+    """Fails where the first test passes although the bug is there."""
+    bug.write_text(name)
+    try:
+        answers = ask(server, prompts, 8, max_new_tokens=SHORT)
+        assert [answer.ids for answer in answers] != [first(one, SHORT).ids for one in off["plain"][:8]]
+    except httpx.HTTPError:
+        pytest.fail("the server ended")
+    finally:
+        bug.write_text("")
