@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,9 +118,19 @@ class _Matrices:
         return grown
 
 
-def make_grown_pair(folder: Path, shape: Shape | None = None, device: str = "cuda") -> tuple[Path, Path]:
-    """Writes the folders of target and draft, 17 GB by default, and returns both. device: where they are computed."""
-    shape = shape or Shape()
+MEMORY, ROOM = Path("/dev/shm"), 40 * 2**30
+
+
+@contextmanager
+def grown_pair(shape: Shape, device: str) -> Iterator[tuple[Path, Path]]:
+    """`make_grown_pair` in a folder that goes with the block: in memory where there is room, for it is read at once."""
+    room = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM
+    with tempfile.TemporaryDirectory(dir=MEMORY if room else None) as folder:
+        yield make_grown_pair(Path(folder), shape, device)
+
+
+def make_grown_pair(folder: Path, shape: Shape, device: str) -> tuple[Path, Path]:
+    """Writes the folders of target and draft, 19 GB of the default shape; returns both. device: that computes them."""
     paths = folder / "target", folder / "draft"
     for path, source, make in zip(paths, (TINY_TARGET, TINY_DRAFT), (_target, _draft), strict=True):
         path.mkdir(parents=True, exist_ok=True)

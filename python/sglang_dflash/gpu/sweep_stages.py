@@ -17,7 +17,7 @@ from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.gpu.budget import BudgetBoard, OutOfTimeError
 from sglang_dflash.gpu.dummy_pairs import make_pair
 from sglang_dflash.gpu.estimates import ROW_LOADS, ROW_REPEATS, SMOKE_LOADS, STEP_LOADS, STEP_REPEATS
-from sglang_dflash.gpu.grown_pair import Shape, make_grown_pair
+from sglang_dflash.gpu.grown_pair import Shape, grown_pair
 from sglang_dflash.gpu.results import OtherRunError, Row, Stage
 from sglang_dflash.gpu.setting import EMBEDDED_FLAGS, NO_PREFILL_GRAPHS, Setting
 from sglang_dflash.serving import TINY_TARGET
@@ -35,6 +35,7 @@ LEAST_TAU = 2.5  # lower bound for the embedded pair: a draft that is never acce
 # Three servers share the GPU's memory: about 22 GB each. A server takes what others took meanwhile for its own weights,
 # so nearly all memory must count as its own; the pool then has the given size.
 SHARED_MEMORY = ("--mem-fraction-static", "0.97", "--max-total-tokens", "16384")
+ROW_MEMORY = ("--mem-fraction-static", "0.97", "--max-total-tokens", "32768")
 STEP_NOTES = (
     f"Dummy weights: SGLang draws the commit lengths with mean {TAU:g}; tokens mean nothing. The off arm decodes one "
     "token per step.",
@@ -135,31 +136,31 @@ def rows_that_pay(setting: Setting, stage: Stage, backend: str) -> str:
         Why another call is needed, or "".
     """
     shape, device = (REHEARSED_SHAPE, "cpu") if setting.rehearsal else (Shape(), "cuda")
-    target, draft = make_grown_pair(setting.models / "grown", shape, device)
-    most = max(REHEARSED_LOADS if setting.rehearsal else ROW_LOADS)
-    flags = ["--max-running-requests", str(most), "--cuda-graph-max-bs-decode", str(most), *NO_PREFILL_GRAPHS]
-    flags += [] if setting.rehearsal else ["--mem-fraction-static", "0.97", "--max-total-tokens", "32768"]
-    options = _options(
-        setting,
-        stage.stage,
-        arms=ROW_ARMS,
-        target_model=str(target),
-        draft_model=str(draft),
-        dataset_name="chat,arithmetic",
-        attention_backends=backend,
-        concurrencies=_loads(REHEARSED_LOADS if setting.rehearsal else ROW_LOADS),
-        num_prompts=8 if setting.rehearsal else 2 * most,
-        max_new_tokens=128,
-        repeats=1 if setting.rehearsal else ROW_REPEATS,
-        env=["dflash:SGLANG_DFLASH_WIDTH=adaptive"],
-        server_flags=shlex.join([*flags, *setting.flags(backend)]),
-    )
+    loads = REHEARSED_LOADS if setting.rehearsal else ROW_LOADS
+    flags = ["--max-running-requests", str(max(loads)), "--cuda-graph-max-bs-decode", str(max(loads))]
+    flags += [*NO_PREFILL_GRAPHS, *(() if setting.rehearsal else ROW_MEMORY), *setting.flags(backend)]
 
     def fill(run: Run) -> None:
         stage.rows = _rows(run, ("dataset", *EQUALITY))
         stage.notes = [*ROW_NOTES, *run.notes]
 
-    return _sweep(setting, stage, options, fill, keep_tokens=True)
+    with grown_pair(shape, device) as (target, draft):
+        options = _options(
+            setting,
+            stage.stage,
+            arms=ROW_ARMS,
+            target_model=str(target),
+            draft_model=str(draft),
+            dataset_name="chat,arithmetic",
+            attention_backends=backend,
+            concurrencies=_loads(loads),
+            num_prompts=2 * max(loads),
+            max_new_tokens=128,
+            repeats=1 if setting.rehearsal else ROW_REPEATS,
+            env=["dflash:SGLANG_DFLASH_WIDTH=adaptive"],
+            server_flags=shlex.join(flags),
+        )
+        return _sweep(setting, stage, options, fill, keep_tokens=True)
 
 
 def _loads(numbers: tuple[int, ...]) -> str:
