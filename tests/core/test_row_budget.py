@@ -20,6 +20,8 @@ MACHINES: dict[str, Callable[[int], float]] = {
 }
 """Seconds of a step by the rows of its graph."""
 DRAFT_SHARE, LAG = 0.12, 2
+FIRST = 50.0
+"""The first step of a size compiles kernels, and takes so many times longer."""
 
 
 class World:
@@ -28,6 +30,7 @@ class World:
     def __init__(self, machine: Callable[[int], float], chance: float, seed: int, noise: float = 0.05) -> None:
         self._machine, self._chance, self._rng, self._noise = machine, chance, random.Random(seed), noise
         self._told: list[tuple[int, Budget, float, np.ndarray | None]] = []
+        self._compiled: set[tuple[int, bool]] = set()
 
     def reach(self, batch: int) -> np.ndarray:
         """[batch * (K-1)]: chances to be right, best first. Some requests are easier than others."""
@@ -47,6 +50,9 @@ class World:
         """Returns the loss against the best choice."""
         chosen, reach = budget.choose(batch), self.reach(batch)
         seconds = self.seconds(batch, chosen) * self._rng.uniform(1 - self._noise, 1 + self._noise)
+        if (first := (chosen.size, chosen.drafts)) not in self._compiled:
+            self._compiled.add(first)
+            seconds *= FIRST
         self._told.append((batch, chosen, seconds, reach.cumsum() if chosen.drafts else None))
         if len(self._told) > LAG:
             then, taken, took, gains = self._told.pop(0)

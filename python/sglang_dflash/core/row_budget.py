@@ -37,8 +37,9 @@ class BudgetTuning:
     Fields:
         gain_weight: share of the latest step in the mean gain of rows; more after steps without a draft.
         time_weight: share of the latest step in the mean time of its size.
-        outlier_ratio: ratio of times. A step longer than this ratio times the mean counts as that long only.
-        row_rows: rows. Of a size beyond all measured ones, so many rows take half of the time, for a guess. A low
+        outlier_ratio: ratio of times. A step longer than this ratio times the mean counts as that long only. One shorter
+            by more than this ratio replaces the mean: the steps before it compiled something, or were disturbed.
+        row_rows: rows. Of a size beyond all measured ones, so many rows are guessed to take half of the time. A low
             number: a size that looks better than it is will be measured, one that looks worse will not.
         undrafted_share: first guess of the time of a step without a draft, as a share of the smallest step with one.
         probe_steps: steps between two probes.
@@ -78,6 +79,7 @@ class RowBudget:
         self._points = np.arange((block_size - 1) * GRID + 1) / GRID
         self._gain: np.ndarray | None = None  # of so many rows more for each request, in tokens for each request
         self._times: dict[tuple[int, int, bool], _Time] = {}  # by the draft's size, the target's, and whether it drafts
+        self._met: set[tuple[int, int, bool]] = set()
         self._step = self._probed = self._seen = 0
 
     def choose(self, batch: int) -> Budget:
@@ -125,8 +127,11 @@ class RowBudget:
     def see_time(self, batch: int, budget: Budget, seconds: float) -> None:
         """A step took so long, from its beginning to that of the next one, with nothing between them."""
         key = self._key(batch, budget)
+        if key not in self._met:  # the first such step may have compiled kernels
+            self._met.add(key)
+            return
         known = self._times.get(key)
-        if known is None:
+        if known is None or seconds < known.seconds / self._tuning.outlier_ratio:
             self._times[key] = _Time(seconds, self._step)
             return
         seconds = min(seconds, self._tuning.outlier_ratio * known.seconds)

@@ -120,6 +120,20 @@ class PackedStep:
         draft.weigh_drafts()
         logger.info("Steps verify the likeliest rows of all blocks, as many as pay. %s=full verifies all.", WIDTH)
 
+    def warm_up(self) -> None:
+        """Compiles the host's kernels that lay packed rows out, for every number of requests."""
+        runner, most = self._target.decode_cuda_graph_runner, self._target.max_running_requests
+        if runner is None:
+            return
+        powers = [1 << place for place in range(most.bit_length() + 1)]
+        for count in {one for power in powers for one in (power, max(1, power - 1))}:
+            _layout(torch.ones(count, dtype=torch.int32, device=self._device), count)
+        for size in runner.capture_num_tokens:
+            slots = runner._ragged_capture_slots(size)
+            for count in {1, 2, 16, slots}:
+                lens = torch.ones(min(count, slots), dtype=torch.int32, device=self._device)
+                _layout(lens, size).padded_to_bucket(padded_bs=slots)
+
     def interrupt(self, rows: int) -> None:
         """Something other than a decode step runs."""
         self._clock.interrupt()
@@ -196,8 +210,11 @@ def verified_rows(plan: VerifyPlan) -> dict[str, Any]:
     packed = plan.packed
     if packed is None:
         return {}
-    layout = RaggedVerifyLayout.from_verify_lens_device(verify_lens=packed.lens, graph_num_tokens=packed.size)
-    return {"kv_loc_cols": packed.padded(), "ragged_verify_layout": layout}
+    return {"kv_loc_cols": packed.padded(), "ragged_verify_layout": _layout(packed.lens, packed.size)}
+
+
+def _layout(lens: torch.Tensor, size: int) -> RaggedVerifyLayout:
+    return RaggedVerifyLayout.from_verify_lens_device(verify_lens=lens, graph_num_tokens=size)
 
 
 @hook(

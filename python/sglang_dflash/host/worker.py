@@ -164,7 +164,7 @@ class DFlashWorker(BaseSpecWorker):
         compared = {(verified, torch.float32), self._draft.compared_logits}
         ops.warm_up(self.block_size, compared, vocab_size, table, self._mask_token_id)
         self._draft.warm_up()
-        if isinstance(self._planned, FixedTreeStep):
+        if isinstance(self._planned, FixedTreeStep | PackedStep):
             self._planned.warm_up()
         most = self._target.max_running_requests
         seeded = get_exec().deterministic.enable_deterministic_inference
