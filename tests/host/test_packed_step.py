@@ -23,7 +23,7 @@ from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.core.row_budget import Budget
 from sglang_dflash.host import packed_step, widths
-from sglang_dflash.host.packed_step import PackedStep
+from sglang_dflash.host.packed_step import LOOK_STEPS, PackedStep
 from sglang_dflash.ops import packed_rows
 
 __all__ = ["_hooked"]  # a fixture
@@ -39,7 +39,7 @@ class AnyBudget:
     def choose(self, batch: int) -> Budget:
         if self._rng.random() < 0.2:
             return Budget(batch, batch + self._rng.randrange(3), False)
-        rows = self._rng.randint(batch, batch * BLOCK)
+        rows = min(self._rng.randint(batch, batch * BLOCK + BLOCK), batch * BLOCK)  # often whole blocks
         return Budget(rows, rows + self._rng.choice([0, 0, 3]), True)
 
     def see_gains(self, batch: int, gains: Any) -> None:
@@ -66,7 +66,7 @@ class PackedRig(Rig):
         def keep(batch: Any) -> Any:
             plan, kv_plan = propose(batch)
             self.policy.trees = chains(plan.packed.lens.tolist())
-            drafting.width = BLOCK if step._log_probs is not None else 1
+            drafting.width = BLOCK if plan.packed is not step._anchors(len(plan.packed.lens), plan.packed.size) else 1
             return plan, kv_plan
 
         def follow(accepted: Any) -> None:
@@ -141,7 +141,7 @@ def test_greedy_rows_commit_plain_decoding(seed):
         assert rig.seen["deep"] and rig.seen["nobody drafted"], rig.seen
         given = rig.worker._planned._given.tolist()
         accepted = sum(int((lens - 1).sum()) for _, lens in rig.policy.ended)
-        assert given[1] == accepted and given[0] > 0
+        assert given[0] > 0 and abs(given[1] - accepted) <= LOOK_STEPS * BATCH * (BLOCK - 1), (given, accepted)
 
 
 @pytest.mark.parametrize("seed", range(10))

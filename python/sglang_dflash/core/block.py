@@ -74,34 +74,41 @@ class VerifyPlan:
         assert self.trees is None
         return self.ids.view(-1, self.verify_width)
 
+    @property
+    def places(self) -> torch.Tensor | None:
+        """[N] int64: which rows the target's forward gets; None: all, as they are."""
+        return None if self.packed is None else self.packed.places
+
+    @property
+    def path(self) -> torch.Tensor | None:
+        """[B, W] int64: of each row of a chain, its row in the target's forward; None if they are the same."""
+        if self.packed is None or self.packed.rows is None:
+            return None
+        return self.packed.rows.view(-1, self.verify_width)
+
     def compared(self) -> torch.Tensor:
         """[B, W] int64: `chains`, with -1, which no target chooses, where the target did not see a row."""
-        if self.packed is None:
+        if self.packed is None or self.packed.places is None:
             return self.chains()
         seen = torch.arange(self.verify_width, device=self.ids.device) < self.packed.lens[:, None]
         return torch.where(seen, self.chains(), -1)
 
     def seen(self, values: torch.Tensor) -> torch.Tensor:
         """Of the rows' values ([T, ...]), those of rows that the target's forward gets."""
-        return values if self.packed is None else values[self.packed.places]
+        return values if self.places is None else values[self.places]
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Inverse of `seen`: [T, ...]; a row that the target did not see has another row's value."""
-        return values if self.packed is None else values[self.packed.rows]
+        """The rows' values, [T, ...], from those of the target's forward; unseen rows get another row's."""
+        path = self.path
+        return values if path is None else values[path.flatten()]
 
     def forward_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids, positions and slots of the target's forward: `seen`, then zeros up to its size."""
-        rows = self.ids, self.positions, self.slots
-        if self.packed is None:
-            return rows
-        padded = self.packed.padded()
-        ids, positions, slots = (ops.at_places(values, padded) for values in rows)
+        padded = None if self.packed is None else self.packed.padded()
+        if padded is None:
+            return self.ids, self.positions, self.slots
+        ids, positions, slots = (ops.at_places(values, padded) for values in (self.ids, self.positions, self.slots))
         return ids, positions, slots
-
-    @property
-    def path(self) -> torch.Tensor | None:
-        """[B, W] int64: of each row of a chain, its row in the target's forward; None if they are the same."""
-        return None if self.packed is None else self.packed.rows.view(-1, self.verify_width)
 
     @property
     def seen_lens(self) -> torch.Tensor | None:

@@ -37,10 +37,10 @@ class BudgetTuning:
     Fields:
         gain_weight: share of the latest step in the mean gain of rows; more after steps without a draft.
         time_weight: share of the latest step in the mean time of its size.
-        outlier_ratio: ratio of times. A step longer than this ratio times the mean counts as that long only. One shorter
-            by more than this ratio replaces the mean: the steps before it compiled something, or were disturbed.
-        row_rows: rows. Of a size beyond all measured ones, so many rows are guessed to take half of the time. A low
-            number: a size that looks better than it is will be measured, one that looks worse will not.
+        outlier_ratio: ratio of times. A step longer than this ratio times the mean counts as that long only. One
+            shorter by more than this ratio replaces the mean: steps before it were disturbed.
+        row_rows: rows. Of a size beyond all measured ones, so many rows are guessed to take half of the time. It is
+            low: a size that looks better than it is will be measured, one that looks worse will not.
         undrafted_share: first guess of the time of a step without a draft, as a share of the smallest step with one.
         probe_steps: steps between two probes.
         undrafted_steps: steps between two probes of the draft, while it does not pay.

@@ -80,7 +80,7 @@ def _step_times(model: str, backend: str) -> Check:
 
 
 def _rows_that_pay(backend: str) -> Check:
-    about = f"packed rows, whole blocks, the built-in and off: the embedded pair grown to 8B, {backend}"
+    about = f"packed rows, whole blocks and off: the embedded pair grown to 8B, {backend}"
     return Check(f"rows-grown-{backend}", about, partial(rows_that_pay, backend=backend))
 
 

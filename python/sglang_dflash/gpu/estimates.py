@@ -6,7 +6,7 @@ Standard library only.
 
 from __future__ import annotations
 
-TOGETHER_S = 170.0  # the start of all servers of a stage at once; 60 with compile caches
+TOGETHER_S = 170.0  # the start of all servers of a stage at once; without the built-in, with compile caches, 60
 CELL_S = 8.0  # one load of a sweep
 PROFILE_S = 5.0  # one load of a profile
 CHECK_S = 200.0  # a check: two server starts and their requests
@@ -14,7 +14,7 @@ STEP_LOADS = (1, 8, 32)  # requests at once in a sweep of step times
 STEP_REPEATS = 3
 ROW_LOADS = (16, 64)
 ROW_REPEATS = 2
-GROW_S = 40.0  # writing and loading a grown pair, beside a start; a guess
+GROW_S = 25.0  # writing a grown pair
 PROFILE_LOADS = (1, 8)
 SMOKE_LOADS = (1, 8)
 OPS_S = {
@@ -38,6 +38,6 @@ def seconds(stage: str, arms: int) -> float:
     if stage.startswith("profile-"):
         return TOGETHER_S + arms * len(PROFILE_LOADS) * PROFILE_S
     if stage.startswith("rows-"):
-        return GROW_S + TOGETHER_S + (arms + 1) * len(ROW_LOADS) * ROW_REPEATS * 2 * CELL_S
+        return GROW_S + TOGETHER_S + 3 * len(ROW_LOADS) * ROW_REPEATS * 2 * CELL_S
     cells = len(SMOKE_LOADS) if stage == "smoke" else len(STEP_LOADS) * STEP_REPEATS
     return TOGETHER_S + arms * cells * CELL_S

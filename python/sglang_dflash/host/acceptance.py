@@ -59,7 +59,7 @@ class Acceptor:
             if accepted is not None:
                 return accepted, None
         group: Group | None = None
-        if plan.packed is not None:
+        if plan.places is not None:
             target_out.next_token_logits = plan.spread(target_out.next_token_logits)
         if greedy:
             target_ids = self._argmax(target_out)
@@ -73,8 +73,8 @@ class Acceptor:
     def _accept_greedy(self, plan: VerifyPlan, logits: torch.Tensor) -> Acceptance | None:
         """Argmax and acceptance in one op. logits: [T or more, V]. None for trees of anchors alone."""
         trees = plan.trees
-        if plan.packed is not None:
-            target_ids = self._kernels.row_argmax(logits[: len(plan.packed.places)])
+        if plan.places is not None:
+            target_ids = self._kernels.row_argmax(logits[: len(plan.places)])
             shape = plan.batch, plan.verify_width
             return self._kernels.accept_chain(plan.spread(target_ids).view(shape), plan.compared())
         if trees is None:

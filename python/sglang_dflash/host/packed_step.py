@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ KEPT = 0.98
 """Share of what is known of the draft's chances that stays after a step: it forgets within some 50 steps."""
 PRIOR_ROWS = 8.0
 """Rows of a depth that the guess counts for, that the draft's own probabilities are right."""
+LOOK_STEPS = 4
+"""Of steps of whole blocks, which need no chances, one in so many computes and learns them, and counts for all."""
 
 
 def check(cfg: Any, target: Any) -> None:
@@ -113,8 +116,11 @@ class PackedStep:
         self._budget: RowBudget | None = None  # made when the target's graphs are known
         self._readback: Readback[int] = Readback(self._device)
         self._clock: StepClock[_Step] = StepClock(self._device)
-        self._log_probs: torch.Tensor | None = None  # of this step's drafts
+        self._log_probs: torch.Tensor | None = None  # of this step's drafts; None: they are not looked at
         self._packed: ops.PackedRows | None = None
+        self._steps_seen = 1  # steps for which this step's drafts are counted
+        self._whole = lru_cache(maxsize=256)(self._pack_whole)
+        self._anchors = lru_cache(maxsize=256)(self._pack_anchors)
         self.counts = PlanCounts()
         self.report = None if report is None else report(self.counts)
         draft.weigh_drafts()
@@ -144,23 +150,39 @@ class PackedStep:
         requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
         block = self._lay_out(*requests, self._block_size)
         kv_plan = self._plan_kv(block, batch)
-        count = len(block.ids)
         ids = block.ids
         if budget.drafts:
             with spec_stage_span("draft"):
                 draft_ids, log_probs = self._draft.propose_weighed(block, batch, kv_plan)
-            self._log_probs = log_probs.clone()  # the next draft overwrites them
-            reach = ops.chain_reach(self._log_probs, self._totals, PRIOR_ROWS)
-            packed = ops.likeliest_rows(reach, budget.rows, budget.size)
-            self._send(count, reach, packed)
             ids = torch.cat((ids[:, :1], draft_ids), dim=1)
+            self._packed = self._pack(len(ids), budget, log_probs)
         else:
-            self._log_probs = None
-            ones = torch.ones(count, dtype=torch.int64, device=self._device)
-            packed = ops.pack_rows(ones, self._block_size, count, budget.size)
-        self._packed = packed
+            self._log_probs, self._packed = None, self._anchors(len(ids), budget.size)
         rows = ids.flatten(), block.positions.flatten(), block.slots.flatten()
-        return VerifyPlan(*rows, self._block_size, packed=packed), kv_plan
+        return VerifyPlan(*rows, self._block_size, packed=self._packed), kv_plan
+
+    def _pack(self, count: int, budget: Budget, log_probs: torch.Tensor) -> ops.PackedRows:
+        """The rows of a step with a draft. What the host will read is sent: what was promised and accepted before, and
+        the gain of rows."""
+        whole = budget.rows == count * self._block_size
+        if whole and self.counts.steps % LOOK_STEPS:
+            self._log_probs = None
+            return self._whole(count, budget.size)
+        self._log_probs = log_probs.clone()  # the next draft overwrites them
+        self._steps_seen = LOOK_STEPS if whole else 1
+        reach = ops.chain_reach(self._log_probs, self._totals, PRIOR_ROWS)
+        packed = self._whole(count, budget.size) if whole else ops.likeliest_rows(reach, budget.rows, budget.size)
+        self._readback.send(count, torch.cat((self._given, ops.row_gains(reach))))
+        depth = torch.arange(1, self._block_size, device=self._device)
+        self._given[0] += torch.where(depth < packed.lens[:, None], reach, 0.0).sum() * self._steps_seen
+        return packed
+
+    def _pack_whole(self, count: int, size: int) -> ops.PackedRows:
+        return ops.whole_blocks(count, self._block_size, size, self._device)
+
+    def _pack_anchors(self, count: int, size: int) -> ops.PackedRows:
+        ones = torch.ones(count, dtype=torch.int64, device=self._device)
+        return ops.pack_rows(ones, self._block_size, count, size)
 
     def _choose(self, batch: ScheduleBatch) -> Budget:
         if self._budget is None:
@@ -188,19 +210,13 @@ class PackedStep:
             return sizes
         return [self._block_size * count for count in range(1, self._target.max_running_requests + 1)]
 
-    def _send(self, count: int, reach: torch.Tensor, packed: ops.PackedRows) -> None:
-        """What the host will read: what was promised and accepted before, and the gain of rows."""
-        self._readback.send(count, torch.cat((self._given, ops.row_gains(reach))))
-        depth = torch.arange(1, self._block_size, device=self._device)
-        self._given[0] += torch.where(depth < packed.lens[:, None], reach, 0.0).sum()
-
     def end(self, accepted: Any) -> None:
         """Learns how right the draft's chances were. accepted: `ops.GreedyAcceptance`."""
         if self._log_probs is not None:
             assert self._packed is not None
             lens, commit_lens = self._packed.lens, accepted.commit_lens
             ops.learn_chances(self._totals, self._log_probs, lens, commit_lens, KEPT)
-            self._given[1] += (commit_lens - 1).sum()
+            self._given[1] += (commit_lens - 1).sum() * self._steps_seen
         if self.report is not None:
             self.report.step()
 

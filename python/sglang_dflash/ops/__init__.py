@@ -45,6 +45,7 @@ from sglang_dflash.ops.packed_rows import (
     likeliest_rows,
     pack_rows,
     row_gains,
+    whole_blocks,
 )
 from sglang_dflash.ops.penalties import (
     Emitted,
@@ -146,5 +147,6 @@ __all__ = [
     "serves",
     "top_candidates",
     "warm_up",
+    "whole_blocks",
     "with_sink",
 ]

@@ -16,19 +16,31 @@ class PackedRows(NamedTuple):
 
     Fields:
         lens: [B] int32; rows of each block, 1 to K.
-        places: [T] int64; of each packed row its place in the flat blocks ([B * K]), block by block.
+        places: [T] int64; of each packed row its place in the flat blocks ([B * K]), block by block. None: the forward
+            gets the flat blocks as they are.
         rows: [B * K] int64; of each place its packed row; of a place that is not verified, the last row of its block.
+            None as `places`.
         size: rows of the forward, T or more.
     """
 
     lens: torch.Tensor
-    places: torch.Tensor
-    rows: torch.Tensor
+    places: torch.Tensor | None
+    rows: torch.Tensor | None
     size: int
 
-    def padded(self) -> torch.Tensor:
+    def padded(self) -> torch.Tensor | None:
         """[size] int64: the places, then -1."""
+        if self.places is None:
+            return None
         return F.pad(self.places, (0, self.size - len(self.places)), value=-1)
+
+
+def whole_blocks(batch: int, block_size: int, size: int, device: torch.device | str) -> PackedRows:
+    """All rows of every block."""
+    lens = torch.full((batch,), block_size, dtype=torch.int64, device=device)
+    if size == batch * block_size:
+        return PackedRows(lens.int(), None, None, size)
+    return pack_rows(lens, block_size, batch * block_size, size)
 
 
 class ChanceTotals(NamedTuple):
