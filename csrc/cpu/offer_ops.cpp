@@ -1,5 +1,4 @@
 // The op that chooses whom to draft next, by what recent drafts offered.
-#include <cmath>
 #include <vector>
 
 #include "host_ops.h"
@@ -32,10 +31,9 @@ std::tuple<int64_t, std::vector<int64_t>, double, double> best_width(
     const Tensors& offer_tables, at::IntArrayRef places, at::IntArrayRef others, double prior_steps,
     const std::vector<double>& costs, double price) {
   const Offers offers(offer_tables);
-  TORCH_CHECK(costs.size() == 7, costs.size(), " costs; 7 are needed");
+  TORCH_CHECK(costs.size() == 5, costs.size(), " costs; 5 are needed");
   const double gap_s = costs[0], draft_fixed_s = costs[1], draft_row_s = costs[2], rest_fixed_s = costs[3];
-  const double rest_row_s = costs[4], prefill_s = costs[5], arrivals = costs[6], least = price * rest_row_s;
-  const auto prefill_after = [&](double tokens) { return prefill_s * -std::expm1(-arrivals * tokens); };
+  const double rest_row_s = costs[4], least = price * rest_row_s;
   Promise of_others(offers.most);
   for (const int64_t place : others) {
     offers.require(place, 0);
@@ -53,8 +51,7 @@ std::tuple<int64_t, std::vector<int64_t>, double, double> best_width(
     }
   }
   const double plain_s = gap_s + rest_fixed_s + rest_row_s * places.size();
-  std::tuple<int64_t, std::vector<int64_t>, double, double> best{1, {}, double(places.size()),
-                                                                   plain_s + prefill_after(double(places.size()))};
+  std::tuple<int64_t, std::vector<int64_t>, double, double> best{1, {}, double(places.size()), plain_s};
   double best_rate = 0;
   std::vector<int64_t> requests;
   for (int64_t width = 2; width <= offers.most + 1; width++) {
@@ -70,7 +67,6 @@ std::tuple<int64_t, std::vector<int64_t>, double, double> best_width(
       tokens += brought;
       seconds += cost_s;
     }
-    seconds += prefill_after(tokens);
     if (requests.empty() || !(tokens / seconds > best_rate)) continue;
     best_rate = tokens / seconds;
     best = {width, requests, tokens, seconds};

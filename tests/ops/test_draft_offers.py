@@ -120,7 +120,7 @@ def test_the_specification(seed):
     known = [place for place in range(PLACES) if offers.kept[place] > 0]
     batch = chance.sample(range(PLACES), chance.randrange(1, PLACES)) + [-1] * chance.randrange(2)
     others = chance.sample(known, chance.randrange(len(known) + 1))
-    costs = StepCosts(*(chance.random() for _ in range(7)))
+    costs = StepCosts(*(chance.random() for _ in range(5)))
     arguments = batch, others, chance.choice([0.5, 1.0, 3.0]), costs, chance.choice([0.0, 0.1, 0.5, 1.0, 4.0])
     one, other = draft_offers.best_width(offers, *arguments), KERNELS.plans.best_width(offers, *arguments)
     assert (other.width, other.requests) == (one.width, one.requests)

@@ -29,7 +29,6 @@ from sglang_dflash.core.drafted_rows import DraftedRows
 from sglang_dflash.core.places import Places
 from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import NOTHING, Copied, Drafting, undrafted
-from sglang_dflash.core.prefill_gaps import PrefillGaps
 from sglang_dflash.core.step_times import StepTimes
 from sglang_dflash.core.turn_gaps import TurnGaps
 
@@ -93,7 +92,7 @@ class Planner:
         self._clock = clock
         self._tuning = tuning or PlanTuning()
         self._draft_times, self._rest_times = StepTimes(), StepTimes()
-        self._gaps, self._prefills = TurnGaps(self._tuning.gap_weight), PrefillGaps()
+        self._gaps = TurnGaps(self._tuning.gap_weight)
         self._requests: list[str] = []
         self.counts = PlanCounts()
         places, memory = Places(REQUESTS), MemoryTuning()
@@ -115,20 +114,13 @@ class Planner:
         self._probe_price_s = 0.0  # no probe is looked for before the budget has grown so far
         self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
-        self._interrupted = False  # since the latest step
-        self._prefilled = 0  # rows of prompts that were computed since then
         self._rows: ops.PlannedRows | None = None
 
     def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
         self._begun_s = self._clock()
         self._gaps.turn_s = turn_s
         if self._ended_s is not None:
-            gap_s = self._begun_s - self._ended_s
-            if not self._interrupted:
-                self._gaps.observe(gap_s, goes_on)
-            elif self._prefilled:
-                self._observe_prefill(requests, gap_s)
-        self._interrupted, self._prefilled = False, 0
+            self._gaps.observe(self._begun_s - self._ended_s, goes_on)
         self._requests = list(requests)
         tuning, since = self._tuning, self._steps - self._decided_at
         settled = since <= tuning.settled_steps
@@ -157,12 +149,6 @@ class Planner:
         self.counts.planning_s += self._draft_begun_s - self._begun_s
         return self._drafting
 
-    def _observe_prefill(self, requests: Sequence[str], gap_s: float) -> None:
-        """If all requests before have left, the server may have been idle in between."""
-        arrived = len(set(requests).difference(self._requests))
-        if 0 < arrived < len(requests):
-            self._prefills.observe(arrived, self._prefilled, max(gap_s - self._gaps.between_s, 1e-6))
-
     def _copy(self) -> Drafting:
         """What was decided, except that requests get copies where these promise more."""
         decided, (tokens, seconds) = self._decided, self._expected
@@ -172,7 +158,7 @@ class Planner:
         offers = [self.copying.offer(name) for name in self._requests]
         if not any(offers):
             return decided
-        price = self._prefills.price(tokens, seconds)
+        price = tokens / seconds
         draft_s = self._draft_times.line()[0] if decided.width > 1 else 0.0
         least = price * self._rest_times.line()[1]
         copies, drafted = best_copies(offers, self._drafts_worth, price * draft_s, least)
@@ -243,7 +229,7 @@ class Planner:
         # be another price: where its drafts are poor, it would take rows for which later steps have better use.
         if self._least is None:
             tokens, seconds = self._expected
-            self._least = self._rest_times.line()[1] * self._prefills.price(tokens, seconds) if seconds else 0.0
+            self._least = self._rest_times.line()[1] * tokens / seconds if seconds else 0.0
         least = 0.0 if self._everything else self._least
         names = [self._requests[i] for i in drafted]
         self._rows = self._drafted_rows.plan(log_probs, names, drafted, batch, least, copies)
@@ -264,21 +250,19 @@ class Planner:
             tokens, seconds = self._expected
             probed = list(set(drafting.requests).difference(self._decided.requests))
             brought = int(commit_lens[probed].sum()) - len(probed)
-            self._probe_budget_s += brought / self._prefills.price(tokens, seconds)
+            self._probe_budget_s += brought * seconds / tokens
         if drafting.copies:
             lens = commit_lens.tolist()
             self.counts.copied_accepted += sum(lens[copy.request] - 1 for copy in drafting.copies)
         if drafting.width > 1:
             self._drafted_rows.end(path)
         now_s = self._clock()
-        self._prefills.step(self._expected[0])
         self.counts.steps += 1
         self.counts.seconds += now_s - self._begun_s
         self.counts.planning_s += now_s - self._ended_s
 
-    def interrupt(self, rows: int = 0) -> None:
-        self._interrupted = True
-        self._prefilled += rows
+    def interrupt(self) -> None:
+        self._ended_s = None
 
     def settle(self) -> None:
         begun_s = self._clock()
@@ -290,7 +274,6 @@ class Planner:
     def _decide(self) -> None:
         """Chooses the requests to draft and their width, by what the same choice would have brought in recent steps."""
         self._drafted_rows.learn()
-        self._prefills.reckon()
         batch, another_load = len(self._requests), self._doubled_or_halved()
         self._decided_for = self._held_for = self._requests
         self._drafts_worth = {}
@@ -302,17 +285,17 @@ class Planner:
         # The price of a second is what the best plan makes of it: at first, what the plan before made. If the requests
         # have doubled or halved since then, it is chosen twice: first at the price of plain steps.
         tokens, seconds = self._expected
-        price = self._prefills.price(batch, plain_s)
+        price = batch / plain_s
         if another_load:
             first = self._best(costs, price)
             tokens, seconds = first.tokens, first.seconds
-        price = max(price, self._prefills.price(tokens, seconds) if seconds else 0.0)
+        price = max(price, tokens / seconds if seconds else 0.0)
         best = self._best(costs, price)
         if best.tokens / best.seconds > (1 + self._tuning.least_gain) * batch / plain_s:
             self._expect(best.tokens, best.seconds)
             self._decided = Drafting(best.width, best.requests)
             if self.copying is not None:
-                price = self._prefills.price(best.tokens, best.seconds)
+                price = best.tokens / best.seconds
                 names = [self._requests[i] for i in best.requests]
                 worth = self._memory.worth(names, price * costs.rest_row_s)
                 block = price * costs.draft_row_s * best.width
@@ -325,13 +308,12 @@ class Planner:
         """With the gap after the shortest drafted step."""
         (draft_s, draft_row_s), (rest_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
         gap_s = self._gaps.after(draft_s + rest_s + rest_row_s * len(self._requests))
-        return ops.StepCosts(gap_s, draft_s, draft_row_s, rest_s, rest_row_s, *self._prefills.costs())
+        return ops.StepCosts(gap_s, draft_s, draft_row_s, rest_s, rest_row_s)
 
     def _best(self, costs: ops.StepCosts, price: float) -> ops.BestWidth:
         """The best width, with the gap after a step of its own length."""
         best = self._memory.best_width(self._requests, costs, price)
-        waiting_s = self._prefills.after(best.tokens)
-        return best._replace(seconds=self._with_gap(best.seconds - costs.gap_s - waiting_s) + waiting_s)
+        return best._replace(seconds=self._with_gap(best.seconds - costs.gap_s))
 
     def _expect(self, tokens: float, seconds: float) -> None:
         self._expected, self._least, self._probe_price_s = (float(tokens), seconds), None, 0.0
@@ -362,8 +344,7 @@ class Planner:
 
     def _plain_s(self) -> float:
         fixed_s, row_s = self._rest_times.line()
-        batch = len(self._requests)
-        return self._with_gap(fixed_s + row_s * batch) + self._prefills.after(batch)
+        return self._with_gap(fixed_s + row_s * len(self._requests))
 
     def _with_gap(self, step_s: float) -> float:
         return step_s + self._gaps.after(step_s)
@@ -378,9 +359,7 @@ class Planner:
         (fixed_s, row_s), (_, rest_row_s) = self._draft_times.line(), self._rest_times.line()
         others = len(self._requests) - len(decided) if self._drafts else 0
         each_s = max(row_s * block + rest_row_s * self._probe_rows, 1e-9)
-        tokens, seconds = self._expected
-        step_s = seconds - self._prefills.after(tokens) + self._prefills.after(len(self._requests))
-        added_s = max(0.0, self._plain_s() + fixed_s + len(decided) * each_s - step_s)
+        added_s = max(0.0, self._plain_s() + fixed_s + len(decided) * each_s - self._expected[1])
         self._probe_budget_s = min(self._probe_budget_s, added_s + others * each_s)
         if self.copying is None:
             others = min(others, max(1, int((self._probe_budget_s - added_s) / each_s)))

@@ -25,23 +25,9 @@ class TurnGaps:
         self._between_s: float | None = None
         self._new: list[tuple[float, bool]] = []
 
-    @property
-    def between_s(self) -> float:
-        """Mean gap between two turns."""
-        self._take_in()
-        return self._between_s or 0.0
-
     def observe(self, seconds: float, goes_on: bool) -> None:
         """goes_on: whether the steps before and after are of one turn."""
         self._new.append((seconds, goes_on))
-
-    def _take_in(self) -> None:
-        for seconds, goes_on in self._new:
-            if goes_on:
-                self._within_s = self._mean(self._within_s, seconds)
-            else:
-                self._between_s = self._mean(self._between_s, seconds)
-        self._new.clear()
 
     def _mean(self, mean_s: float | None, latest_s: float) -> float:
         if not mean_s or latest_s < mean_s / OUTLIER_RATIO:  # the gaps before were disturbed
@@ -50,7 +36,12 @@ class TurnGaps:
 
     def after(self, step_s: float) -> float:
         """Expected gap in seconds for each of many steps that take `step_s`."""
-        self._take_in()
+        for seconds, goes_on in self._new:
+            if goes_on:
+                self._within_s = self._mean(self._within_s, seconds)
+            else:
+                self._between_s = self._mean(self._between_s, seconds)
+        self._new.clear()
         within_s, between_s = self._within_s or 0.0, self._between_s or 0.0
         fit = self.turn_s / (step_s + within_s)  # whole steps only: half a step is lost on average
         steps = max(1.0, fit - 0.5)

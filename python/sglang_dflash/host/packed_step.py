@@ -140,7 +140,7 @@ class PackedStep:
                 lens = torch.ones(min(count, slots), dtype=torch.int32, device=self._device)
                 _layout(lens, size).padded_to_bucket(padded_bs=slots)
 
-    def interrupt(self, rows: int) -> None:
+    def interrupt(self) -> None:
         """Something other than a decode step runs."""
         self._clock.interrupt()
 

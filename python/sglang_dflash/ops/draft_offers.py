@@ -5,7 +5,6 @@ An offer is what one drafted step of a request offered: the rows of its tree, wi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -48,18 +47,13 @@ class Offers(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a step: fixed ones, and those of a row. `rest` is all but the draft; `gap_s` comes after the step.
-
-    `arrivals` requests arrive for each committed token. If any arrives during a step, `prefill_s` comes after it, too.
-    """
+    """Seconds of a step: fixed ones, and those of a row. `rest` is all but the draft; `gap_s` comes after the step."""
 
     gap_s: float
     draft_fixed_s: float
     draft_row_s: float
     rest_fixed_s: float
     rest_row_s: float
-    prefill_s: float = 0.0
-    arrivals: float = 0.0
 
 
 class BestWidth(NamedTuple):
@@ -75,11 +69,6 @@ class BestWidth(NamedTuple):
     requests: list[int]
     tokens: float
     seconds: float
-
-
-def prefill_after(prefill_s: float, arrivals: float, tokens: float) -> float:
-    """Expected seconds of a prefill after a step that commits so many tokens; see `StepCosts`."""
-    return prefill_s * -math.expm1(-arrivals * tokens)
 
 
 def best_width(
@@ -111,7 +100,7 @@ def best_width(
                     tokens[request][depth] += reach * weight / total
                     rows[request][depth] += weight / total
     plain_s = costs.gap_s + costs.rest_fixed_s + costs.rest_row_s * batch
-    best = BestWidth(1, [], float(batch), plain_s + prefill_after(*costs[5:], batch))
+    best = BestWidth(1, [], float(batch), plain_s)
     best_rate = 0.0
     for width in range(2, depths + 2):
         requests, promised, seconds = [], float(batch), plain_s + costs.draft_fixed_s
@@ -121,7 +110,6 @@ def best_width(
             if brought > price * cost_s:
                 requests.append(request)
                 promised, seconds = promised + brought, seconds + cost_s
-        seconds += prefill_after(*costs[5:], promised)
         if requests and promised / seconds > best_rate:
             best, best_rate = BestWidth(width, requests, promised, seconds), promised / seconds
     return best
