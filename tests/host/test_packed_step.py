@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plain_decoding import Asked
@@ -21,7 +22,7 @@ from test_planned_step import GREEDY, PLAIN, SEEDED, SEEDS, _hooked, ask
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
-from sglang_dflash.core.row_budget import Budget
+from sglang_dflash.core.row_budget import Budget, BudgetTuning, RowBudget
 from sglang_dflash.host import packed_step, widths
 from sglang_dflash.host.packed_step import LOOK_STEPS, PackedStep
 from sglang_dflash.ops import packed_rows
@@ -55,6 +56,7 @@ class PackedRig(Rig):
     def __init__(self, seed: int, asked: Sequence[Asked], **options: Any) -> None:
         super().__init__(seed, asked, page_size=16, candidates=2, **options)
         target, draft = self.worker._target, self.worker._draft
+        target.sliding_window_size = None
         draft._head.weigh_drafts()
         stages = target, draft, self.worker._lay_out, self.worker._plan_kv
         self.worker._planned = step = PackedStep(BLOCK, *stages)
@@ -139,7 +141,7 @@ def test_greedy_rows_commit_plain_decoding(seed):
         rig = PackedRig(seed, PLAIN)
         rig.run()
         assert rig.seen["deep"] and rig.seen["nobody drafted"], rig.seen
-        given = rig.worker._planned._given.tolist()
+        given = rig.worker._planned._promised_and_accepted.tolist()
         accepted = sum(int((lens - 1).sum()) for _, lens in rig.policy.ended)
         assert given[0] > 0 and abs(given[1] - accepted) <= LOOK_STEPS * BATCH * (BLOCK - 1), (given, accepted)
 
@@ -152,6 +154,27 @@ def test_rows_honour_parameters(seed):
     with configured(**(SEEDED if seed % 2 else {})):
         rig = PackedRig(seed, [ask(rng, seed % 2 == 1) for _ in range(BATCH)], overlap=rng.random() < 0.5)
         rig.run()
+
+
+@pytest.mark.parametrize("start", range(4))
+def test_a_draft_that_pays_again_is_asked_again(start):
+    """Fails where steps of whole blocks, as probes are with one request, tell the budget nothing of their drafts."""
+    with configured():
+        rig = PackedRig(start, PLAIN[:1])
+        budget = RowBudget(BLOCK, [BLOCK, 2 * BLOCK], BudgetTuning(undrafted_steps=4))
+        budget.see_gains(1, np.zeros(BLOCK - 1))
+        for option in budget._options(1):
+            budget.see_time(1, option, 1.0)
+            budget.see_time(1, option, 1.0 + option.drafts)
+        budget.see_time = lambda *_: None
+        budget._step = budget._probed = rig.worker._planned.counts.steps = start
+        rig.worker._planned._due = False
+        rig.worker._planned._budget = budget
+        drafted = []
+        while len(rig.running[0].emitted) + BLOCK < 48:
+            rig.step([0])
+            drafted.append(rig.policy.drafting.width > 1)
+        assert not any(drafted[:2]) and all(drafted[6:10]) and len(drafted) >= 10, drafted
 
 
 # Planted bugs.
@@ -180,7 +203,7 @@ PLANTED: dict[str, tuple[Any, str, Any, list[Asked]]] = {
     "a layout with fewer rows": (packed_rows, "pack_rows", _one_row_less, PLAIN),
     "context KV at the first slots": (VerifyPlan, "seen", _all_slots, PLAIN),
     "rows that were not verified are accepted": (VerifyPlan, "compared", _kept_ids, PLAIN),
-    "states in the order of the forward": (VerifyPlan, "path", property(lambda plan: None), PLAIN),
+    "states in the order of the forward": (VerifyPlan, "row_in_forward", property(lambda plan: None), PLAIN),
     "logits in the order of the forward": (
         *(VerifyPlan, "spread"),
         lambda original, plan, values: torch.cat((values, values))[: len(plan.ids)].clone(),
@@ -212,8 +235,9 @@ def test_planted_bugs_are_found(bug, monkeypatch):
 
 def config_of(**changed: Any) -> SimpleNamespace:
     fields = {"tp_size": 1, "enable_deterministic_inference": False, "enable_lora": False, "lora_paths": None}
-    fields |= {"device": "cuda", "disable_cuda_graph_padding": False}
-    fields |= {"attention_backend": "fa3", "decode_attention_backend": None}
+    fields |= {"device": "cuda", "disable_cuda_graph_padding": False, "disable_cuda_graph": False}
+    fields |= {"disable_decode_cuda_graph": False, "cuda_graph_backend_decode": None}
+    fields |= {"attention_backend": "fa3", "prefill_attention_backend": None, "decode_attention_backend": None}
     return SimpleNamespace(**(fields | changed))
 
 
@@ -228,6 +252,9 @@ TARGET = {"is_hybrid_swa": False, "attention_arch": AttentionArch.MHA, "is_multi
         ({"enable_deterministic_inference": True}, "without --enable-deterministic-inference"),
         ({"enable_lora": True}, "without --enable-lora"),
         ({"disable_cuda_graph_padding": True}, "without --disable-cuda-graph-padding"),
+        ({"disable_cuda_graph": True}, "needs CUDA graphs of decode steps"),
+        ({"disable_decode_cuda_graph": True}, "needs CUDA graphs of decode steps"),
+        ({"cuda_graph_backend_decode": "disabled"}, "needs CUDA graphs of decode steps"),
         ({"is_hybrid_swa": True}, "without sliding windows"),
         ({"attention_arch": AttentionArch.MLA}, "without latent attention"),
         ({"is_multimodal": True}, "reads text alone"),
@@ -254,22 +281,32 @@ def test_what_packed_rows_cannot_have_is_refused(monkeypatch, changed, words):
             packed_step.check(asked, target)
 
 
-@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
-@pytest.mark.parametrize("flag", ["attention_backend", "decode_attention_backend"])
+@pytest.mark.parametrize("backend", ["triton", "flashinfer", "trtllm_mha"])
+@pytest.mark.parametrize("flag", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
 def test_attention_without_packed_rows_is_refused(monkeypatch, flag, backend):
     """Fails where a backend would verify packed rows as whole blocks."""
     packed_step.check_backends(config_of(**{flag: backend}))
     monkeypatch.setenv(widths.WIDTH, "adaptive")
     packed_step.check_backends(config_of())
     packed_step.check_backends(config_of(device="cpu", **{flag: backend}))
-    with pytest.raises(ValueError, match=f"{backend}.*SGLANG_DFLASH_WIDTH=adaptive.*allowed: fa3, trtllm_mha"):
+    with pytest.raises(ValueError, match=f"{backend}.*SGLANG_DFLASH_WIDTH=adaptive.*allowed: fa3. "):
         packed_step.check_backends(config_of(**{flag: backend}))
 
 
 @pytest.mark.parametrize(("width", "packs"), [("adaptive", True), ("full", False), ("", False)])
 def test_the_host_captures_packed_rows(monkeypatch, width, packs):
+    """Fails where graphs are captured by requests although rows are packed, or by rows although they are not."""
+    monkeypatch.setattr(packed_step, "get_device", lambda: SimpleNamespace(device="cuda"))
     algorithm = SimpleNamespace(is_dflash=lambda: True)
     monkeypatch.setenv(widths.WIDTH, width)
     assert packed_step.captures_packed_rows(lambda algorithm: False, algorithm) is packs
+    monkeypatch.setattr(packed_step, "get_device", lambda: SimpleNamespace(device="cpu"))
+    assert not packed_step.captures_packed_rows(lambda algorithm: False, algorithm)
     other = SimpleNamespace(is_dflash=lambda: False)
     assert not packed_step.captures_packed_rows(lambda algorithm: False, other)
+
+
+def test_a_window_found_late_is_refused():
+    """Fails where a target whose windows are known only when it is loaded is served."""
+    with pytest.raises(SystemExit, match="sliding windows"):
+        PackedStep(BLOCK, SimpleNamespace(sliding_window_size=512), None, None, None)

@@ -80,7 +80,7 @@ class VerifyPlan:
         return None if self.packed is None else self.packed.places
 
     @property
-    def path(self) -> torch.Tensor | None:
+    def row_in_forward(self) -> torch.Tensor | None:
         """[B, W] int64: of each row of a chain, its row in the target's forward; None if they are the same."""
         if self.packed is None or self.packed.rows is None:
             return None
@@ -99,8 +99,8 @@ class VerifyPlan:
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """The rows' values, [T, ...], from those of the target's forward; unseen rows get another row's."""
-        path = self.path
-        return values if path is None else values[path.flatten()]
+        rows = self.row_in_forward
+        return values if rows is None else values[rows.flatten()]
 
     def forward_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids, positions and slots of the target's forward: `seen`, then zeros up to its size."""

@@ -98,7 +98,8 @@ class DraftHead:
         if count == 1 and self._group is None and logits.is_cuda:
             columns = self._kernels.row_argmax(logits)[:, None]
             weights = (logits - logits.gather(1, columns)).exp_()  # no float32 copy of the logits
-            return ops.Proposal(self._ids(columns), -weights.sum(1, keepdim=True, dtype=torch.float32).log())
+            log_probs = -weights.sum(1, keepdim=True, dtype=torch.float32).log()
+            return ops.Proposal(self._ids(columns), torch.where(log_probs.isnan(), float("-inf"), log_probs))
         if logits.shape[1] < count:  # the last rank's span may be that short
             logits = F.pad(logits, (0, count - logits.shape[1]), value=float("-inf"))
         columns, log_probs = self._kernels.top_log_probs(logits, count)

@@ -38,7 +38,7 @@ class ReturnedHiddenStates:
 
         Args:
             rows_of_last_tokens: for a prefill, the row of each request's last token; the host may want only these.
-            path: [B, L] int64; the accepted rows of trees, in whose order the host expects the states.
+            path: [B, L] int64; rows in whose order the host expects the states: of trees, the accepted ones.
         """
         states: torch.Tensor | None = output.last_hidden_states
         output.hidden_states = output.last_hidden_states = None

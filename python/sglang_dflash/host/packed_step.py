@@ -16,8 +16,10 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_device
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 from sglang.srt.speculative.spec_utils import spec_stage_span
+from sglang.srt.utils import is_sm100_supported
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan
@@ -32,14 +34,14 @@ from sglang_dflash.host.protocols import ModelRunner, ScheduleBatch
 from sglang_dflash.host.widths import WIDTH, tree_rows
 
 logger = logging.getLogger(__name__)
-BACKENDS = {"fa3", "trtllm_mha"}
-"""Attention backends whose graphs verify packed rows."""
+BACKENDS = {"fa3"} | ({"trtllm_mha"} if is_sm100_supported() else set())
+"""Attention backends whose graphs verify packed rows; the kernels of trtllm_mha do so on SM100 alone."""
 KEPT = 0.98
 """Share of what is known of the draft's chances that stays after a step: it forgets within some 50 steps."""
 PRIOR_ROWS = 8.0
-"""Rows of a depth that the guess counts for, that the draft's own probabilities are right."""
+"""The guess that the draft's own probabilities are right counts as much as so many rows of each depth."""
 LOOK_STEPS = 4
-"""Of steps of whole blocks, which need no chances, one in so many computes and learns them, and counts for all."""
+"""Steps of whole blocks need no chances. One in so many computes and learns them, and counts for those before it."""
 
 
 def check(cfg: Any, target: Any) -> None:
@@ -57,12 +59,14 @@ def _why_not(cfg: Any, target: Any) -> str | None:
         return "a server without --enable-deterministic-inference, because the two have never been run together"
     if cfg.enable_lora or cfg.lora_paths:
         return "a server without --enable-lora, because SGLang packs no rows with adapters"
+    if cfg.disable_cuda_graph or cfg.disable_decode_cuda_graph or cfg.cuda_graph_backend_decode == "disabled":
+        return "CUDA graphs of decode steps, because without them SGLang lays packed rows out on the host"
     if cfg.disable_cuda_graph_padding:
         return "a server without --disable-cuda-graph-padding, because graphs have fixed numbers of rows"
     if mambaish_config(target) is not None:
         return "a target without recurrent state, because the two have never been run together"
     if target.is_hybrid_swa:
-        return "a target without sliding windows, because the two have never been run together"
+        return WITHOUT_WINDOWS
     if target.attention_arch == AttentionArch.MLA:
         return "a target without latent attention (MLA), because the two have never been run together"
     if target.is_multimodal:
@@ -76,9 +80,13 @@ def _why_not(cfg: Any, target: Any) -> str | None:
     return None
 
 
+WITHOUT_WINDOWS = "a target without sliding windows, because the two have never been run together"
+
+
 def check_backends(cfg: Any) -> None:
     """Refuses attention that takes no packed rows. See `fixed_trees.check_backends`."""
-    backends = {cfg.attention_backend, cfg.decode_attention_backend} - {None}
+    each = cfg.prefill_attention_backend, cfg.decode_attention_backend  # the first also verifies
+    backends = {backend or cfg.attention_backend for backend in each} - {None}
     if widths.packs_rows(cfg.device) and not backends <= BACKENDS:
         raise ValueError(
             f"--attention-backend is {', '.join(sorted(backends))}, and {WIDTH}=adaptive needs one whose graphs verify "
@@ -106,18 +114,24 @@ class PackedStep:
         """To be constructed before graphs are captured. lay_out: as of a `PlannedStep`.
 
         plan_kv: gives the host's KV plan over a block's slots.
+
+        Raises:
+            SystemExit: the target has sliding windows, as its class says only when it is loaded.
         """
+        if (target_runner.sliding_window_size or 0) > 0:
+            raise SystemExit(f"DFLASH cannot start: {WIDTH}=adaptive needs {WITHOUT_WINDOWS}. Unset it.")
         self._block_size, self._target, self._draft = block_size, target_runner, draft
         self._lay_out, self._plan_kv = lay_out, plan_kv
         self._device = torch.device(target_runner.device)
         depths = block_size - 1
         self._totals = ops.ChanceTotals(*torch.zeros(2, depths, device=self._device))
-        self._given = torch.zeros(2, device=self._device)  # drafts promised and accepted, since the start
+        self._promised_and_accepted = torch.zeros(2, dtype=torch.float64, device=self._device)  # since the start
         self._budget: RowBudget | None = None  # made when the target's graphs are known
         self._readback: Readback[int] = Readback(self._device)
         self._clock: StepClock[_Step] = StepClock(self._device)
         self._log_probs: torch.Tensor | None = None  # of this step's drafts; None: they are not looked at
         self._packed: ops.PackedRows | None = None
+        self._due, self._unseen = True, 0  # look at the next chances; steps of whole blocks since the latest look
         self._steps_seen = 1  # steps for which this step's drafts are counted
         self._whole = lru_cache(maxsize=256)(self._pack_whole)
         self._anchors = lru_cache(maxsize=256)(self._pack_anchors)
@@ -126,11 +140,13 @@ class PackedStep:
         draft.weigh_drafts()
         logger.info("Steps verify the likeliest rows of all blocks, as many as pay. %s=full verifies all.", WIDTH)
 
+    def use_graphs(self) -> None:
+        """To be called when the target's graphs are captured."""
+        self._budget = RowBudget(self._block_size, self._target.decode_cuda_graph_runner.capture_num_tokens)
+
     def warm_up(self) -> None:
         """Compiles the host's kernels that lay packed rows out, for every number of requests."""
         runner, most = self._target.decode_cuda_graph_runner, self._target.max_running_requests
-        if runner is None:
-            return
         powers = [1 << place for place in range(most.bit_length() + 1)]
         for count in {one for power in powers for one in (power, max(1, power - 1))}:
             _layout(torch.ones(count, dtype=torch.int32, device=self._device), count)
@@ -158,6 +174,7 @@ class PackedStep:
             self._packed = self._pack(len(ids), budget, log_probs)
         else:
             self._log_probs, self._packed = None, self._anchors(len(ids), budget.size)
+            self._due = True  # a draft that has not run for a while is looked at
         rows = ids.flatten(), block.positions.flatten(), block.slots.flatten()
         return VerifyPlan(*rows, self._block_size, packed=self._packed), kv_plan
 
@@ -165,16 +182,17 @@ class PackedStep:
         """The rows of a step with a draft. What the host will read is sent: what was promised and accepted before, and
         the gain of rows."""
         whole = budget.rows == count * self._block_size
-        if whole and self.counts.steps % LOOK_STEPS:
+        self._unseen += whole
+        if whole and self._unseen < LOOK_STEPS and not self._due:
             self._log_probs = None
             return self._whole(count, budget.size)
         self._log_probs = log_probs.clone()  # the next draft overwrites them
-        self._steps_seen = LOOK_STEPS if whole else 1
+        self._steps_seen, self._unseen, self._due = max(1, self._unseen), 0, False
         reach = ops.chain_reach(self._log_probs, self._totals, PRIOR_ROWS)
         packed = self._whole(count, budget.size) if whole else ops.likeliest_rows(reach, budget.rows, budget.size)
-        self._readback.send(count, torch.cat((self._given, ops.row_gains(reach))))
+        self._readback.send(count, torch.cat((self._promised_and_accepted, ops.row_gains(reach))))
         depth = torch.arange(1, self._block_size, device=self._device)
-        self._given[0] += torch.where(depth < packed.lens[:, None], reach, 0.0).sum() * self._steps_seen
+        self._promised_and_accepted[0] += torch.where(depth < packed.lens[:, None], reach, 0.0).sum() * self._steps_seen
         return packed
 
     def _pack_whole(self, count: int, size: int) -> ops.PackedRows:
@@ -185,8 +203,7 @@ class PackedStep:
         return ops.pack_rows(ones, self._block_size, count, size)
 
     def _choose(self, batch: ScheduleBatch) -> Budget:
-        if self._budget is None:
-            self._budget = RowBudget(self._block_size, self._graph_sizes())
+        assert self._budget is not None
         for (count, budget), seconds in self._clock.readings():
             self._budget.see_time(count, budget, seconds)
             self.counts.seconds += seconds
@@ -201,14 +218,8 @@ class PackedStep:
         if budget.drafts:
             self.counts.blocks += count
             self.counts.rows += budget.rows - count
+            self.counts.depth += budget.rows - count  # of chains
         return budget
-
-    def _graph_sizes(self) -> list[int]:
-        runner = self._target.decode_cuda_graph_runner
-        if runner is not None:
-            sizes: list[int] = runner.capture_num_tokens
-            return sizes
-        return [self._block_size * count for count in range(1, self._target.max_running_requests + 1)]
 
     def end(self, accepted: Any) -> None:
         """Learns how right the draft's chances were. accepted: `ops.GreedyAcceptance`."""
@@ -216,7 +227,7 @@ class PackedStep:
             assert self._packed is not None
             lens, commit_lens = self._packed.lens, accepted.commit_lens
             ops.learn_chances(self._totals, self._log_probs, lens, commit_lens, KEPT)
-            self._given[1] += (commit_lens - 1).sum() * self._steps_seen
+            self._promised_and_accepted[1] += (commit_lens - 1).sum() * self._steps_seen
         if self.report is not None:
             self.report.step()
 
@@ -241,4 +252,4 @@ def _layout(lens: torch.Tensor, size: int) -> RaggedVerifyLayout:
 )
 def captures_packed_rows(original: Any, algorithm: Any) -> bool:
     """Whether the target's graphs are captured by their number of rows, which may be of requests of any lengths."""
-    return bool(original(algorithm)) or (algorithm.is_dflash() and widths.packs_rows())
+    return bool(original(algorithm)) or (algorithm.is_dflash() and widths.packs_rows(get_device().device))

@@ -46,7 +46,7 @@ def _rows(asked: str) -> int | None:
     return int(asked) if asked.isascii() and asked.isdigit() else None
 
 
-def packs_rows(device: str = "cuda") -> bool:
+def packs_rows(device: str) -> bool:
     """Whether steps on CUDA verify the likeliest rows of all blocks."""
     return device == "cuda" and os.environ.get(WIDTH) == "adaptive"
 

@@ -154,6 +154,8 @@ class DFlashWorker(BaseSpecWorker):
         self._draft.init_graphs()
         if self.device == "cpu":
             self._direct = DirectForward.of(self._target)
+        if isinstance(self._planned, PackedStep):
+            self._planned.use_graphs()
 
     def prewarm_sampling(self) -> SamplingPrewarmResult:
         """Compiles the step's kernels and measures sampling, while no request waits for it or can run out of memory."""
@@ -171,7 +173,8 @@ class DFlashWorker(BaseSpecWorker):
         result = measure_sampling(
             self._sampler, self._verified_rows, most, vocab_size, seeded, self.device, self._true_on_all_ranks
         )
-        if self._sharded_logits is not None:  # gathered outside of the graphs, the logits take memory of their own
+        packed = isinstance(self._planned, PackedStep)
+        if packed or self._sharded_logits is not None:  # spread or gathered, the logits take memory of their own
             gathered = most * self.block_size * vocab_size * torch.float32.itemsize
             result = replace(result, sampling_headroom_bytes=result.sampling_headroom_bytes + gathered)
         self._target.sampling_prewarm_result = result
@@ -272,7 +275,7 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(prefix_lens)
         # Where nothing was proposed, perhaps nothing will be drafted for a while.
         self._draft.write_context(*committed, may_wait=plan.verify_width == 1)
-        self._hidden_states.put(batch, out, path=plan.path if tree is None else tree.path)
+        self._hidden_states.put(batch, out, path=plan.row_in_forward if tree is None else tree.path)
         if self._planned is not None:
             self._planned.end(accepted)
         return GenerationBatchResult(

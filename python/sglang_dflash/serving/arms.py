@@ -167,7 +167,8 @@ def _sglang(name: str, models: Models, serving: Serving, backend: str, radix: bo
     arguments += ["--attention-backend", backend] if backend else []
     arguments += [] if radix else ["--disable-radix-cache"]
     arguments += ["--tool-call-parser", serving.tool_call_parser] if serving.tool_call_parser else []
-    # Set for every arm, so that the shell's setting cannot turn one arm into another.
+    # Set for every arm, so that the shell's setting cannot turn one arm into another. Only the rows of `dflash` are the
+    # shell's to choose.
     environment = {"SGLANG_DFLASH_WORKER": "builtin" if name == "builtin" else "plugin"}
     environment |= WHOLE_BLOCKS if name == "dflash-full" else {}
     return Arm(

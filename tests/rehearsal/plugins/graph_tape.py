@@ -29,7 +29,7 @@ def activate() -> None:
     from sglang_dflash.host import fixed_trees, packed_step, widths
     from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 
-    widths.packs_rows = lambda device="cpu": os.environ.get(widths.WIDTH) == "adaptive"
+    widths.packs_rows = lambda device: os.environ.get(widths.WIDTH) == "adaptive"
     packed_step.BACKENDS = {ATTENTION_BACKEND}
     fixed_trees.BACKENDS = {ATTENTION_BACKEND}  # our static attention takes a mask as triton's does
     setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
