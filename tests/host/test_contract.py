@@ -50,6 +50,12 @@ RELIED_ON = [
     "sglang.srt.managers.scheduler_components.batch_result_processor._get_speculative_output_stride",
     "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
     "sglang.srt.speculative.spec_utils.spec_prepare_for_decode",
+    # Packed rows: graphs by their number, requests of padding, and the lengths that a replay reads.
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._build_ragged_verify_token_buckets",
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._ragged_capture_slots",
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._stage_ragged_verify_layout",
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._can_run_ragged_verify_graph",
+    "sglang.srt.speculative.ragged_verify.build_ragged_target_verify_geometry",
     # KV: slots reserved for a decode, ids planned for a forward, and slot 0, which must stay finite.
     "sglang.srt.mem_cache.allocation_sizing.page_aligned_decode_alloc_lens",
     "sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode",

@@ -310,3 +310,11 @@ def test_a_window_found_late_is_refused():
     """Fails where a target whose windows are known only when it is loaded is served."""
     with pytest.raises(SystemExit, match="sliding windows"):
         PackedStep(BLOCK, SimpleNamespace(sliding_window_size=512), None, None, None)
+
+
+def test_a_server_without_graphs_is_refused():
+    """Fails where a start that captured no graphs, for whatever reason, would end at its first step."""
+    step = PackedStep.__new__(PackedStep)
+    step._target = SimpleNamespace(decode_cuda_graph_runner=None)
+    with pytest.raises(SystemExit, match="CUDA graphs"):
+        step.use_graphs()

@@ -181,7 +181,8 @@ class RowBudget:
             times = self._known(other, drafts)
             common = own.keys() & times.keys()
             if size in times and common:
-                return max(0.0, times[size] + sum(own[one] - times[one] for one in common) / len(common))
+                more_s = sum(own[one] - times[one] for one in common) / len(common)
+                return max(times[size] + more_s, times[size] / 2)
         if own or others:
             return self._between(own or self._known(others[0], drafts), size)
         drafted = {} if drafts else self._known(draft_size, True)

@@ -60,7 +60,7 @@ def _why_not(cfg: Any, target: Any) -> str | None:
     if cfg.enable_lora or cfg.lora_paths:
         return "a server without --enable-lora, because SGLang packs no rows with adapters"
     if cfg.disable_cuda_graph or cfg.disable_decode_cuda_graph or cfg.cuda_graph_backend_decode == "disabled":
-        return "CUDA graphs of decode steps, because without them SGLang lays packed rows out on the host"
+        return WITH_GRAPHS
     if cfg.disable_cuda_graph_padding:
         return "a server without --disable-cuda-graph-padding, because graphs have fixed numbers of rows"
     if mambaish_config(target) is not None:
@@ -80,6 +80,7 @@ def _why_not(cfg: Any, target: Any) -> str | None:
     return None
 
 
+WITH_GRAPHS = "CUDA graphs of decode steps, because without them SGLang lays packed rows out on the host"
 WITHOUT_WINDOWS = "a target without sliding windows, because the two have never been run together"
 
 
@@ -141,8 +142,15 @@ class PackedStep:
         logger.info("Steps verify the likeliest rows of all blocks, as many as pay. %s=full verifies all.", WIDTH)
 
     def use_graphs(self) -> None:
-        """To be called when the target's graphs are captured."""
-        self._budget = RowBudget(self._block_size, self._target.decode_cuda_graph_runner.capture_num_tokens)
+        """To be called when the target's graphs are captured.
+
+        Raises:
+            SystemExit: none are.
+        """
+        runner = self._target.decode_cuda_graph_runner
+        if runner is None:
+            raise SystemExit(f"DFLASH cannot start: {WIDTH}=adaptive needs {WITH_GRAPHS}. Unset it.")
+        self._budget = RowBudget(self._block_size, runner.capture_num_tokens)
 
     def warm_up(self) -> None:
         """Compiles the host's kernels that lay packed rows out, for every number of requests."""
@@ -151,7 +159,7 @@ class PackedStep:
         for count in {one for power in powers for one in (power, max(1, power - 1))}:
             _layout(torch.ones(count, dtype=torch.int32, device=self._device), count)
         for size in runner.capture_num_tokens:
-            slots = runner._ragged_capture_slots(size)
+            slots = min(size, runner.max_bs)
             for count in {1, 2, 16, slots}:
                 lens = torch.ones(min(count, slots), dtype=torch.int32, device=self._device)
                 _layout(lens, size).padded_to_bucket(padded_bs=slots)
