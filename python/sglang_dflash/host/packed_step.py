@@ -19,7 +19,7 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 from sglang.srt.speculative.spec_utils import spec_stage_span
-from sglang.srt.utils import is_sm100_supported
+from sglang.srt.utils.common import is_sm100_supported
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan
