@@ -4,12 +4,11 @@ blocks of 8 rows and grows the trees, the target's verifies N rows of each reque
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 from plugins import graph_tape
+from tape_checks import PENALTIES, REGEX, SHORT, ask, check_finding, check_logprobs, check_retraction
 from test_graph_tape import GRAPHS, QUICK_START, TAPES, first, replays
 from transformers import AutoTokenizer
 
@@ -19,10 +18,7 @@ from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Completion, Server
 
 pytestmark = pytest.mark.server
-PENALTIES = {"frequency_penalty": 0.7, "repetition_penalty": 1.2, "min_new_tokens": 12, "max_new_tokens": 40}
-REGEX = {"regex": "[0-9 +=]{5,30}\\.", "max_new_tokens": 40}
 ROWS = [12, 4]  # more than a block's 8, and fewer
-SHORT = 48
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +63,6 @@ def server(rows: int, bug: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield running
 
 
-def ask(server: Server, prompts: list[list[int]], count: int, **sampling: object) -> list[Completion]:
-    client = server.client(timeout_s=120.0)
-    client.flush_when_idle()
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda prompt: client.generate(prompt, **sampling), prompts[:count]))
-
-
 def test_requests_get_what_they_get_alone(
     server: Server, rows: int, prompts: list[list[int]], off: dict[str, list[Completion]]
 ) -> None:
@@ -95,12 +84,7 @@ def test_retraction_and_the_end_of_the_context(
     server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
 ) -> None:
     """Fails where slots behind a tree's path are used wrongly once they are given to another request."""
-    client = server.client(timeout_s=240.0)
-    client.flush_when_idle()
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda prompt: client.generate(prompt, **to_the_limit(prompt)), prompts))
-    assert_equal_tokens(answers, off["plain"], prompts)
-    assert sum(answer.meta["num_retractions"] for answer in answers) > 0, "nothing was retracted"
+    check_retraction(server, prompts, off)
 
 
 def test_grammars(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
@@ -110,9 +94,7 @@ def test_grammars(server: Server, prompts: list[list[int]], off: dict[str, list[
 
 def test_logprobs(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
     """Fails where logprobs do not follow the accepted path."""
-    answer, expected = ask_off(server.client(), prompts[1], max_new_tokens=SHORT), first(off["plain"][1], SHORT)
-    assert answer.ids == expected.ids
-    assert answer.gaps == pytest.approx(expected.gaps, abs=1e-3)
+    check_logprobs(server, prompts, off)
 
 
 def test_penalties_are_refused(server: Server, rows: int, prompts: list[list[int]]) -> None:
@@ -128,11 +110,4 @@ def test_a_planted_bug_is_found(
     """Fails where the first test passes although the bug is there."""
     if rows != max(ROWS):
         pytest.skip("smaller trees have too few siblings")
-    bug.write_text(name)
-    try:
-        answers = ask(server, prompts, 8, max_new_tokens=SHORT)
-        assert [answer.ids for answer in answers] != [first(one, SHORT).ids for one in off["plain"][:8]]
-    except httpx.HTTPError:
-        pytest.fail("the server ended")
-    finally:
-        bug.write_text("")
+    check_finding(name, bug, server, prompts, off)

@@ -6,17 +6,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 from plugins import graph_tape
-from test_fixed_trees_in_graphs import PENALTIES, REGEX, SHORT, ask, bug, off, prompts
+from tape_checks import PENALTIES, REGEX, SHORT, ask, check_finding, check_logprobs, check_retraction
+from test_fixed_trees_in_graphs import bug, off, prompts
 from test_graph_tape import GRAPHS, QUICK_START, TAPES, first
 
-from e2e.arms import ADMIT_ALL, PLAIN, SPECULATE, TINY_POOL, to_the_limit
-from equality import ask_off, assert_equal_tokens, tau
+from e2e.arms import ADMIT_ALL, PLAIN, SPECULATE, TINY_POOL
+from equality import assert_equal_tokens, tau
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_OVERLAPPING, Completion, Server
 
@@ -65,12 +64,7 @@ def test_retraction_and_the_end_of_the_context(
     server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
 ) -> None:
     """Fails where slots behind a request's rows are used wrongly once they are given to another request."""
-    client = server.client(timeout_s=240.0)
-    client.flush_when_idle()
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda prompt: client.generate(prompt, **to_the_limit(prompt)), prompts))
-    assert_equal_tokens(answers, off["plain"], prompts)
-    assert sum(answer.meta["num_retractions"] for answer in answers) > 0, "nothing was retracted"
+    check_retraction(server, prompts, off)
 
 
 def test_grammars(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
@@ -85,9 +79,7 @@ def test_penalties(server: Server, prompts: list[list[int]], off: dict[str, list
 
 def test_logprobs(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
     """Fails where logprobs are those of other rows."""
-    answer, expected = ask_off(server.client(), prompts[1], max_new_tokens=SHORT), first(off["plain"][1], SHORT)
-    assert answer.ids == expected.ids
-    assert answer.gaps == pytest.approx(expected.gaps, abs=1e-3)
+    check_logprobs(server, prompts, off)
 
 
 @pytest.mark.parametrize("name", [graph_tape.OTHER_LENS, graph_tape.UNMASKED_DRAFTS])
@@ -95,11 +87,4 @@ def test_a_planted_bug_is_found(
     name: str, bug: Path, server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
 ) -> None:
     """Fails where the first test passes although the bug is there."""
-    bug.write_text(name)
-    try:
-        answers = ask(server, prompts, 8, max_new_tokens=SHORT)
-        assert [answer.ids for answer in answers] != [first(one, SHORT).ids for one in off["plain"][:8]]
-    except httpx.HTTPError:
-        pytest.fail("the server ended")
-    finally:
-        bug.write_text("")
+    check_finding(name, bug, server, prompts, off)

@@ -119,8 +119,12 @@ class RowBudget:
         return [one for one in options if batch < most or one.size - one.rows < self._block_size]
 
     def _budget(self, rows: int, drafts: bool) -> Budget:
+        return Budget(rows, self._size_for(rows), drafts)
+
+    def _size_for(self, rows: int) -> int:
+        """Of the smallest graph with room for so many rows; the rows themselves if none has."""
         place = bisect_left(self._sizes, rows)
-        return Budget(rows, self._sizes[place] if place < len(self._sizes) else rows, drafts)
+        return self._sizes[place] if place < len(self._sizes) else rows
 
     def tokens(self, batch: int, budget: Budget) -> float:
         """Expected tokens of a step."""
@@ -155,11 +159,7 @@ class RowBudget:
         known.step = self._step
 
     def _key(self, batch: int, budget: Budget) -> tuple[int, int, bool]:
-        return self._draft_size(batch), budget.size, budget.drafts
-
-    def _draft_size(self, batch: int) -> int:
-        place = bisect_left(self._sizes, batch * self._block_size)
-        return self._sizes[place] if place < len(self._sizes) else batch * self._block_size
+        return self._size_for(batch * self._block_size), budget.size, budget.drafts
 
     def _measured(self, batch: int, budget: Budget) -> int:
         known = self._times.get(self._key(batch, budget))

@@ -203,8 +203,7 @@ class DraftRunner:
         Returns:
             [B, D-1] int64: the drafts for positions 1..D-1.
         """
-        kv_lens = known_kv_lens(batch, block.drafted_width)
-        out = self._forward(block, kv_plan, *kv_lens, batch.can_run_decode_cuda_graph)
+        out = self._run(block, batch, kv_plan)
         if out.can_run_graph:
             return self._head.captured_ids[: len(block.ids)]
         return self._head.draft_ids(out.logits_output.hidden_states, block.ids)
@@ -227,8 +226,7 @@ class DraftRunner:
 
     def propose_weighed(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """`propose`, and each draft's log-probability: [B, D-1] float32. The next call may overwrite both."""
-        kv_lens = known_kv_lens(batch, block.drafted_width)
-        out = self._forward(block, kv_plan, *kv_lens, batch.can_run_decode_cuda_graph)
+        out = self._run(block, batch, kv_plan)
         if out.can_run_graph:
             assert self._head.captured_log_probs is not None
             return self._head.captured_ids[: len(block.ids)], self._head.captured_log_probs[: len(block.ids)]
@@ -242,13 +240,17 @@ class DraftRunner:
 
     def propose_trees(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> ops.DraftedTrees:
         """`propose`, but trees of as many rows as `draft_trees` was told. The next call may overwrite them."""
-        kv_lens = known_kv_lens(batch, block.drafted_width)
-        out = self._forward(block, kv_plan, *kv_lens, batch.can_run_decode_cuda_graph)
+        out = self._run(block, batch, kv_plan)
         if out.can_run_graph:
             assert self._head.captured_trees is not None
             return ops.DraftedTrees(*(captured[: len(block.ids)] for captured in self._head.captured_trees))
         with torch.inference_mode():
             return self._head.trees(out.logits_output.hidden_states, block.ids)
+
+    def _run(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> Any:
+        """The forward over the block of every request of the batch, in its graph where there is one."""
+        kv_lens = known_kv_lens(batch, block.drafted_width)
+        return self._forward(block, kv_plan, *kv_lens, batch.can_run_decode_cuda_graph)
 
     def _forward(self, block: Block, kv_plan: Any, *options: Any) -> Any:
         self.write_deferred_context()

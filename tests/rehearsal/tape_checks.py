@@ -1,0 +1,54 @@
+"""What every way to verify must keep when SGLang's graph runner runs it over tapes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from test_graph_tape import first
+
+from e2e.arms import to_the_limit
+from equality import ask_off, assert_equal_tokens
+from sglang_dflash.serving import Completion, Server
+
+PENALTIES = {"frequency_penalty": 0.7, "repetition_penalty": 1.2, "min_new_tokens": 12, "max_new_tokens": 40}
+REGEX = {"regex": "[0-9 +=]{5,30}\\.", "max_new_tokens": 40}
+SHORT = 48
+Answers = dict[str, list[Completion]]  # of speculation off: plain, under a grammar, with penalties
+
+
+def ask(server: Server, prompts: list[list[int]], count: int, **sampling: object) -> list[Completion]:
+    client = server.client(timeout_s=120.0)
+    client.flush_when_idle()
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda prompt: client.generate(prompt, **sampling), prompts[:count]))
+
+
+def check_retraction(server: Server, prompts: list[list[int]], off: Answers) -> None:
+    """All answers go on to the end of the context; the pool is too small for them."""
+    client = server.client(timeout_s=240.0)
+    client.flush_when_idle()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda prompt: client.generate(prompt, **to_the_limit(prompt)), prompts))
+    assert_equal_tokens(answers, off["plain"], prompts)
+    assert sum(answer.meta["num_retractions"] for answer in answers) > 0, "nothing was retracted"
+
+
+def check_logprobs(server: Server, prompts: list[list[int]], off: Answers) -> None:
+    answer, expected = ask_off(server.client(), prompts[1], max_new_tokens=SHORT), first(off["plain"][1], SHORT)
+    assert answer.ids == expected.ids
+    assert answer.gaps == pytest.approx(expected.gaps, abs=1e-3)
+
+
+def check_finding(name: str, bug: Path, server: Server, prompts: list[list[int]], off: Answers) -> None:
+    """With the planted bug, answers are not those of speculation off. bug: the file that names it to the server."""
+    bug.write_text(name)
+    try:
+        answers = ask(server, prompts, 8, max_new_tokens=SHORT)
+        assert [answer.ids for answer in answers] != [first(one, SHORT).ids for one in off["plain"][:8]]
+    except httpx.HTTPError:
+        pytest.fail("the server ended")
+    finally:
+        bug.write_text("")
