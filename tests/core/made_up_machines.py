@@ -15,7 +15,6 @@ from sglang_dflash.ops import PlannedRows
 from sglang_dflash.ops.planning import ROW_GROUP
 
 K = 8
-GAP_S = 1e-3  # from one step to the next
 ANSWER = 64  # tokens of a request that ends
 START = 20  # steps that a server may take to learn; the rates below leave them out
 
@@ -25,6 +24,7 @@ class Machine:
     """What a step takes: fixed times, and for each row; the first `free` rows of the target cost nothing.
 
     Fields:
+        gap_s: from one step to the next, within and between turns.
         prefill_s: of a prefill, whatever it computes. The rows of prompts take no time.
         row_share: share of `row_s` that a row adds to its group of `ROW_GROUP` rows; the group's first row adds the
             rest of the whole group. 1: all rows add the same.
@@ -38,6 +38,7 @@ class Machine:
     free: int = 0
     noise: float = 0.0
     row_share: float = 1.0
+    gap_s: float = 1e-3
     prefill_s: float = 0.0
 
     def draft_seconds(self, rows: int) -> float:
@@ -82,7 +83,7 @@ class World:
         self.served = 0
         self.before_draft_s = 0.0  # of other work between the decision and the draft
         self.turn_s = 0.0  # see `TurnGaps`; the rates of a `Step` know no turns
-        self.within_s = self.between_s = GAP_S  # from one step to the next, within and between turns
+        self.within_s = self.between_s = machine.gap_s
         self.goes_on = False  # whether the next step is of the turn of the one before
         self._turn_begun_s, self._taken = self.now, 0
         self.spoil: Callable[[np.ndarray], np.ndarray] = lambda log_probs: log_probs  # before the planner sees them
@@ -136,10 +137,12 @@ class World:
             planned,
             commit_lens.tolist(),
             expected,
-            draft_s + rest_s + GAP_S,
+            draft_s + rest_s + machine.gap_s,
             [batch + float(reaches[: rows - 1].sum()) for rows in range(1, width + 1)],
             [
-                machine.draft_seconds(batch * rows if rows > 1 else 0) + machine.rest_seconds(batch * rows) + GAP_S
+                machine.draft_seconds(batch * rows if rows > 1 else 0)
+                + machine.rest_seconds(batch * rows)
+                + machine.gap_s
                 for rows in range(1, width + 1)
             ],
         )

@@ -107,13 +107,15 @@ class RecordedWorld(World):
         return np.stack([text.chances[at] for text, at in blocks]), np.stack([text.taken[at] for text, at in blocks])
 
 
-def shares(machine: Machine, warm: list[Text], texts: list[Text], at_once: int, seeds: int = 2) -> dict[int, float]:
-    """Width -> the plan's rate over that of W rows for every request. The planner has served `warm` before."""
-    planned = []
+def shares(
+    machine: Machine, before: tuple[list[Text], int], texts: list[Text], at_once: int, seeds: int = 4
+) -> dict[int, float]:
+    """Width -> the plan's rate over that of W rows for every request. before: what the planner has served before, and
+    how many of it at once."""
+    rate = 0.0
     for seed in range(seeds):
         world = RecordedWorld(machine, seed)
         planner = Planner(world.block_size, clock=lambda world=world: world.now)
-        world.rate(planner, warm, 8)
-        planned.append(world.rate(planner, texts, at_once))
-    rate = sum(planned) / seeds
+        world.rate(planner, *before)
+        rate += world.rate(planner, texts, at_once) / seeds
     return {width: rate / RecordedWorld(machine).rate(Fixed(width), texts, at_once) for width in range(1, K + 1)}

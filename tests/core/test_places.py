@@ -15,9 +15,9 @@ def test_the_name_that_was_used_longest_ago_gives_way():
     assert list(places.newest_first()) == [1, 0, 2]
 
 
-def test_ages():
-    """Fails where a name that was used again counts as old."""
+def test_when_a_name_was_last_used():
+    """Fails where a name that was used again counts as old, or one that gave way as used."""
     places = Places(3)
     for name in "abcda":
         places.use(name)
-    assert places.ages() == {"c": 0, "d": 1, "a": 2}
+    assert [places.last_used(name) for name in "abcd"] == [4, -1, 2, 3]

@@ -48,9 +48,9 @@ class DraftMemory:
     def least_known(self, names: Sequence[str], drafted: Sequence[int]) -> list[int]:
         """Indices of all requests but `drafted`: those that were never drafted, the last in the batch first, then the
         others, those whose latest draft is the oldest first."""
-        ages = self._places.ages()
+        last_used = self._places.last_used
         others = set(range(len(names))).difference(drafted)
-        return sorted(others, key=lambda i: (ages.get(names[i], -1), -i))
+        return sorted(others, key=lambda i: (last_used(names[i]), -i))
 
     def best_width(self, names: Sequence[str], costs: ops.StepCosts, price: float) -> ops.BestWidth:
         """See `draft_offers.best_width`."""

@@ -11,6 +11,8 @@ class Places:
     def __init__(self, count: int) -> None:
         self._count = count
         self._rows: dict[str, int] = {}  # the newest stand last
+        self._uses = 0
+        self._used = [0] * count  # of each row: how many uses there were before its latest
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -30,12 +32,15 @@ class Places:
             full = len(self._rows) == self._count
             row = self._rows.pop(next(iter(self._rows))) if full else len(self._rows)
         self._rows[name] = row
+        self._used[row] = self._uses
+        self._uses += 1
         return row, new
 
     def newest_first(self) -> Iterator[int]:
         """The rows in use."""
         return reversed(self._rows.values())
 
-    def ages(self) -> dict[str, int]:
-        """The place of each name in the order of their latest use, oldest first."""
-        return {name: place for place, name in enumerate(self._rows)}
+    def last_used(self, name: str) -> int:
+        """How many uses of any name there were before the name's latest; -1: it has no row."""
+        row = self._rows.get(name)
+        return -1 if row is None else self._used[row]

@@ -46,8 +46,6 @@ class PlanTuning:
         decision_steps: steps after which it is decided anew who is drafted, if the requests stay the same. Each
             decision learns from the drafted steps before it.
         settled_steps: steps after a decision in which it takes in requests that come or leave; then it is made anew.
-        least_gain: share. Tokens per second that a plan must promise beyond plain steps: the best of several uncertain
-            promises is mostly too high, and a plan that is taken now and then costs more than one taken every time.
         warm_up_steps: first steps, which take every row, the planned rows, and one row for each request, in turn.
         gap_weight: share. Weight of the latest gap between two steps in its mean; see `TurnGaps`.
         probe_time_share: share of the time that probes may cost beyond the worth of what they bring. A probe drafts
@@ -57,12 +55,11 @@ class PlanTuning:
     """
 
     decision_steps: int = 16
-    settled_steps: int = 4
-    least_gain: float = 0.04
+    settled_steps: int = 6
     warm_up_steps: int = 12
     gap_weight: float = 0.1
-    probe_time_share: float = 0.01
-    probe_interval_steps: int = 16
+    probe_time_share: float = 0.0125
+    probe_interval_steps: int = 4
     probe_weight: float = 0.25
 
 
@@ -291,7 +288,7 @@ class Planner:
             tokens, seconds = first.tokens, first.seconds
         price = max(price, tokens / seconds if seconds else 0.0)
         best = self._best(costs, price)
-        if best.tokens / best.seconds > (1 + self._tuning.least_gain) * batch / plain_s:
+        if best.tokens / best.seconds > batch / plain_s:
             self._expect(best.tokens, best.seconds)
             self._decided = Drafting(best.width, best.requests)
             if self.copying is not None:
@@ -368,5 +365,5 @@ class Planner:
         lost_s = added_s + others * each_s
         if lost_s > self._probe_budget_s:  # whom it would draft does not matter yet
             return self._whole_blocks(), lost_s
-        probed = self._memory.least_known(self._requests, decided)[:others]
+        probed = self._memory.least_known(self._requests, decided)[:others] if others else []
         return Drafting(block, sorted((*decided, *probed))), lost_s

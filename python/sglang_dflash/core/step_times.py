@@ -37,6 +37,7 @@ class StepTimes:
         self._tuning = tuning or TimeTuning()
         self._warm = False
         self._new: list[tuple[int, float]] = []
+        self._latest = (1.0, self._tuning.prior_row_share)
         self._forget()
 
     def _forget(self) -> None:
@@ -54,17 +55,21 @@ class StepTimes:
 
     def line(self) -> tuple[float, float]:
         """Expected seconds as fixed part and part per row, both at least 0; the guess alone before the first step."""
-        for step in self._new:
-            self._take_in(*step)
-        self._new.clear()
-        return self._line()
+        if self._new:
+            line = self._latest if self._weight > 0 else None
+            for rows, seconds in self._new:
+                line = self._take_in(rows, seconds, line)
+            self._new.clear()
+            self._latest = self._line()
+        return self._latest
 
-    def _take_in(self, rows: int, seconds: float) -> None:
-        if self._weight > 0:
-            fixed_s, row_s = self._line()
-            expected = fixed_s + row_s * rows
+    def _take_in(self, rows: int, seconds: float, line: tuple[float, float] | None) -> tuple[float, float]:
+        """line: what a step is expected to take; None: nothing is known. Returns the same for the next step."""
+        if line is not None:
+            expected = line[0] + line[1] * rows
             if seconds < expected / self._tuning.outlier_ratio:
                 self._forget()
+                line = None
             seconds = min(seconds, self._tuning.outlier_ratio * expected)
         kept = 1 - 1 / self._tuning.decay_steps
         self._weight = self._weight * kept + 1
@@ -72,10 +77,9 @@ class StepTimes:
         self._seconds = self._seconds * kept + seconds
         self._rows_rows = self._rows_rows * kept + rows * rows
         self._rows_seconds = self._rows_seconds * kept + rows * seconds
+        return line or self._line()
 
     def _line(self) -> tuple[float, float]:
-        if self._weight == 0:
-            return 1.0, self._tuning.prior_row_share
         mean_rows, mean_seconds = self._rows / self._weight, self._seconds / self._weight
         variation = self._rows_rows - self._rows * mean_rows
         covariation = self._rows_seconds - self._rows * mean_seconds
