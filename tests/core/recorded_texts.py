@@ -24,6 +24,7 @@ from sglang_dflash.serving.traffic import prompt_of
 from sglang_dflash.workloads.datasets import load
 
 CANDIDATES = 8
+PROMPT = 50  # rows of a prompt
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class RecordedWorld(World):
                 self._at.append(0)
                 tokens += len(text)
             if arrived:
-                policy.interrupt()
+                policy.interrupt(PROMPT * len(arrived))
                 self.now += self.machine.prefill_s
             if not running:
                 return tokens / (self.now - begun)

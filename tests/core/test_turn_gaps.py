@@ -1,4 +1,4 @@
-"""What lies between two steps, shared by the steps of a turn."""
+"""What lies between two steps, shared by the steps of a turn, or by the requests of a prefill."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sglang_dflash.core.policy import Fixed, Policy
 from sglang_dflash.core.turn_gaps import TurnGaps
 
 BETWEEN_S, WITHIN_S, TURN_S = 2e-3, 3e-4, 16e-3
+PREFILL_S, ROW_S, ANSWER = 4e-3, 1e-4, 48
 
 
 def take_turns(gaps: TurnGaps, step_s: float, steps: int, seed: int = 0) -> float:
@@ -37,18 +38,18 @@ def test_the_gap_of_steps_that_share_turns(step_ms):
     for other_s in (20e-3, 3e-3):
         take_turns(gaps, other_s, 200)
     actual_s = take_turns(TurnGaps(0.1), step_ms / 1000, 5000)
-    assert gaps.after(step_ms / 1000) == pytest.approx(actual_s, abs=0.12 * BETWEEN_S)
+    assert gaps.after(step_ms / 1000, 8.0) == pytest.approx(actual_s, abs=0.12 * BETWEEN_S)
 
 
 def test_a_turn_of_one_step_has_the_whole_gap():
     """Fails where steps share a turn although the scheduler takes them one by one, or the mean does not follow."""
     gaps = TurnGaps(0.1)
-    assert gaps.after(1e-3) == 0.0
+    assert gaps.after(1e-3, 8.0) == 0.0
     gaps.observe(1e-3, goes_on=False)
-    assert gaps.after(1e-3) == gaps.after(1.0) == pytest.approx(1e-3)
+    assert gaps.after(1e-3, 8.0) == gaps.after(1.0, 8.0) == pytest.approx(1e-3)
     for _ in range(100):
         gaps.observe(2e-3, goes_on=False)
-    assert gaps.after(1e-3) == pytest.approx(2e-3, rel=0.01)
+    assert gaps.after(1e-3, 8.0) == pytest.approx(2e-3, rel=0.01)
 
 
 def test_a_disturbed_gap_counts_little():
@@ -56,11 +57,95 @@ def test_a_disturbed_gap_counts_little():
     gaps = TurnGaps(0.1)
     gaps.observe(2e-3, goes_on=False)
     gaps.observe(1.0, goes_on=False)
-    assert gaps.after(1e-3) == pytest.approx(2.4e-3)
+    assert gaps.after(1e-3, 8.0) == pytest.approx(2.4e-3)
     gaps = TurnGaps(0.1)
     gaps.observe(1.0, goes_on=False)
     gaps.observe(2e-3, goes_on=False)
-    assert gaps.after(1e-3) == pytest.approx(2e-3)
+    assert gaps.after(1e-3, 8.0) == pytest.approx(2e-3)
+
+
+def serve(gaps: TurnGaps, step_s: float, tokens: float, steps: int, seed: int = 0) -> float:
+    """Takes steps of 8 requests that commit `tokens` in all. A request that ends ends the turn, and after the next step
+    another one is prefilled. Returns the mean gap without the time of the prompts' rows."""
+    chance, world, total_s, ended = random.Random(seed), World(Machine()), 0.0, 0
+    world.within_s, world.between_s = WITHIN_S, BETWEEN_S
+    for _ in range(steps):
+        world.now += step_s * chance.uniform(0.8, 1.2)
+        came, ended = ended, sum(chance.random() < tokens / 8 / ANSWER for _ in range(8))
+        gaps.step(tokens, ended)
+        world.turn_s = 0.0 if ended or came else TURN_S
+        before_s = world.now
+        world.leave()
+        if came:
+            rows = sum(chance.randint(20, 80) for _ in range(came))
+            gaps.observe_prefill(rows, (PREFILL_S + ROW_S * rows) * chance.uniform(0.9, 1.1))
+            total_s += PREFILL_S
+        else:
+            gaps.observe(world.now - before_s, world.goes_on)
+            total_s += world.now - before_s
+    return total_s / steps
+
+
+@pytest.mark.parametrize(("step_ms", "tokens"), [(1.5, 8.0), (3.0, 16.0), (4.4, 24.0), (6.5, 40.0), (10.0, 52.0)])
+def test_the_gap_of_steps_that_requests_end_with(step_ms, tokens):
+    """Fails where a plan takes the prefills and the ended turns of short steps for as rare as those of long ones, or
+    the time of the prompts' rows for a part of them, though all steps so far were of another kind."""
+    gaps = TurnGaps(0.1)
+    gaps.turn_s = TURN_S
+    serve(gaps, 2e-3, 12.0, 600)
+    actual_s = serve(TurnGaps(0.1), step_ms / 1000, tokens, 5000)
+    assert gaps.after(step_ms / 1000, tokens) == pytest.approx(actual_s, rel=0.2)
+
+
+def test_nothing_is_charged_before_a_prefill():
+    """Fails where a server that has seen no request come plans for prefills."""
+    gaps = TurnGaps(0.1)
+    gaps.observe(1e-3, goes_on=False)
+    gaps.step(0.0, 1)
+    gaps.step(8.0, 1)
+    assert gaps.after(2e-3, 100.0) == pytest.approx(1e-3)
+
+
+def test_long_prompts_make_prefills_long_not_dear():
+    """Fails where a server of long prompts takes the time of their rows for what a prefill costs beside them."""
+    gaps, chance = TurnGaps(0.1), random.Random(0)
+    for _ in range(100):
+        rows = chance.randint(6000, 10000)
+        gaps.step(8.0, 1)
+        gaps.observe_prefill(rows, PREFILL_S + ROW_S * rows)
+    assert gaps.after(2e-3, 1000.0) < 0.05 * ROW_S * 8000
+
+
+def test_a_burst_is_forgotten():
+    """Fails where a server that was busy once charges its steps for requests that no longer end."""
+    gaps = TurnGaps(0.1)
+    serve(gaps, 2e-3, 16.0, 200)
+    assert gaps.after(2e-3, 48.0) > 0.5 * PREFILL_S
+    for _ in range(1600):
+        gaps.step(16.0, 0)
+    gaps.turn_s = 0.0
+    assert gaps.after(2e-3, 48.0) < 1.05 * BETWEEN_S
+
+
+def test_which_gaps_are_of_prefills():
+    """Fails where chunks of a prompt do not count together, or where the time in which a server was idle or only
+    computed a part of a prompt counts as a prefill's."""
+    world, seen, ends = World(Machine()), list[tuple[int, float]](), list[int]()
+    planner = world.planner()
+    planner._gaps.observe_prefill = lambda *observed: seen.append(observed)  # type: ignore[method-assign]
+    planner._gaps.step = lambda tokens, ended: ends.append(ended)  # type: ignore[method-assign]
+    for _ in range(9):
+        world.step(planner, dict.fromkeys("ab", 0.5))
+    for rows in (30, 20):
+        planner.interrupt(rows)
+        world.now += 0.25
+    world.step(planner, dict.fromkeys("abc", 0.5))
+    assert [rows for rows, _ in seen] == [50] and 0.5 < seen[0][1] < 0.51
+    for rows, names in ((40, "de"), (0, "de"), (512, "de"), (9, "d")):
+        planner.interrupt(rows)
+        world.now += 1.0
+        world.step(planner, dict.fromkeys(names, 0.5))
+    assert len(seen) == 1 and ends == [0] * 9 + [3, 0, 0, 1]
 
 
 def measured_rate(policy_of: Callable[[World], Policy], seed: int) -> float:

@@ -36,7 +36,7 @@ class Playing:
         self._copy = copy
         self._rng, self._candidates, self._right_ranks = rng, candidates, right_ranks
         self.ended: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.interrupts = 0
+        self.interrupts = list[int]()  # rows of the prompts
         self.begun: list[tuple[float, bool]] = []  # turn_s and goes_on of each step
         self.counts = PlanCounts()
 
@@ -96,5 +96,5 @@ class Playing:
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
         self.ended.append((path, commit_lens))
 
-    def interrupt(self) -> None:
-        self.interrupts += 1
+    def interrupt(self, rows: int = 0) -> None:
+        self.interrupts.append(rows)

@@ -224,16 +224,18 @@ def test_a_copy_has_room(slots, max_new_tokens, answer, newest, room):
 
 
 def test_other_steps_interrupt_the_policy():
-    """Fails where the gap between two decode steps counts as a step's time although the server has prefilled, or where
-    a plan makes the results of a prefill or an idle step differ from those of whole blocks."""
+    """Fails where the policy does not learn that the server has prefilled, and how many rows of prompts, or where a
+    plan makes the results of a prefill or an idle step differ from those of whole blocks."""
     with configured():
         rig = Rig(0, PLAIN)
         idle = SimpleNamespace(forward_mode=ForwardMode.IDLE)
         assert rig.worker.forward_batch_generation(idle).speculative_num_draft_tokens == BLOCK
-        assert rig.policy.interrupts == 1
+        assert rig.policy.interrupts == [0]
         rig.worker._target_worker.forward_batch_generation = rig.prefill
-        rig.worker.forward_batch_generation(prefill_batch())
-        assert rig.policy.interrupts == 2 and not rig.policy.ended
+        batch = prefill_batch()
+        rig.worker.forward_batch_generation(batch)
+        assert rig.policy.interrupts == [0, sum(batch.extend_lens)] and rig.policy.interrupts[1] > 0
+        assert not rig.policy.ended
 
 
 # Planted bugs.

@@ -111,14 +111,17 @@ class Planner:
         self._probe_price_s = 0.0  # no probe is looked for before the budget has grown so far
         self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
+        self._interrupted = False  # since the latest step
+        self._prefilled = 0  # rows of prompts that were computed since then
         self._rows: ops.PlannedRows | None = None
 
     def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
         self._begun_s = self._clock()
         self._gaps.turn_s = turn_s
+        before, self._requests = self._requests, list(requests)
         if self._ended_s is not None:
-            self._gaps.observe(self._begun_s - self._ended_s, goes_on)
-        self._requests = list(requests)
+            self._observe_gap(before, goes_on)
+        self._interrupted, self._prefilled = False, 0
         tuning, since = self._tuning, self._steps - self._decided_at
         settled = since <= tuning.settled_steps
         adapted = self._decided.width > 1 and self._held_for is not self._decided_for
@@ -145,6 +148,18 @@ class Planner:
         self._draft_begun_s = self._clock()
         self.counts.planning_s += self._draft_begun_s - self._begun_s
         return self._drafting
+
+    def _observe_gap(self, before: list[str], goes_on: bool) -> None:
+        """before: the requests of the step before."""
+        assert self._ended_s is not None
+        gap_s, stayed = self._begun_s - self._ended_s, len(before)
+        if self._requests != before:
+            stayed = len(set(before).intersection(self._requests))
+        self._gaps.step(self._expected[0], len(before) - stayed)
+        if not self._interrupted:
+            self._gaps.observe(gap_s, goes_on)
+        elif self._prefilled and 0 < stayed < len(self._requests):  # else the server may have been idle
+            self._gaps.observe_prefill(self._prefilled, gap_s)
 
     def _copy(self) -> Drafting:
         """What was decided, except that requests get copies where these promise more."""
@@ -258,8 +273,9 @@ class Planner:
         self.counts.seconds += now_s - self._begun_s
         self.counts.planning_s += now_s - self._ended_s
 
-    def interrupt(self) -> None:
-        self._ended_s = None
+    def interrupt(self, rows: int = 0) -> None:
+        self._interrupted = True
+        self._prefilled += rows
 
     def settle(self) -> None:
         begun_s = self._clock()
@@ -302,15 +318,16 @@ class Planner:
             self._expect(batch, plain_s)
 
     def _costs(self) -> ops.StepCosts:
-        """With the gap after the shortest drafted step."""
+        """With the gap after the shortest drafted step, if it commits what was expected before."""
         (draft_s, draft_row_s), (rest_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
-        gap_s = self._gaps.after(draft_s + rest_s + rest_row_s * len(self._requests))
+        batch = len(self._requests)
+        gap_s = self._gaps.after(draft_s + rest_s + rest_row_s * batch, max(batch, self._expected[0]))
         return ops.StepCosts(gap_s, draft_s, draft_row_s, rest_s, rest_row_s)
 
     def _best(self, costs: ops.StepCosts, price: float) -> ops.BestWidth:
         """The best width, with the gap after a step of its own length."""
         best = self._memory.best_width(self._requests, costs, price)
-        return best._replace(seconds=self._with_gap(best.seconds - costs.gap_s))
+        return best._replace(seconds=self._with_gap(best.seconds - costs.gap_s, best.tokens))
 
     def _expect(self, tokens: float, seconds: float) -> None:
         self._expected, self._least, self._probe_price_s = (float(tokens), seconds), None, 0.0
@@ -341,10 +358,11 @@ class Planner:
 
     def _plain_s(self) -> float:
         fixed_s, row_s = self._rest_times.line()
-        return self._with_gap(fixed_s + row_s * len(self._requests))
+        batch = len(self._requests)
+        return self._with_gap(fixed_s + row_s * batch, batch)
 
-    def _with_gap(self, step_s: float) -> float:
-        return step_s + self._gaps.after(step_s)
+    def _with_gap(self, step_s: float, tokens: float) -> float:
+        return step_s + self._gaps.after(step_s, tokens)
 
     def _wide_probe(self) -> tuple[Drafting, float]:
         """Whole blocks for as many requests as are affordable beside those decided on, and the seconds that it adds.

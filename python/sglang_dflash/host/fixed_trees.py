@@ -150,7 +150,7 @@ class FixedTreeStep:
         for count in range(1, most + 1):
             self._target.token_to_kv_pool.move_kv_cache(slots[:count], slots[:count])
 
-    def interrupt(self) -> None:
+    def interrupt(self, rows: int) -> None:
         """No time is measured."""
 
     def propose(self, batch: ScheduleBatch) -> tuple[VerifyPlan, Any]:

@@ -164,7 +164,7 @@ class PackedStep:
                 lens = torch.ones(min(count, slots), dtype=torch.int32, device=self._device)
                 _layout(lens, size).padded_to_bucket(padded_bs=slots)
 
-    def interrupt(self) -> None:
+    def interrupt(self, rows: int) -> None:
         """Something other than a decode step runs."""
         self._clock.interrupt()
 

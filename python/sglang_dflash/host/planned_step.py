@@ -81,8 +81,9 @@ class PlannedStep:
         if policy.copying is not None:
             logger.info("Repeated text is copied, not drafted, where that pays (%s=1).", widths.COPY)
 
-    def interrupt(self) -> None:
-        self._policy.interrupt()
+    def interrupt(self, rows: int) -> None:
+        """See `Policy.interrupt`."""
+        self._policy.interrupt(rows)
 
     def propose(self, batch: ScheduleBatch) -> tuple[VerifyPlan, Any]:
         """Runs the draft where it pays. Returns the rows to verify and the host's KV plan over their slots."""

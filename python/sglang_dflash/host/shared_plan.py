@@ -78,9 +78,9 @@ class SharedPlan:
         if self._policy is not None:
             self._policy.end(path, commit_lens)
 
-    def interrupt(self) -> None:
+    def interrupt(self, rows: int = 0) -> None:
         if self._policy is not None:
-            self._policy.interrupt()
+            self._policy.interrupt(rows)
 
     def settle(self) -> None:
         if self._policy is not None:

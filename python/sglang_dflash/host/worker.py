@@ -208,8 +208,8 @@ class DFlashWorker(BaseSpecWorker):
             turn = None if self._turns is None else self._turns.begin(batch)
             return self._decode(batch, on_publish, grammar_barrier) if turn is None else self._take_turn(turn, batch)
         idle = batch.forward_mode.is_idle()
-        if self._planned is not None:
-            self._planned.interrupt()
+        if self._planned is not None:  # a mixed prefill has running requests' rows, too
+            self._planned.interrupt(0 if idle or batch.forward_mode.is_mixed() else sum(batch.extend_lens))
         return self._idle(on_publish) if idle else self._prefill(batch, on_publish)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish) -> GenerationBatchResult:
