@@ -101,7 +101,7 @@ class World:
             for skill in islice(waiting, at_once - len(running)):
                 self.served += 1
                 running[f"request-{self.served}"] = (skill, ANSWER)
-                planner.interrupt()  # its prefill
+                planner.interrupt(50)  # its prefill
             if not running:
                 return steps
             steps.append(self.step(planner, {name: skill for name, (skill, _) in running.items()}))

@@ -86,7 +86,7 @@ def test_a_pause_is_no_step():
         for index in range(200):
             steps.append(world.step(planner, mix(2, 2)))
             if pauses and index % 2:
-                planner.interrupt()
+                planner.interrupt(50)
                 world.now += 10.0
         rates.append(rate(steps[START:]))
     assert rates[1] >= 0.98 * rates[0], rates

@@ -99,6 +99,14 @@ def test_disturbed_steps_are_forgotten_after_a_shorter_one():
     assert expected(times, 8) == pytest.approx(0.01)
 
 
+def test_steps_that_wait_behind_one_that_was_too_short_count_in_full():
+    """Fails where one step that ended too early makes all steps that wait with it count as a few times its length."""
+    times = StepTimes()
+    for seconds in [0.03] * 4 + [0.001] + [0.01] * 12:
+        times.observe(8, seconds)
+    assert expected(times, 8) > 0.007
+
+
 def test_old_steps_are_forgotten():
     """Fails where a machine that has become slower, less than a disturbance is, is still taken for the old one."""
     times = StepTimes()

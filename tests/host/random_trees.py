@@ -96,5 +96,5 @@ class Playing:
     def end(self, path: torch.Tensor, commit_lens: torch.Tensor) -> None:
         self.ended.append((path, commit_lens))
 
-    def interrupt(self, rows: int = 0) -> None:
+    def interrupt(self, rows: int) -> None:
         self.interrupts.append(rows)

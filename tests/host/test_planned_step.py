@@ -236,6 +236,10 @@ def test_other_steps_interrupt_the_policy():
         rig.worker.forward_batch_generation(batch)
         assert rig.policy.interrupts == [0, sum(batch.extend_lens)] and rig.policy.interrupts[1] > 0
         assert not rig.policy.ended
+        rig.worker._prefill = lambda *_: None
+        batch.forward_mode = ForwardMode.MIXED  # running requests' rows, too
+        rig.worker.forward_batch_generation(batch)
+        assert rig.policy.interrupts[2:] == [0]
 
 
 # Planted bugs.

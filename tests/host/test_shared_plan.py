@@ -55,7 +55,7 @@ def _steps(policy: Policy, count: int) -> list[Any]:
         paths = rows.row_starts[:-1, None].repeat(1, rows.length)
         policy.end(paths, torch.ones(len(names), dtype=torch.int32))
         if rng.random() < 0.1:
-            policy.interrupt()
+            policy.interrupt(50)
     return said
 
 

@@ -30,7 +30,7 @@ from sglang_dflash.core.places import Places
 from sglang_dflash.core.plan_counts import PlanCounts
 from sglang_dflash.core.policy import NOTHING, Copied, Drafting, undrafted
 from sglang_dflash.core.step_times import StepTimes
-from sglang_dflash.core.turn_gaps import TurnGaps
+from sglang_dflash.core.turn_gaps import Expected, TurnGaps
 
 REQUESTS = 1024
 """Requests of which is kept what their drafts have shown."""
@@ -47,7 +47,6 @@ class PlanTuning:
             decision learns from the drafted steps before it.
         settled_steps: steps after a decision in which it takes in requests that come or leave; then it is made anew.
         warm_up_steps: first steps, which take every row, the planned rows, and one row for each request, in turn.
-        gap_weight: share. Weight of the latest gap between two steps in its mean; see `TurnGaps`.
         probe_time_share: share of the time that probes may cost beyond the worth of what they bring. A probe drafts
             whole blocks for requests that are not drafted otherwise, too, or nothing.
         probe_interval_steps: steps from one probe to the next, at least.
@@ -57,7 +56,6 @@ class PlanTuning:
     decision_steps: int = 16
     settled_steps: int = 6
     warm_up_steps: int = 12
-    gap_weight: float = 0.1
     probe_time_share: float = 0.0125
     probe_interval_steps: int = 4
     probe_weight: float = 0.25
@@ -89,7 +87,7 @@ class Planner:
         self._clock = clock
         self._tuning = tuning or PlanTuning()
         self._draft_times, self._rest_times = StepTimes(), StepTimes()
-        self._gaps = TurnGaps(self._tuning.gap_weight)
+        self._gaps = TurnGaps()
         self._requests: list[str] = []
         self.counts = PlanCounts()
         places, memory = Places(REQUESTS), MemoryTuning()
@@ -102,8 +100,8 @@ class Planner:
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None  # the requests for which it was decided
         self._held_for: list[str] | None = None  # those for which it holds now; see `_holds` and `_adapts`
-        self._expected = (0.0, 0.0)  # tokens and seconds of a step as decided; 0 seconds: nothing is measured yet
-        self._least: float | None = 0.0  # tokens that a row's mean time is worth, by these; None: unknown
+        self._expected = Expected(0.0)  # of a step as decided
+        self._least: float | None = 0.0  # tokens that a row's mean time is worth, by its price; None: unknown
         self._probe_rows = 0.0  # mean rows of a drafted request in probes, beside its anchor
         self._everything = False  # this step verifies every row that the draft offers
         self._steps = self._decided_at = self._steps_since_probe = self._probes = 0
@@ -112,7 +110,7 @@ class Planner:
         self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
         self._interrupted = False  # since the latest step
-        self._prefilled = 0  # rows of prompts that were computed since then
+        self._prefilled: int | None = 0  # rows of prompts that were computed since then; None: something else was, too
         self._rows: ops.PlannedRows | None = None
 
     def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
@@ -129,8 +127,8 @@ class Planner:
         if due or (self._requests != self._held_for and not self._holds() and not (settled and self._adapts())):
             self._decided_at = self._steps
             self._decide()
-        elif self._decided.width == 1 and self._expected[1] and self._expected[0] != len(self._requests):
-            self._expect(len(self._requests), self._plain_s())  # nobody is drafted, whoever came or left
+        elif self._decided.width == 1 and self._expected.seconds and self._expected.tokens != len(self._requests):
+            self._expect(self._plain())  # nobody is drafted, whoever came or left
         self._steps += 1
         warming = self._steps <= tuning.warm_up_steps
         self._everything = warming and self._steps % 3 == 1
@@ -155,22 +153,23 @@ class Planner:
         gap_s, stayed = self._begun_s - self._ended_s, len(before)
         if self._requests != before:
             stayed = len(set(before).intersection(self._requests))
-        self._gaps.step(self._expected[0], len(before) - stayed)
+        if not (self._everything or self._probing or self._drafting.copies):  # it was as expected
+            self._gaps.step(self._expected.tokens, len(before) - stayed)
         if not self._interrupted:
             self._gaps.observe(gap_s, goes_on)
-        elif self._prefilled and 0 < stayed < len(self._requests):  # else the server may have been idle
+        elif self._prefilled and 0 < stayed < len(self._requests):
+            # If nobody stayed, the server may have been idle. If nobody came, it was a part of a prompt.
             self._gaps.observe_prefill(self._prefilled, gap_s)
 
     def _copy(self) -> Drafting:
         """What was decided, except that requests get copies where these promise more."""
-        decided, (tokens, seconds) = self._decided, self._expected
+        decided, price = self._decided, self._expected.price
         assert self.copying is not None
-        if not seconds:
+        if not price:
             return decided
         offers = [self.copying.offer(name) for name in self._requests]
         if not any(offers):
             return decided
-        price = tokens / seconds
         draft_s = self._draft_times.line()[0] if decided.width > 1 else 0.0
         least = price * self._rest_times.line()[1]
         copies, drafted = best_copies(offers, self._drafts_worth, price * draft_s, least)
@@ -240,8 +239,7 @@ class Planner:
         # A row pays if it brings more than the same time brings on average. A single step's own tokens per second would
         # be another price: where its drafts are poor, it would take rows for which later steps have better use.
         if self._least is None:
-            tokens, seconds = self._expected
-            self._least = self._rest_times.line()[1] * tokens / seconds if seconds else 0.0
+            self._least = self._rest_times.line()[1] * self._expected.price
         least = 0.0 if self._everything else self._least
         names = [self._requests[i] for i in drafted]
         self._rows = self._drafted_rows.plan(log_probs, names, drafted, batch, least, copies)
@@ -259,10 +257,9 @@ class Planner:
             self._draft_times.observe(len(drafting.requests) * drafting.width, self._drafted_s - self._draft_begun_s)
         self._rest_times.observe(len(rows.parents), self._ended_s - self._drafted_s)
         if self._probing and self.copying is None:  # else the probe may have cost a copy
-            tokens, seconds = self._expected
             probed = list(set(drafting.requests).difference(self._decided.requests))
             brought = int(commit_lens[probed].sum()) - len(probed)
-            self._probe_budget_s += brought * seconds / tokens
+            self._probe_budget_s += brought / self._expected.price
         if drafting.copies:
             lens = commit_lens.tolist()
             self.counts.copied_accepted += sum(lens[copy.request] - 1 for copy in drafting.copies)
@@ -273,9 +270,9 @@ class Planner:
         self.counts.seconds += now_s - self._begun_s
         self.counts.planning_s += now_s - self._ended_s
 
-    def interrupt(self, rows: int = 0) -> None:
+    def interrupt(self, rows: int) -> None:
         self._interrupted = True
-        self._prefilled += rows
+        self._prefilled = self._prefilled + rows if rows and self._prefilled is not None else None
 
     def settle(self) -> None:
         begun_s = self._clock()
@@ -292,57 +289,59 @@ class Planner:
         self._drafts_worth = {}
         if not self._rest_times.seen or (self._drafts and not self._draft_times.seen):
             self._decided = self._whole_blocks()
-            self._expect(batch, 0.0)
+            self._expect(Expected(batch))
             return
-        costs, plain_s = self._costs(), self._plain_s()
-        # The price of a second is what the best plan makes of it: at first, what the plan before made. If the requests
-        # have doubled or halved since then, it is chosen twice: first at the price of plain steps.
-        tokens, seconds = self._expected
-        price = batch / plain_s
+        plain, before = self._plain(), self._expected
+        # The price is that of the best plan: at first, of the plan before. If the requests have doubled or halved since
+        # then, it is chosen twice: first at the price of plain steps.
         if another_load:
-            first = self._best(costs, price)
-            tokens, seconds = first.tokens, first.seconds
-        price = max(price, tokens / seconds if seconds else 0.0)
-        best = self._best(costs, price)
-        if best.tokens / best.seconds > batch / plain_s:
-            self._expect(best.tokens, best.seconds)
-            self._decided = Drafting(best.width, best.requests)
-            if self.copying is not None:
-                price = best.tokens / best.seconds
-                names = [self._requests[i] for i in best.requests]
-                worth = self._memory.worth(names, price * costs.rest_row_s)
-                block = price * costs.draft_row_s * best.width
-                self._drafts_worth = {i: own - block for i, own in zip(best.requests, worth, strict=True)}
-        else:
+            _, before = self._best(self._costs(batch), plain.price)
+        costs = self._costs(max(batch, before.tokens))
+        best, expected = self._best(costs, max(plain.price, before.price))
+        if expected.rate <= plain.rate:
             self._decided = NOTHING
-            self._expect(batch, plain_s)
+            self._expect(plain)
+            return
+        self._decided = Drafting(best.width, best.requests)
+        self._expect(expected)
+        if self.copying is not None:
+            names = [self._requests[i] for i in best.requests]
+            worth = self._memory.worth(names, expected.price * costs.rest_row_s)
+            block = expected.price * costs.draft_row_s * best.width
+            self._drafts_worth = {i: own - block for i, own in zip(best.requests, worth, strict=True)}
 
-    def _costs(self) -> ops.StepCosts:
-        """With the gap after the shortest drafted step, if it commits what was expected before."""
+    def _costs(self, tokens: float) -> ops.StepCosts:
+        """With the gap after the shortest drafted step, as a line over tokens around `tokens`. The line's slope is left
+        out: it is part of the price, and the same for all widths."""
         (draft_s, draft_row_s), (rest_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
-        batch = len(self._requests)
-        gap_s = self._gaps.after(draft_s + rest_s + rest_row_s * batch, max(batch, self._expected[0]))
-        return ops.StepCosts(gap_s, draft_s, draft_row_s, rest_s, rest_row_s)
+        gap = self._gaps.after(draft_s + rest_s + rest_row_s * len(self._requests), tokens)
+        return ops.StepCosts(gap.seconds - tokens * gap.token_s, draft_s, draft_row_s, rest_s, rest_row_s)
 
-    def _best(self, costs: ops.StepCosts, price: float) -> ops.BestWidth:
-        """The best width, with the gap after a step of its own length."""
+    def _best(self, costs: ops.StepCosts, price: float) -> tuple[ops.BestWidth, Expected]:
+        """The best width, and what it brings with the gap after a step of its own."""
         best = self._memory.best_width(self._requests, costs, price)
-        return best._replace(seconds=self._with_gap(best.seconds - costs.gap_s, best.tokens))
+        return best, self._gaps.expected(best.seconds - costs.gap_s, best.tokens)
 
-    def _expect(self, tokens: float, seconds: float) -> None:
-        self._expected, self._least, self._probe_price_s = (float(tokens), seconds), None, 0.0
+    def _plain(self) -> Expected:
+        """Of a step that drafts nobody."""
+        fixed_s, row_s = self._rest_times.line()
+        batch = len(self._requests)
+        return self._gaps.expected(fixed_s + row_s * batch, batch)
+
+    def _expect(self, expected: Expected) -> None:
+        self._expected, self._least, self._probe_price_s = expected, None, 0.0
 
     def _probe(self) -> Drafting | None:
         """A step of another shape than decided, if one is due and affordable."""
-        tuning, (tokens, seconds) = self._tuning, self._expected
-        if not seconds:
+        tuning, expected = self._tuning, self._expected
+        if not expected.seconds:
             return None
         self._steps_since_probe += 1
-        self._probe_budget_s += tuning.probe_time_share * seconds
+        self._probe_budget_s += tuning.probe_time_share * expected.seconds
         if self._steps_since_probe < tuning.probe_interval_steps or self._probe_budget_s < self._probe_price_s:
             return None
         if self._probes % 2 == 1:  # what the probe costs: the tokens that it lacks
-            probe, lost_s = NOTHING, self._plain_s() - len(self._requests) * seconds / tokens
+            probe, lost_s = NOTHING, self._plain().seconds - len(self._requests) / expected.rate
         else:
             probe, lost_s = self._wide_probe()
         if probe == self._decided:
@@ -356,14 +355,6 @@ class Planner:
         self._steps_since_probe = 0
         return probe
 
-    def _plain_s(self) -> float:
-        fixed_s, row_s = self._rest_times.line()
-        batch = len(self._requests)
-        return self._with_gap(fixed_s + row_s * batch, batch)
-
-    def _with_gap(self, step_s: float, tokens: float) -> float:
-        return step_s + self._gaps.after(step_s, tokens)
-
     def _wide_probe(self) -> tuple[Drafting, float]:
         """Whole blocks for as many requests as are affordable beside those decided on, and the seconds that it adds.
 
@@ -371,10 +362,12 @@ class Planner:
         where copies are served: there a probe costs the copies of all requests, so it drafts everybody or nobody.
         """
         decided, block = self._decided.requests, self._block_size
-        (fixed_s, row_s), (_, rest_row_s) = self._draft_times.line(), self._rest_times.line()
+        (fixed_s, row_s), (rest_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
         others = len(self._requests) - len(decided) if self._drafts else 0
         each_s = max(row_s * block + rest_row_s * self._probe_rows, 1e-9)
-        added_s = max(0.0, self._plain_s() + fixed_s + len(decided) * each_s - self._expected[1])
+        batch, expected = len(self._requests), self._expected
+        step_s = rest_s + rest_row_s * batch + fixed_s + len(decided) * each_s
+        added_s = max(0.0, self._gaps.expected(step_s, max(batch, expected.tokens)).seconds - expected.seconds)
         self._probe_budget_s = min(self._probe_budget_s, added_s + others * each_s)
         if self.copying is None:
             others = min(others, max(1, int((self._probe_budget_s - added_s) / each_s)))

@@ -99,8 +99,8 @@ class Policy(Protocol):
         """The step is over. path, commit_lens: see `ops.TreeAcceptance`."""
         ...
 
-    def interrupt(self, rows: int = 0) -> None:
-        """Something other than a decode step runs. rows: of prompts, if it is a prefill."""
+    def interrupt(self, rows: int) -> None:
+        """Something other than a decode step runs. rows: of prompts, if it is a prefill of nothing else; else 0."""
         ...
 
     def settle(self) -> None:
@@ -142,7 +142,7 @@ class Fixed:
             self.counts.accepted += int(commit_lens.sum()) - self._batch
         self.counts.seconds += time.perf_counter() - self._begun_s
 
-    def interrupt(self, rows: int = 0) -> None:
+    def interrupt(self, rows: int) -> None:
         pass
 
     def settle(self) -> None:

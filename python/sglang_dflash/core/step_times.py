@@ -30,7 +30,7 @@ class StepTimes:
     seconds. The ridge term shrinks its slope to a first guess (`prior_row_share`), which is the slope while all steps
     have the same rows. The first step is not counted, because it includes one-time work. Steps are kept until the line
     is asked for: to take in several costs little more than one, because this code must first come back into the
-    processor's caches, which the model's weights have filled.
+    processor's caches, which the model's weights have filled. They are judged by the line before them.
     """
 
     def __init__(self, tuning: TimeTuning | None = None) -> None:
@@ -64,7 +64,7 @@ class StepTimes:
         return self._latest
 
     def _take_in(self, rows: int, seconds: float, line: tuple[float, float] | None) -> tuple[float, float]:
-        """line: what a step is expected to take; None: nothing is known. Returns the same for the next step."""
+        """line: by which the step is judged; None: nothing is known. Returns the line for the next one that waits."""
         if line is not None:
             expected = line[0] + line[1] * rows
             if seconds < expected / self._tuning.outlier_ratio:
@@ -77,7 +77,7 @@ class StepTimes:
         self._seconds = self._seconds * kept + seconds
         self._rows_rows = self._rows_rows * kept + rows * rows
         self._rows_seconds = self._rows_seconds * kept + rows * seconds
-        return line or self._line()
+        return self._line() if line is None or self._weight <= self._tuning.prior_steps else line
 
     def _line(self) -> tuple[float, float]:
         mean_rows, mean_seconds = self._rows / self._weight, self._seconds / self._weight

@@ -1,18 +1,64 @@
-"""Estimates the seconds between a decode step and the next one."""
+"""Estimates the seconds between a decode step and the next one, and what a token must bring beside them."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang_dflash.core.step_times import StepTimes, TimeTuning
 
-OUTLIER_RATIO = 3.0
-"""A gap longer than this many times the mean was disturbed, and counts as that long only. A gap as much shorter than
-the mean replaces it."""
-DECAY_STEPS = 256
-"""Steps after which older tokens and ends weigh 1/e."""
-PRIOR_ROW_SHARE = 1 / 64
-"""Share of a prefill's fixed time that one row of a prompt adds. First guess."""
+
+@dataclass(frozen=True, slots=True)
+class GapTuning:
+    """Tuning values of `TurnGaps`.
+
+    Fields:
+        weight: share. Weight of the latest gap in its mean.
+        outlier_ratio: ratio of times. A gap longer than this many times the mean was disturbed, and counts as that long
+            only. A gap as much shorter than the mean replaces it.
+        decay_steps: steps after which older tokens and ends weigh 1/e.
+        prior_row_share: share of a prefill's fixed time that one row of a prompt adds. First guess.
+        least_worth: share. A token is worth this share of itself at least, after what it adds to the gap. Where
+            prefills take nearly all time, the rest would be next to nothing.
+    """
+
+    weight: float = 0.1
+    outlier_ratio: float = 3.0
+    decay_steps: int = 256
+    prior_row_share: float = 1 / 64
+    least_worth: float = 0.25
+
+
+class Gap(NamedTuple):
+    """What lies between a decode step and the next one.
+
+    Fields:
+        seconds: expected.
+        token_s: seconds that a further token of the step adds.
+    """
+
+    seconds: float
+    token_s: float
+
+
+class Expected(NamedTuple):
+    """What a step should bring.
+
+    Fields:
+        tokens: that it commits.
+        seconds: with the gap to the next step; 0: nothing is measured yet.
+        price: tokens per second that a further row must bring, in its own time, to raise the rate. That is more than
+            the rate, because its tokens make the gap longer.
+    """
+
+    tokens: float
+    seconds: float = 0.0
+    price: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
 
 
 class TurnGaps:
@@ -29,15 +75,14 @@ class TurnGaps:
     Gaps are kept until somebody asks, as in `StepTimes`.
     """
 
-    def __init__(self, weight: float) -> None:
-        """weight: share of the latest gap in its mean."""
-        self._weight = weight
+    def __init__(self, tuning: GapTuning | None = None) -> None:
+        self._tuning = tuning or GapTuning()
         self.turn_s = 0.0
         """How long a turn of several steps may last; 0: a turn is one step."""
         self._within_s: float | None = None
         self._between_s: float | None = None
         self._new: list[tuple[float, bool]] = []
-        self._prefills = StepTimes(TimeTuning(prior_row_share=PRIOR_ROW_SHARE))
+        self._prefills = StepTimes(TimeTuning(prior_row_share=self._tuning.prior_row_share))
         self._ended = self._tokens = 0.0
 
     def observe(self, seconds: float, goes_on: bool) -> None:
@@ -50,18 +95,19 @@ class TurnGaps:
 
     def step(self, tokens: float, ended: int) -> None:
         """A step was expected to commit `tokens`, and so many requests have ended with it. Not what it has committed: a
-        plan that promises too much then finds as much fewer ends for each promised token."""
-        kept = 1 - 1 / DECAY_STEPS
+        plan that promises too much then finds fewer ends for each promised token, in proportion."""
+        kept = 1 - 1 / self._tuning.decay_steps
         self._tokens = self._tokens * kept + tokens
         self._ended = self._ended * kept + ended
 
     def _mean(self, mean_s: float | None, latest_s: float) -> float:
-        if not mean_s or latest_s < mean_s / OUTLIER_RATIO:  # the gaps before were disturbed
+        ratio = self._tuning.outlier_ratio
+        if not mean_s or latest_s < mean_s / ratio:  # the gaps before were disturbed
             return latest_s
-        return mean_s + self._weight * (min(latest_s, OUTLIER_RATIO * mean_s) - mean_s)
+        return mean_s + self._tuning.weight * (min(latest_s, ratio * mean_s) - mean_s)
 
-    def after(self, step_s: float, tokens: float) -> float:
-        """Expected gap in seconds for each of many steps that take `step_s` and commit `tokens`."""
+    def after(self, step_s: float, tokens: float) -> Gap:
+        """The gap after each of many steps that take `step_s` and commit `tokens`."""
         for seconds, goes_on in self._new:
             if goes_on:
                 self._within_s = self._mean(self._within_s, seconds)
@@ -72,9 +118,21 @@ class TurnGaps:
         fit = self.turn_s / (step_s + within_s)  # whole steps only: half a step is lost on average
         steps = max(1.0, fit - 0.5)
         gap_s = (between_s + within_s * (steps - 1)) / steps
-        if not self._tokens or not self._prefills.seen:
-            return gap_s
-        ends = -math.expm1(-self._ended / self._tokens * tokens)  # chance that a request ends
-        # A turn that goes on may be ended, then another request may come for it: both have this chance.
-        gap_s += ends * max(0.0, between_s - gap_s)
-        return gap_s + ends * max(0.0, self._prefills.line()[0] - gap_s)
+        if not self._tokens:
+            return Gap(gap_s, 0.0)
+        each = self._ended / self._tokens  # requests that end for each token
+        none = math.exp(-each * tokens)  # chance that no request ends with the step
+        # If one ends, the turn ends. If another one comes for it, its prefill lies in the gap. Both have this chance.
+        longer_s = max(0.0, between_s - gap_s)
+        gap_s += (1 - none) * longer_s
+        prefill_s = self._prefills.line()[0] - gap_s if self._prefills.seen else 0.0
+        if prefill_s <= 0:
+            return Gap(gap_s, each * none * longer_s)
+        return Gap(gap_s + (1 - none) * prefill_s, each * none * (prefill_s + none * longer_s))
+
+    def expected(self, step_s: float, tokens: float) -> Expected:
+        """Of each of many steps that take `step_s` and commit `tokens`."""
+        gap = self.after(step_s, tokens)
+        seconds = step_s + gap.seconds
+        rate = tokens / seconds
+        return Expected(tokens, seconds, rate / max(1 - rate * gap.token_s, self._tuning.least_worth))

@@ -78,7 +78,7 @@ class SharedPlan:
         if self._policy is not None:
             self._policy.end(path, commit_lens)
 
-    def interrupt(self, rows: int = 0) -> None:
+    def interrupt(self, rows: int) -> None:
         if self._policy is not None:
             self._policy.interrupt(rows)
 
