@@ -236,7 +236,7 @@ class Planner:
             self._rows = undrafted(batch, copies)
             self.counts.planning_s += self._clock() - self._drafted_s
             return self._rows
-        # A row pays if it brings more than the same time brings on average. A single step's own tokens per second would
+        # A row pays if it brings more than its time is worth in a step as decided. The step's own tokens per second would
         # be another price: where its drafts are poor, it would take rows for which later steps have better use.
         if self._least is None:
             self._least = self._rest_times.line()[1] * self._expected.price
