@@ -236,8 +236,8 @@ class Planner:
             self._rows = undrafted(batch, copies)
             self.counts.planning_s += self._clock() - self._drafted_s
             return self._rows
-        # A row pays if it brings more than its time is worth in a step as decided. The step's own tokens per second would
-        # be another price: where its drafts are poor, it would take rows for which later steps have better use.
+        # A row pays if it brings more than its time is worth in a step as decided. By this step's own rate, poor drafts
+        # would get rows for which later steps have better use.
         if self._least is None:
             self._least = self._rest_times.line()[1] * self._expected.price
         least = 0.0 if self._everything else self._least
