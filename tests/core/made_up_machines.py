@@ -16,6 +16,7 @@ from sglang_dflash.ops.planning import ROW_GROUP
 
 K = 8
 ANSWER = 64  # tokens of a request that ends
+PROMPT = 50  # rows of a prompt
 START = 20  # steps that a server may take to learn; the rates below leave them out
 
 
@@ -101,7 +102,7 @@ class World:
             for skill in islice(waiting, at_once - len(running)):
                 self.served += 1
                 running[f"request-{self.served}"] = (skill, ANSWER)
-                planner.interrupt(50)  # its prefill
+                planner.interrupt(PROMPT)
             if not running:
                 return steps
             steps.append(self.step(planner, {name: skill for name, (skill, _) in running.items()}))

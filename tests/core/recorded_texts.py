@@ -12,7 +12,7 @@ from itertools import islice
 
 import numpy as np
 import torch
-from made_up_machines import K, Machine, World
+from made_up_machines import PROMPT, K, Machine, World
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.core.plan import Planner
@@ -24,7 +24,6 @@ from sglang_dflash.serving.traffic import prompt_of
 from sglang_dflash.workloads.datasets import load
 
 CANDIDATES = 8
-PROMPT = 50  # rows of a prompt
 
 
 @dataclass(frozen=True)

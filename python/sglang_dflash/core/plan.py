@@ -109,8 +109,7 @@ class Planner:
         self._probe_price_s = 0.0  # no probe is looked for before the budget has grown so far
         self._begun_s = self._draft_begun_s = self._drafted_s = 0.0
         self._ended_s: float | None = None
-        self._interrupted = False  # since the latest step
-        self._prefilled: int | None = 0  # rows of prompts that were computed since then; None: something else was, too
+        self._prefilled: int | None = 0  # rows of prompts that ran since the latest step; None: something else ran, too
         self._rows: ops.PlannedRows | None = None
 
     def begin(self, requests: Sequence[str], turn_s: float = 0.0, goes_on: bool = False) -> Drafting:
@@ -119,7 +118,7 @@ class Planner:
         before, self._requests = self._requests, list(requests)
         if self._ended_s is not None:
             self._observe_gap(before, goes_on)
-        self._interrupted, self._prefilled = False, 0
+        self._prefilled = 0
         tuning, since = self._tuning, self._steps - self._decided_at
         settled = since <= tuning.settled_steps
         adapted = self._decided.width > 1 and self._held_for is not self._decided_for
@@ -155,7 +154,7 @@ class Planner:
             stayed = len(set(before).intersection(self._requests))
         if not (self._everything or self._probing or self._drafting.copies):  # it was as expected
             self._gaps.step(self._expected.tokens, len(before) - stayed)
-        if not self._interrupted:
+        if self._prefilled == 0:  # nothing ran in between
             self._gaps.observe(gap_s, goes_on)
         elif self._prefilled and 0 < stayed < len(self._requests):
             # If nobody stayed, the server may have been idle. If nobody came, it was a part of a prompt.
@@ -271,7 +270,6 @@ class Planner:
         self.counts.planning_s += now_s - self._ended_s
 
     def interrupt(self, rows: int) -> None:
-        self._interrupted = True
         self._prefilled = self._prefilled + rows if rows and self._prefilled is not None else None
 
     def settle(self) -> None:
@@ -361,11 +359,11 @@ class Planner:
         Others come in the order of `DraftMemory.least_known`. What they bring is credited at the step's end, except
         where copies are served: there a probe costs the copies of all requests, so it drafts everybody or nobody.
         """
-        decided, block = self._decided.requests, self._block_size
+        decided, block, batch = self._decided.requests, self._block_size, len(self._requests)
         (fixed_s, row_s), (rest_s, rest_row_s) = self._draft_times.line(), self._rest_times.line()
-        others = len(self._requests) - len(decided) if self._drafts else 0
+        others = batch - len(decided) if self._drafts else 0
         each_s = max(row_s * block + rest_row_s * self._probe_rows, 1e-9)
-        batch, expected = len(self._requests), self._expected
+        expected = self._expected
         step_s = rest_s + rest_row_s * batch + fixed_s + len(decided) * each_s
         added_s = max(0.0, self._gaps.expected(step_s, max(batch, expected.tokens)).seconds - expected.seconds)
         self._probe_budget_s = min(self._probe_budget_s, added_s + others * each_s)
@@ -376,5 +374,5 @@ class Planner:
         lost_s = added_s + others * each_s
         if lost_s > self._probe_budget_s:  # whom it would draft does not matter yet
             return self._whole_blocks(), lost_s
-        probed = self._memory.least_known(self._requests, decided)[:others] if others else []
+        probed = self._memory.least_known(self._requests, decided)[:others]
         return Drafting(block, sorted((*decided, *probed))), lost_s
