@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from made_up_machines import MACHINES, World, mix
 
-from sglang_dflash.core.plan import Planner
+from sglang_dflash.core.plan import Planner, PlanTuning
 from sglang_dflash.core.policy import NOTHING, Drafting
 
 
@@ -54,7 +55,7 @@ def test_a_recent_decision_takes_in_newcomers(drafts_newcomers):
     newcomer is treated as another request than one that was never drafted; or where a request that was drafted before
     counts as new."""
     world = World(MACHINES["middling rows"])
-    planner = world.planner()
+    planner = Planner(world.block_size, clock=lambda: world.now, tuning=PlanTuning(sure_ratio=math.inf))
     world.run(planner, mix(4), 100)
     decided_for = decisions_of(planner, world, mix(4))
 
@@ -79,6 +80,47 @@ def test_a_recent_decision_takes_in_newcomers(drafts_newcomers):
     names.append("easy-0")  # it was drafted before
     step(*names)
     assert decided_for[3:] == [names]
+
+
+def test_a_sure_decision_takes_in_every_newcomer():
+    """Fails where drafts are worth twice the rate of plain steps, and yet a newcomer makes the planner decide anew,
+    is not drafted, or counts only if the decision knew others like it."""
+    world = World(MACHINES["cheap rows"])
+    planner = world.planner()
+    world.run(planner, mix(4), 100)
+    decided_for = decisions_of(planner, world, mix(4))
+    names = [f"easy-{i}" for i in range(4)]
+    for step in range(planner._tuning.decision_steps - 1):
+        names[step % 4] = f"new-{step}" if step % 3 else f"easy-{step % 4}"
+        drafting = world.step(planner, dict.fromkeys(names, 0.9)).drafting
+        assert drafting.requests == [0, 1, 2, 3]
+    assert len(decided_for) == 1
+    world.step(planner, dict.fromkeys(names, 0.9))
+    assert decided_for[1:] == [names]
+
+
+def test_plain_probes_come_half_as_often_where_a_decision_is_sure():
+    """Fails where steps without drafts are tried as often where they bring half as much as where they may be as
+    good."""
+    plain = []
+    for ratio in (0.0, math.inf):
+        world = World(MACHINES["cheap rows"])
+        planner = Planner(world.block_size, clock=lambda world=world: world.now, tuning=PlanTuning(sure_ratio=ratio))
+        world.run(planner, mix(4), 100)
+        plain.append(sum(step.drafting == NOTHING for step in world.run(planner, mix(4), 1000)))
+    assert plain[1] > 20 and 0.4 < plain[0] / plain[1] < 0.6, plain
+
+
+def test_a_decision_that_leaves_somebody_out_is_not_sure():
+    """Fails where newcomers are drafted unseen although the decision drafts only some requests."""
+    world = World(MACHINES["dear rows"])
+    planner = Planner(world.block_size, clock=lambda: world.now, tuning=PlanTuning(sure_ratio=0.0))
+    world.run(planner, mix(2, 2), 200)
+    decisions_of(planner, world, mix(2, 2))
+    assert planner._decided.requests == [0, 1] and not planner._sure
+    world.run(planner, mix(2), 200)
+    decisions_of(planner, world, mix(2))
+    assert planner._decided.requests == [0, 1] and planner._sure
 
 
 @pytest.mark.parametrize("after", [4, 16])

@@ -46,6 +46,8 @@ class PlanTuning:
         decision_steps: steps after which it is decided anew who is drafted, if the requests stay the same. Each
             decision learns from the drafted steps before it.
         settled_steps: steps after a decision in which it takes in requests that come or leave; then it is made anew.
+        sure_ratio: ratio of rates. A decision is sure if it drafts everybody and promises this many times the rate of
+            plain steps. It takes in such changes for all `decision_steps`, and plain probes come half as often.
         warm_up_steps: first steps, which take every row, the planned rows, and one row for each request, in turn.
         probe_time_share: share of the time that probes may cost beyond the worth of what they bring. A probe drafts
             whole blocks for requests that are not drafted otherwise, too, or nothing.
@@ -55,6 +57,7 @@ class PlanTuning:
 
     decision_steps: int = 16
     settled_steps: int = 6
+    sure_ratio: float = 2.0
     warm_up_steps: int = 12
     probe_time_share: float = 0.0125
     probe_interval_steps: int = 4
@@ -100,6 +103,7 @@ class Planner:
         self._drafting = self._decided = NOTHING
         self._decided_for: list[str] | None = None  # the requests for which it was decided
         self._held_for: list[str] | None = None  # those for which it holds now; see `_holds` and `_adapts`
+        self._sure = False  # see `PlanTuning.sure_ratio`
         self._expected = Expected(0.0)  # of a step as decided
         self._least: float | None = 0.0  # tokens that a row's mean time is worth, by its price; None: unknown
         self._probe_rows = 0.0  # mean rows of a drafted request in probes, beside its anchor
@@ -120,7 +124,7 @@ class Planner:
             self._observe_gap(before, goes_on)
         self._prefilled = 0
         tuning, since = self._tuning, self._steps - self._decided_at
-        settled = since <= tuning.settled_steps
+        settled = since <= (tuning.decision_steps if self._sure else tuning.settled_steps)
         adapted = self._decided.width > 1 and self._held_for is not self._decided_for
         due = since >= tuning.decision_steps or self._steps_since_probe == 1 or (adapted and not settled)
         if due or (self._requests != self._held_for and not self._holds() and not (settled and self._adapts())):
@@ -193,18 +197,20 @@ class Planner:
 
     def _adapts(self) -> bool:
         """Lets a decision to draft take in changes, if it can: requests that left are dropped, and newcomers are
-        drafted if it drafts requests that were never drafted before. Returns whether it could.
+        drafted if it is sure, or drafts requests that were never drafted before. Returns whether it could.
 
-        It cannot where it knew no such request, where a newcomer was drafted before, where nobody is left to draft, and
-        where the number of requests has doubled or halved, since it was priced for another one. Where text is copied,
-        `_drafts_worth` has the places of the requests that were decided for.
+        Unless it is sure, it cannot where it knew no such request and where a newcomer was drafted before. It never can
+        where nobody is left to draft, and where the number of requests has doubled or halved, since it was priced for
+        another one. Where text is copied, `_drafts_worth` has the places of the requests that were decided for.
         """
         before, decided = self._held_for, self._decided
         if before is None or decided.width == 1 or self.copying is not None or self._doubled_or_halved():
             return False
         drafted, knows = {before[i] for i in decided.requests}, self._memory.knows
         new = set(self._requests).difference(before)
-        if new:
+        if new and self._sure:
+            drafted |= new
+        elif new:
             unknown = next((name for name in before if not knows(name)), None)
             if unknown is None or any(map(knows, new)):
                 return False
@@ -284,7 +290,7 @@ class Planner:
         self._drafted_rows.learn()
         batch, another_load = len(self._requests), self._doubled_or_halved()
         self._decided_for = self._held_for = self._requests
-        self._drafts_worth = {}
+        self._drafts_worth, self._sure = {}, False
         if not self._rest_times.seen or (self._drafts and not self._draft_times.seen):
             self._decided = self._whole_blocks()
             self._expect(Expected(batch))
@@ -301,6 +307,7 @@ class Planner:
             self._expect(plain)
             return
         self._decided = Drafting(best.width, best.requests)
+        self._sure = len(best.requests) == batch and expected.rate >= self._tuning.sure_ratio * plain.rate
         self._expect(expected)
         if self.copying is not None:
             names = [self._requests[i] for i in best.requests]
@@ -340,6 +347,7 @@ class Planner:
             return None
         if self._probes % 2 == 1:  # what the probe costs: the tokens that it lacks
             probe, lost_s = NOTHING, self._plain().seconds - len(self._requests) / expected.rate
+            lost_s *= 2 if self._sure else 1  # so that such probes come half as often
         else:
             probe, lost_s = self._wide_probe()
         if probe == self._decided:
