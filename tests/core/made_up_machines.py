@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from sglang_dflash.core.plan import Planner
+from sglang_dflash.core.plan import Planner, PlanTuning
 from sglang_dflash.core.policy import Drafting, Policy
 from sglang_dflash.ops import PlannedRows
 from sglang_dflash.ops.planning import ROW_GROUP
@@ -89,8 +89,8 @@ class World:
         self._turn_begun_s, self._taken = self.now, 0
         self.spoil: Callable[[np.ndarray], np.ndarray] = lambda log_probs: log_probs  # before the planner sees them
 
-    def planner(self, max_rows: int | None = None) -> Planner:
-        return Planner(self.block_size, max_rows, clock=lambda: self.now)
+    def planner(self, max_rows: int | None = None, tuning: PlanTuning | None = None) -> Planner:
+        return Planner(self.block_size, max_rows, clock=lambda: self.now, tuning=tuning)
 
     def run(self, planner: Policy, skills: Mapping[str, float], steps: int) -> list[Step]:
         return [self.step(planner, skills) for _ in range(steps)]

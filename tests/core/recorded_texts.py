@@ -15,7 +15,6 @@ import torch
 from made_up_machines import PROMPT, K, Machine, World
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.core.plan import Planner
 from sglang_dflash.core.policy import Fixed, Policy
 from sglang_dflash.reference import DFlashDraftModel, FeatureTaps, spec_generate
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
@@ -115,7 +114,7 @@ def shares(
     rate = 0.0
     for seed in range(seeds):
         world = RecordedWorld(machine, seed)
-        planner = Planner(world.block_size, clock=lambda world=world: world.now)
+        planner = world.planner()
         world.rate(planner, *before)
         rate += world.rate(planner, texts, at_once) / seeds
     return {width: rate / RecordedWorld(machine).rate(Fixed(width), texts, at_once) for width in range(1, K + 1)}

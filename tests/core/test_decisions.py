@@ -55,7 +55,7 @@ def test_a_recent_decision_takes_in_newcomers(drafts_newcomers):
     newcomer is treated as another request than one that was never drafted; or where a request that was drafted before
     counts as new."""
     world = World(MACHINES["middling rows"])
-    planner = Planner(world.block_size, clock=lambda: world.now, tuning=PlanTuning(sure_ratio=math.inf))
+    planner = world.planner(tuning=PlanTuning(sure_ratio=math.inf))
     world.run(planner, mix(4), 100)
     decided_for = decisions_of(planner, world, mix(4))
 
@@ -105,7 +105,7 @@ def test_plain_probes_come_half_as_often_where_a_decision_is_sure():
     plain = []
     for ratio in (0.0, math.inf):
         world = World(MACHINES["cheap rows"])
-        planner = Planner(world.block_size, clock=lambda world=world: world.now, tuning=PlanTuning(sure_ratio=ratio))
+        planner = world.planner(tuning=PlanTuning(sure_ratio=ratio))
         world.run(planner, mix(4), 100)
         plain.append(sum(step.drafting == NOTHING for step in world.run(planner, mix(4), 1000)))
     assert plain[1] > 20 and 0.4 < plain[0] / plain[1] < 0.6, plain
@@ -114,7 +114,7 @@ def test_plain_probes_come_half_as_often_where_a_decision_is_sure():
 def test_a_decision_that_leaves_somebody_out_is_not_sure():
     """Fails where newcomers are drafted unseen although the decision drafts only some requests."""
     world = World(MACHINES["dear rows"])
-    planner = Planner(world.block_size, clock=lambda: world.now, tuning=PlanTuning(sure_ratio=0.0))
+    planner = world.planner(tuning=PlanTuning(sure_ratio=0.0))
     world.run(planner, mix(2, 2), 200)
     decisions_of(planner, world, mix(2, 2))
     assert planner._decided.requests == [0, 1] and not planner._sure

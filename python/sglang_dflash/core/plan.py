@@ -208,7 +208,7 @@ class Planner:
             return False
         drafted, knows = {before[i] for i in decided.requests}, self._memory.knows
         new = set(self._requests).difference(before)
-        if new and self._sure:
+        if self._sure:
             drafted |= new
         elif new:
             unknown = next((name for name in before if not knows(name)), None)
