@@ -21,8 +21,9 @@ from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.penalties import stop_ids
 
 VARIABLE = "SGLANG_DFLASH_TURN_MS"
-TURN_MS = 16.0
-"""Within this time the tokens of several steps are sent together. A new request ends the turn before that."""
+TURN_MS = 32.0
+"""Within this time the tokens of several steps are sent together: 30 times a second, too often to be seen one by one. A
+new request ends the turn before that."""
 MOST_MS = 1000.0
 STEPS = "dflash_steps"
 """Attribute of a turn's result: the results of all its steps."""
