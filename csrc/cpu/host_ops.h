@@ -38,8 +38,8 @@ Rows plan_rows(const at::Tensor& log_probs, const at::Tensor& shared, const at::
 // learn_ops.cpp
 std::tuple<int64_t, int64_t, double, int64_t> learn_steps(
     const at::Tensor& shared, const at::Tensor& own, const Tensors& offer_tables, const at::Tensor& by_depth,
-    const at::Tensor& blocks, at::IntArrayRef places, at::IntArrayRef counts, const Tensors& paths,
-    const std::vector<double>& tuning, at::IntArrayRef fresh);
+    const at::Tensor& own_by_depth, const at::Tensor& blocks, at::IntArrayRef places, at::IntArrayRef counts,
+    const Tensors& paths, const std::vector<double>& tuning, at::IntArrayRef fresh);
 
 // offer_ops.cpp
 std::tuple<int64_t, std::vector<int64_t>, double, double> best_width(

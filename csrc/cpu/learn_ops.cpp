@@ -25,6 +25,7 @@ struct Tuning {
   at::ArrayRef<double> of;
 };
 
+constexpr int64_t kCounts = 3;  // of rows of one depth: how many, how many were promised and accepted
 constexpr double kLeastSlope = 0.1, kMostSlope = 4.0;  // SLOPES of platt_scaling.py
 constexpr double kLeastInformation = 1e-4;             // LEAST_INFORMATION of planning.py
 
@@ -59,7 +60,7 @@ void observe(const Parameters& parameters, int64_t place, int64_t depth, int64_t
 }
 
 void learn_rows(const Block& block, int64_t place, const at::Tensor& path, const Parameters& parameters,
-                double* by_depth, const Tuning& tuning, Sums& sums) {
+                double* by_depth, double* own_by_depth, const Tuning& tuning, Sums& sums) {
   const int64_t rows = block.get(Block::kLen), length = path.size(1);
   const int64_t* step = path.const_data_ptr<int64_t>() + block.get(Block::kRequest) * length;
   std::vector<bool> accepted(rows, false);
@@ -69,10 +70,12 @@ void learn_rows(const Block& block, int64_t place, const at::Tensor& path, const
   int64_t deepest = 0;
   for (int64_t row = 1; row < rows; row++) {
     const int64_t depth = int64_t(block.depth[row]), rank = int64_t(block.rank[row]);
-    double* counts = by_depth + 3 * (depth - 1);
-    counts[0]++;
-    counts[1] += block.reach[row];
-    counts[2] += accepted[row];
+    for (double* counts : {by_depth, own_by_depth + kCounts * place * parameters.depths}) {
+      counts += kCounts * (depth - 1);
+      counts[0]++;
+      counts[1] += block.reach[row];
+      counts[2] += accepted[row];
+    }
     sums.promised += block.reach[row];
     sums.accepted += accepted[row];
     deepest = std::max(deepest, depth);
@@ -117,6 +120,11 @@ void keep_offers(at::ArrayRef<Block> blocks, at::IntArrayRef places, const Offer
   }
 }
 
+void require_counts(const at::Tensor& table, const char* name, at::IntArrayRef sizes) {
+  TORCH_CHECK(table.scalar_type() == at::kDouble && dense_on_cpu(table) && table.sizes() == sizes, name, " is ",
+              table.scalar_type(), table.sizes(), "; dense float64 of ", sizes, " is needed");
+}
+
 // `plan_rows` wrote the blocks. If they were changed since, no index may leave a table.
 void require(const Block& block, int64_t most_rows, int64_t most_depths, const at::Tensor& path) {
   const int64_t rows = block.get(Block::kLen), filled = block.get(Block::kFilled);
@@ -143,19 +151,17 @@ void require(const Block& block, int64_t most_rows, int64_t most_depths, const a
 // specification. If anything is wrong, nothing is learned.
 std::tuple<int64_t, int64_t, double, int64_t> learn_steps(
     const at::Tensor& shared, const at::Tensor& own, const Tensors& offer_tables, const at::Tensor& by_depth,
-    const at::Tensor& blocks, at::IntArrayRef places, at::IntArrayRef counts, const Tensors& paths,
-    const std::vector<double>& values, at::IntArrayRef fresh) {
+    const at::Tensor& own_by_depth, const at::Tensor& blocks, at::IntArrayRef places, at::IntArrayRef counts,
+    const Tensors& paths, const std::vector<double>& values, at::IntArrayRef fresh) {
   const Tuning tuning(values);
   const Offers offers(offer_tables);
   const Parameters parameters(shared, own, places);
   const int64_t most = most_rows_of(blocks, parameters.depths);
-  TORCH_CHECK(by_depth.scalar_type() == at::kDouble && by_depth.dim() == 2 && dense_on_cpu(by_depth) &&
-                  by_depth.size(0) == parameters.depths && by_depth.size(1) == 3,
-              "by_depth is ", by_depth.scalar_type(), by_depth.sizes(), "; dense float64 of [", parameters.depths,
-              ", 3] is needed");
+  require_counts(by_depth, "by_depth", {parameters.depths, kCounts});
   TORCH_CHECK(parameters.count == offers.count && parameters.depths == offers.most && most == offers.rows + 1,
               "parameters and blocks are of ", parameters.count, " requests, ", parameters.depths, " depths and ",
               most, " rows, offers of ", offers.count, ", ", offers.most, " and ", offers.rows + 1);
+  require_counts(own_by_depth, "own_by_depth", {parameters.count, parameters.depths, kCounts});
   TORCH_CHECK(paths.size() == counts.size(), paths.size(), " paths of ", counts.size(), " steps");
   int64_t all = 0;
   for (const int64_t count : counts) {
@@ -171,16 +177,19 @@ std::tuple<int64_t, int64_t, double, int64_t> learn_steps(
     rows.emplace_back(blocks.data_ptr<float>() + block * blocks.size(1), most);
   for (int64_t i = 0, block = 0; i < int64_t(counts.size()); i++)
     for (int64_t b = 0; b < counts[i]; b++) require(rows[block++], most, parameters.depths, paths[i]);
+  double* own_counts = own_by_depth.data_ptr<double>();
   for (const int64_t place : fresh) {
     std::fill_n(parameters.own + 2 * place, 2, 0.0);
     offers.kept[place] = 0;
+    std::fill_n(own_counts + kCounts * place * parameters.depths, kCounts * parameters.depths, 0.0);
   }
   Sums sums;
   for (int64_t i = 0, first = 0; i < int64_t(counts.size()); first += counts[i++]) {
     const at::ArrayRef<Block> own_rows = at::ArrayRef<Block>(rows).slice(first, counts[i]);
     const at::IntArrayRef own_places = places.slice(first, counts[i]);
     for (int64_t b = 0; b < counts[i]; b++)
-      learn_rows(own_rows[b], own_places[b], paths[i], parameters, by_depth.data_ptr<double>(), tuning, sums);
+      learn_rows(own_rows[b], own_places[b], paths[i], parameters, by_depth.data_ptr<double>(), own_counts, tuning,
+                 sums);
     keep_offers(own_rows, own_places, offers, tuning);
   }
   return {sums.rows, sums.depth, sums.promised, sums.accepted};

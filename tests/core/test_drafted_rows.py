@@ -257,3 +257,25 @@ def test_a_plan_whose_step_never_ended_is_forgotten():
     learner.learn(torch.tensor([[0, 1, 0]]))
     assert (learner.counts.blocks, learner.counts.rows, learner.counts.accepted) == (1, 2, 1)
     assert learner.places.get("broken off") is None and learner.places.get("a") is not None
+
+
+def test_rows_of_each_request() -> None:
+    """Fails where rows that wait are left out, or where a name that comes again begins with what was there before."""
+    learner = Learner(rows=4)
+    log_probs = torch.tensor([[0.5, 0.25, 0.5, 0.5], [0.9, 0.8, 0.5, 0.5]]).log()[..., None]
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            rows = learner.plan(log_probs, ("a", "b"), [1, 2], 4)
+            learner.rows.end(rows.row_starts[:-1, None].repeat(1, rows.length))
+
+    def rows_of(name: str) -> list[int]:
+        counted = learner.rows.take_out(name)
+        assert all(0 < one.promised <= one.rows and one.accepted == 0 for one in counted)
+        return [one.rows for one in counted]
+
+    steps(2)
+    assert rows_of("unknown") == []
+    assert rows_of("a") == [2, 2, 2] and rows_of("a") == []
+    steps(1)
+    assert rows_of("a") == [1, 1, 1] and rows_of("b") == [3, 3, 3]

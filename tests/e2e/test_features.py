@@ -114,7 +114,8 @@ def test_tensor_parallel_trees(client: Client, baseline: Baseline) -> None:
 
 @on_arm("replicas")
 def test_replicas(client: Client, server: Server, baseline: Baseline) -> None:
-    """Fails where a replica answers differently, only one replica answers, or steps are not counted."""
+    """Fails where a replica answers differently, only one replica answers, steps are not counted, or an answer tells
+    other rows by depth than it verified and accepted."""
     answers = assert_served(client, baseline, 1.0)  # widths follow measured times, which must not decide a test
     log = server.log.read_text()
     assert all(re.search(rf" DP{rank}[ \]].*Prefill batch", log) for rank in (0, 1)), "one replica did all the work"
@@ -123,6 +124,16 @@ def test_replicas(client: Client, server: Server, baseline: Baseline) -> None:
     metrics = httpx.get(f"{client.url}/metrics").raise_for_status().text
     counts = re.findall(r"^sglang:spec_verify_calls_total\{.*\} ([\d.e+]+)$", metrics, re.MULTILINE)
     assert sum(map(float, counts)) >= sum(answer.steps for answer in answers)
+    told = [
+        [answer.meta.get(f"dflash_{count}_by_depth", []) for count in ("rows", "promised", "accepted")]
+        for answer in answers
+    ]
+    for answer, (rows, promised, accepted) in zip(answers, told, strict=True):
+        assert sum(rows) == sum((width - 1) * n for width, n in enumerate(answer.meta["spec_cap_lens_histogram"]) if n)
+        assert sum(accepted) == answer.meta["spec_num_correct_drafts"]
+        for of_depth in zip(rows, promised, accepted, strict=True):
+            assert min(of_depth) >= 0 and max(of_depth) == of_depth[0]
+    assert any(rows for rows, _, _ in told)
 
 
 @on_arm("busy")

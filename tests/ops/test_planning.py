@@ -39,13 +39,12 @@ def honest(depths: int = MOST) -> ops.PlanTables:
 
 
 def all_of(tables: ops.PlanTables) -> tuple[torch.Tensor, ...]:
-    return tables.shared, tables.own, *tables.offers, tables.by_depth
+    return tables.shared, tables.own, *tables.offers, tables.by_depth, tables.own_by_depth
 
 
 def copied(tables: ops.PlanTables) -> ops.PlanTables:
-    shared, own, offers, by_depth, blocks = tables
-    offers = ops.Offers(*(table.clone() for table in offers))
-    return ops.PlanTables(shared.clone(), own.clone(), offers, by_depth.clone(), blocks.clone())
+    offers = ops.Offers(*(table.clone() for table in tables.offers))
+    return ops.PlanTables(*(offers if table is tables.offers else table.clone() for table in tables))
 
 
 def every_other(count: int) -> list[int]:
@@ -241,6 +240,11 @@ def test_rows_are_counted_by_depth(body):
     path = torch.tensor([[0, 1, 3], [4, 4, 4], [5, 6, 5]])  # the request between them has no draft
     assert learn(body, tables, [0, 1], path, path) == ops.VerifiedRows(8, 6, 3.25, 6)
     assert tables.by_depth.tolist() == [[6, 3.0, 4], [2, 0.25, 2], [0, 0, 0]]
+    none = [0, 0, 0]
+    assert tables.own_by_depth[:2].tolist() == [[[4, 1.5, 2], [2, 0.25, 2], none], [[2, 1.5, 2], none, none]]
+    assert not tables.own_by_depth[2:].any()
+    body.learn_steps(tables, [[1, 4]], [path], TUNING, 0.1, 0.5, [1])
+    assert tables.own_by_depth[[1, 4]].tolist() == [[[2, 0.75, 1], [1, 0.125, 1], none], [[1, 0.75, 1], none, none]]
 
 
 @BODIES
@@ -318,6 +322,8 @@ def test_a_good_narrow_block_promises_good_depths(body):
         ({"offers": ops.Offers.none(PLACES, STEPS, ROWS, 2)}, "7 rows, offers of 6, 2 and 8"),
         ({"offers": ops.Offers.none(PLACES, STEPS, ROWS - 1, 1)}, "2 depths and 7 rows, offers of 6, 1 and 7"),
         ({"by_depth": torch.zeros(1, 3, dtype=torch.float64)}, r"float64 of \[2, 3\]"),
+        ({"own_by_depth": torch.zeros(PLACES, 1, 3, dtype=torch.float64)}, r"float64 of \[6, 2, 3\]"),
+        ({"own_by_depth": torch.zeros(PLACES, 2, 3)}, r"float64 of \[6, 2, 3\]"),
         ({"tuning": (1.0,)}, "10 are needed"),
         ({"new": [PLACES]}, "a place is 6"),
         ({"new": [-1]}, "a place is -1"),

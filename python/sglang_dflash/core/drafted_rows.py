@@ -103,8 +103,18 @@ class DraftedRows:
     def settle(self) -> None:
         """Learns, and brings the counts by depth up to date."""
         self.learn()
-        verified = (row for row in self._tables.by_depth.tolist() if row[0])
-        self._counts.by_depth = [DepthCounts(int(rows), promised, int(held)) for rows, promised, held in verified]
+        self._counts.by_depth = _counted(self._tables.by_depth)
+
+    def take_out(self, name: str) -> list[DepthCounts]:
+        """Learns, and returns the verified rows of a request by depth, from 1. Its counts begin anew."""
+        self.learn()
+        place = self._places.get(name)
+        if place is None:
+            return []
+        own = self._tables.own_by_depth[place]
+        counted = _counted(own)
+        own.zero_()
+        return counted
 
     def _place(self, name: str, new: list[int]) -> int:
         """Adds the place to `new` if it is new to the name."""
@@ -112,3 +122,8 @@ class DraftedRows:
         if is_new:
             new.append(place)
         return place
+
+
+def _counted(by_depth: torch.Tensor) -> list[DepthCounts]:
+    """Of the depths that were verified: no depth is without those before it."""
+    return [DepthCounts(int(rows), promised, int(held)) for rows, promised, held in by_depth.tolist() if rows]

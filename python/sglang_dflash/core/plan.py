@@ -27,7 +27,7 @@ from sglang_dflash.core.copying import Copying, best_copies
 from sglang_dflash.core.draft_memory import DraftMemory, MemoryTuning
 from sglang_dflash.core.drafted_rows import DraftedRows
 from sglang_dflash.core.places import Places
-from sglang_dflash.core.plan_counts import PlanCounts
+from sglang_dflash.core.plan_counts import DepthCounts, PlanCounts
 from sglang_dflash.core.policy import NOTHING, Copied, Drafting, undrafted
 from sglang_dflash.core.step_times import StepTimes
 from sglang_dflash.core.turn_gaps import Expected, TurnGaps
@@ -281,6 +281,15 @@ class Planner:
     def settle(self) -> None:
         begun_s = self._clock()
         self._drafted_rows.settle()
+        self._has_planned_since(begun_s)
+
+    def request_ends(self, request: str) -> list[DepthCounts]:
+        begun_s = self._clock()
+        rows = self._drafted_rows.take_out(request)
+        self._has_planned_since(begun_s)
+        return rows
+
+    def _has_planned_since(self, begun_s: float) -> None:
         took_s = self._clock() - begun_s
         self.counts.seconds += took_s
         self.counts.planning_s += took_s

@@ -12,7 +12,7 @@ import torch
 
 from sglang_dflash import ops
 from sglang_dflash.core.copying import Copying
-from sglang_dflash.core.plan_counts import PlanCounts
+from sglang_dflash.core.plan_counts import DepthCounts, PlanCounts
 
 
 class Copied(NamedTuple):
@@ -107,6 +107,11 @@ class Policy(Protocol):
         """Brings `counts` up to date, for a reader who needs the latest steps."""
         ...
 
+    def request_ends(self, request: str) -> list[DepthCounts]:
+        """Its verified rows by depth, from 1; empty if they are not known. Counting begins anew, as another request
+        may get the same name."""
+        ...
+
 
 class Fixed:
     """The same number of rows for every request and step, as chains: what a plan is compared with."""
@@ -147,6 +152,9 @@ class Fixed:
 
     def settle(self) -> None:
         pass
+
+    def request_ends(self, request: str) -> list[DepthCounts]:
+        return []
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Reports what the plan does: in the log, for Prometheus, and in `/server_info`, with what prefills have done."""
+"""Reports what the plan does: in the log, for Prometheus, in answers, and in `/server_info`, with the prefills."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_observability, get_serving
 
-from sglang_dflash.core.plan_counts import PREFILLED, STATE, PlanCounts
+from sglang_dflash.core.plan_counts import PREFILLED, STATE, DepthCounts, PlanCounts
 from sglang_dflash.host.hooking import AROUND, hook
+from sglang_dflash.host.protocols import Req
 
 logger = logging.getLogger(__name__)
 METRICS = {
@@ -32,17 +33,29 @@ DEPTH_METRICS = {
     "promised": "Of these rows, those that should be accepted by the plan's chances.",
     "accepted": "Of these rows, those that were accepted.",
 }
+ANSWER_FIELDS = {
+    "rows": "dflash_rows_by_depth",
+    "promised": "dflash_promised_by_depth",
+    "accepted": "dflash_accepted_by_depth",
+}
+"""In `meta_info` of an answer, with `--enable-metrics`: each a list over the depths, from 1, of its verified rows."""
 
 
 class PlanReport:
-    """Says every `--decode-log-interval` steps what has happened since."""
+    """Says every `--decode-log-interval` steps what has happened since, and of each request that ends, what was its."""
 
-    def __init__(self, counts: PlanCounts, settle: Callable[[], None] = lambda: None) -> None:
-        """counts: the policy's own, which go on rising. settle: see `Policy.settle`."""
+    def __init__(
+        self,
+        counts: PlanCounts,
+        settle: Callable[[], None] = lambda: None,
+        request_ends: Callable[[str], list[DepthCounts]] = lambda request: [],
+    ) -> None:
+        """counts: the policy's own, which go on rising. settle, request_ends: see `Policy`."""
         self._counts, self._said, self._settle = counts, PlanCounts(), settle
         observability = get_observability()
         self._interval = max(observability.decode_log_interval, 1)
         self._add = _prometheus() if observability.enable_metrics else None
+        self._request_ends = request_ends if observability.enable_metrics else None
 
     def step(self) -> None:
         """A step has ended."""
@@ -55,6 +68,12 @@ class PlanReport:
             logger.info("Plan: %s.", since)
         if self._add is not None:
             self._add(since)
+
+    def end(self, req: Req) -> None:
+        """Keeps with the request what its answer will tell. Only with metrics: for it the plan must learn at once what
+        would wait for other steps."""
+        if self._request_ends is not None:
+            req.dflash_rows = self._request_ends(req.rid)
 
     def state(self) -> dict[str, Any]:
         self._settle()
@@ -99,3 +118,32 @@ def _add_plan(original: Any, controller: Any, state: dict[str, Any]) -> None:
         state[STATE] = report.state()
     if hasattr(worker, "prefilled"):
         state[PREFILLED] = worker.prefilled
+
+
+@hook(
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    "._handle_finish_state_updated_req",
+    AROUND,
+    why="the plan must hear which request has ended",
+    until="stays",
+)
+def _hear_the_end(original: Any, processor: Any, req: Req, *arguments: Any) -> None:
+    report = getattr(processor.draft_worker, "plan_report", None)
+    if report is not None and req.finished():
+        report.end(req)
+    original(processor, req, *arguments)
+
+
+@hook(
+    "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.to_payload",
+    AROUND,
+    why="`meta_info` has no field for what was promised of a request's rows",
+    until="stays",
+)
+def _tell_rows(original: Any, streamed: Any, *arguments: Any, **named: Any) -> Any:
+    """Adds `ANSWER_FIELDS` to the last piece of each answer whose rows were planned."""
+    told = [req.__dict__.pop("dflash_rows", []) for req in streamed.output_reqs]
+    if any(told):
+        for count, name in ANSWER_FIELDS.items():
+            streamed.customized_info[name] = [[round(getattr(one, count), 4) for one in rows] for rows in told]
+    return original(streamed, *arguments, **named)

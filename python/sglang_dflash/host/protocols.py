@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_dflash.core.plan_counts import DepthCounts
+
 
 class RequestKV(Protocol):
     """The KV of a request.
@@ -45,6 +47,7 @@ class Req(Protocol):
     dflash_grammar_is_ahead: bool
     dflash_rejected: Any
     dflash_reasoning: Any
+    dflash_rows: list[DepthCounts]
 
     def finished(self) -> bool: ...
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_dflash import ops
-from sglang_dflash.core.plan_counts import PlanCounts
+from sglang_dflash.core.plan_counts import DepthCounts, PlanCounts
 from sglang_dflash.core.policy import NOTHING, Copied, Drafting, Policy, chains_of, undrafted
 
 
@@ -85,3 +85,6 @@ class SharedPlan:
     def settle(self) -> None:
         if self._policy is not None:
             self._policy.settle()
+
+    def request_ends(self, request: str) -> list[DepthCounts]:
+        return [] if self._policy is None else self._policy.request_ends(request)

@@ -91,7 +91,7 @@ class DFlashWorker(BaseSpecWorker):
             stages = self._draft, self._lay_out, self._plan_kv
             self._planned = PackedStep(self.block_size, self._target, *stages, report=PlanReport)
         elif planner is not None:
-            report = PlanReport(planner.counts, planner.settle)
+            report = PlanReport(planner.counts, planner.settle, planner.request_ends)
             self._planned = PlannedStep(planner, self._target, self._draft, self._lay_out, report)
 
     # What the scheduler needs from a worker besides steps.

@@ -107,7 +107,7 @@ def plan_rows(
     copied_lens: Sequence[int] = (),
 ) -> PlannedRows:
     """See `planning.plan_rows`. One op, because the code of each op has to come into the processor's caches."""
-    shared, own, _, _, blocks = tables
+    shared, own, *_, blocks = tables
     rows = (drafted, batch, copied, copied_lens)
     return PlannedRows(
         *native.compiled.plan_rows(log_probs, shared, own, blocks, first_block, places, max_logit, least, *rows)
@@ -124,10 +124,9 @@ def learn_steps(
     new: Sequence[int] = (),
 ) -> VerifiedRows:
     """See `planning.learn_steps`."""
-    shared, own, offers, by_depth, blocks = tables
     steps = list(chain.from_iterable(places)), list(map(len, places)), paths
     values = (*tuning, deep_weight, own_share)
-    learned = native.compiled.learn_steps(shared, own, offers, by_depth, blocks, *steps, values, new)
+    learned = native.compiled.learn_steps(*tables, *steps, values, new)
     return VerifiedRows(*learned)
 
 

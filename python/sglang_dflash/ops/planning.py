@@ -40,6 +40,7 @@ class PlanTables(NamedTuple):
         own: [P, 2] float64; the same of single requests.
         offers: of the same P requests, up to D depths and R - 1 rows.
         by_depth: [D, 3] float64; of all verified rows of a depth: how many, how many were promised and accepted.
+        own_by_depth: [P, D, 3] float64; the same of single requests.
         blocks: [N, F] float32; drafted requests of recent steps; see `Block`.
     """
 
@@ -47,6 +48,7 @@ class PlanTables(NamedTuple):
     own: torch.Tensor
     offers: Offers
     by_depth: torch.Tensor
+    own_by_depth: torch.Tensor
     blocks: torch.Tensor
 
     @classmethod
@@ -59,6 +61,7 @@ class PlanTables(NamedTuple):
             torch.zeros((requests, 2), dtype=torch.float64),
             Offers.none(requests, steps, rows - 1, depths),
             torch.zeros((depths, 3), dtype=torch.float64),
+            torch.zeros((requests, depths, 3), dtype=torch.float64),
             torch.zeros(blocks, Block.columns(rows, depths)),
         )
 
@@ -201,6 +204,7 @@ def learn_steps(
     """
     tables.own[list(new)] = 0.0
     tables.offers.kept[list(new)] = 0
+    tables.own_by_depth[list(new)] = 0.0
     rows = depth = accepted = index = 0
     promised = 0.0
     for own_places, path in zip(places, paths, strict=True):
@@ -213,7 +217,9 @@ def learn_steps(
             _observe(tables, block, place, on_path, tuning)
             deep, reaches = block.depths[1:count].int().tolist(), block.reaches[1:count].tolist()
             for of_depth, reach, held in zip(deep, reaches, on_path[1:], strict=True):
-                tables.by_depth[of_depth - 1] += torch.tensor([1.0, reach, float(held)], dtype=torch.float64)
+                one = torch.tensor([1.0, reach, float(held)], dtype=torch.float64)
+                tables.by_depth[of_depth - 1] += one
+                tables.own_by_depth[place, of_depth - 1] += one
             rows, depth = rows + count - 1, depth + max(deep, default=0)
             promised, accepted = promised + sum(reaches), accepted + sum(on_path[1:])
         _keep(tables.offers, blocks, own_places, deep_weight, own_share)
