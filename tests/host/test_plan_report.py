@@ -17,7 +17,15 @@ def observability(monkeypatch):
     """What the server was started with."""
     options = SimpleNamespace(decode_log_interval=4, enable_metrics=False)
     monkeypatch.setattr(plan_report, "get_observability", lambda: options)
-    monkeypatch.setattr(plan_report, "get_serving", lambda: SimpleNamespace(served_model_name="tiny"))
+    monkeypatch.setattr(plan_report.PlanReport, "of_answers", None)
+    return options
+
+
+@pytest.fixture(autouse=True)
+def serving(monkeypatch):
+    """How it serves."""
+    options = SimpleNamespace(served_model_name="tiny", incremental_streaming_output=False)
+    monkeypatch.setattr(plan_report, "get_serving", lambda: options)
     return options
 
 
@@ -102,27 +110,26 @@ def test_server_info_has_the_prefilled_tokens():
         assert state == {PREFILLED: prefilled}
 
 
-def test_an_answer_tells_its_rows(observability, monkeypatch):
-    """Fails where an answer tells another request's rows, tells them before its end or twice, or where one without
-    planned rows makes the lists of the others too short; also where a plan learns early though metrics are off."""
-    observability.enable_metrics = True
+def test_an_answer_tells_its_rows(observability, serving, monkeypatch):
+    """Fails where an answer tells another request's rows, tells them before its end, or where one without planned rows
+    makes the lists of the others too short; also where SGLang would cut the lists, or where a plan learns early though
+    metrics are off."""
     monkeypatch.setattr(plan_report, "_prometheus", lambda: lambda since: None)
     rows = {"a": [DepthCounts(3, 1.25, 2), DepthCounts(1, 0.123456, 0)], "b": [], "c": [DepthCounts(2, 0.5, 1)]}
-    report = plan_report.PlanReport(PlanCounts(), request_ends=rows.__getitem__)
-    worker = SimpleNamespace(plan_report=report)
-    reqs = [SimpleNamespace(rid=name, finished=lambda name=name: name != "c") for name in "abc"]
-    ended = []
-    for req in reqs:
-        plan_report._hear_the_end(lambda *given: ended.append(given), SimpleNamespace(draft_worker=worker), req, 1, 2)
-    assert [given[1:] for given in ended] == [(req, 1, 2) for req in reqs]
-    for expected in ([3, 1], [1.25, 0.1235], [2, 0]), None:
+    asked = []
+
+    def told(names: str, metrics: bool = True, stream: bool = False) -> dict[str, list]:
+        observability.enable_metrics = metrics
+        plan_report.PlanReport(PlanCounts(), request_ends=lambda name: asked.append(name) or rows[name])
+        reqs = [SimpleNamespace(rid=name, stream=stream, finished=lambda name=name: name != "c") for name in names]
         streamed = SimpleNamespace(output_reqs=reqs, customized_info={})
         assert plan_report._tell_rows(lambda streamed, dp_rank: dp_rank, streamed, dp_rank=3) == 3
-        names = plan_report.ANSWER_FIELDS.values()
-        told = {} if expected is None else {name: [of_a, [], []] for name, of_a in zip(names, expected, strict=True)}
-        assert streamed.customized_info == told
-    observability.enable_metrics = False
-    asked = []
-    for worker in None, SimpleNamespace(plan_report=plan_report.PlanReport(PlanCounts(), request_ends=asked.append)):
-        plan_report._hear_the_end(lambda *given: None, SimpleNamespace(draft_worker=worker), reqs[0], 1, 2)
-        assert "dflash_rows" not in vars(reqs[0]) and not asked
+        return streamed.customized_info
+
+    expected = zip(plan_report.ANSWER_FIELDS.values(), ([3, 1], [1.25, 0.1235], [2, 0]), strict=True)
+    fields = {name: [of_a, [], []] for name, of_a in expected}
+    assert told("abc") == told("abc", stream=True) == fields
+    assert told("bc") == told("abc", metrics=False) == {}
+    assert asked == ["a", "b", "a", "b", "b"]
+    serving.incremental_streaming_output = True
+    assert told("abc") == fields and told("abc", stream=True) == {}

@@ -30,6 +30,7 @@ def make_tables(seed: int = 0, depths: int = MOST, rows: int = ROWS) -> ops.Plan
         parameters.copy_(torch.randn(parameters.shape, generator=random))
         parameters[:, 1] = parameters[:, 1].abs() * 9
     tables.shared[SLOPE, 0] = tables.shared[SLOPE, 0].abs() + 0.2
+    tables.own_by_depth.copy_(torch.randint(9, tables.own_by_depth.shape, generator=random))
     return tables
 
 

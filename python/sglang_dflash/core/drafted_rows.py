@@ -125,5 +125,5 @@ class DraftedRows:
 
 
 def _counted(by_depth: torch.Tensor) -> list[DepthCounts]:
-    """Of the depths that were verified: no depth is without those before it."""
+    """Of the depths that have rows. They have no gaps: with a row, its ancestors are verified."""
     return [DepthCounts(int(rows), promised, int(held)) for rows, promised, held in by_depth.tolist() if rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang.srt.runtime_context import get_observability, get_serving
 
@@ -42,7 +42,13 @@ ANSWER_FIELDS = {
 
 
 class PlanReport:
-    """Says every `--decode-log-interval` steps what has happened since, and of each request that ends, what was its."""
+    """Says every `--decode-log-interval` steps what has happened since, and in answers, what their requests' rows were.
+
+    Fields:
+        of_answers: the report of this process, if metrics are on: what sends answers knows no worker.
+    """
+
+    of_answers: ClassVar[PlanReport | None] = None
 
     def __init__(
         self,
@@ -51,11 +57,11 @@ class PlanReport:
         request_ends: Callable[[str], list[DepthCounts]] = lambda request: [],
     ) -> None:
         """counts: the policy's own, which go on rising. settle, request_ends: see `Policy`."""
-        self._counts, self._said, self._settle = counts, PlanCounts(), settle
+        self._counts, self._said, self._settle, self._request_ends = counts, PlanCounts(), settle, request_ends
         observability = get_observability()
         self._interval = max(observability.decode_log_interval, 1)
         self._add = _prometheus() if observability.enable_metrics else None
-        self._request_ends = request_ends if observability.enable_metrics else None
+        PlanReport.of_answers = self if observability.enable_metrics else None
 
     def step(self) -> None:
         """A step has ended."""
@@ -69,11 +75,15 @@ class PlanReport:
         if self._add is not None:
             self._add(since)
 
-    def end(self, req: Req) -> None:
-        """Keeps with the request what its answer will tell. Only with metrics: for it the plan must learn at once what
-        would wait for other steps."""
-        if self._request_ends is not None:
-            req.dflash_rows = self._request_ends(req.rid)
+    def tell(self, reqs: list[Req], info: dict[str, list[Any]]) -> None:
+        """Adds `ANSWER_FIELDS` to the pieces of answers to these requests, if one of them ends and had planned rows.
+        A stream whose pieces hold new tokens only gets empty lists: SGLang would cut others, as if by tokens."""
+        in_parts = get_serving().incremental_streaming_output
+        ended = [self._request_ends(req.rid) if req.finished() else [] for req in reqs]
+        told = [[] if in_parts and req.stream else rows for req, rows in zip(reqs, ended, strict=True)]
+        if any(told):
+            for count, name in ANSWER_FIELDS.items():
+                info[name] = [[round(getattr(one, count), 4) for one in rows] for rows in told]
 
     def state(self) -> dict[str, Any]:
         self._settle()
@@ -121,29 +131,13 @@ def _add_plan(original: Any, controller: Any, state: dict[str, Any]) -> None:
 
 
 @hook(
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-    "._handle_finish_state_updated_req",
-    AROUND,
-    why="the plan must hear which request has ended",
-    until="stays",
-)
-def _hear_the_end(original: Any, processor: Any, req: Req, *arguments: Any) -> None:
-    report = getattr(processor.draft_worker, "plan_report", None)
-    if report is not None and req.finished():
-        report.end(req)
-    original(processor, req, *arguments)
-
-
-@hook(
     "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.to_payload",
     AROUND,
-    why="`meta_info` has no field for what was promised of a request's rows",
+    why="`meta_info` has no field for rows by depth",
     until="stays",
 )
 def _tell_rows(original: Any, streamed: Any, *arguments: Any, **named: Any) -> Any:
-    """Adds `ANSWER_FIELDS` to the last piece of each answer whose rows were planned."""
-    told = [req.__dict__.pop("dflash_rows", []) for req in streamed.output_reqs]
-    if any(told):
-        for count, name in ANSWER_FIELDS.items():
-            streamed.customized_info[name] = [[round(getattr(one, count), 4) for one in rows] for rows in told]
+    """Each request that ends comes by once, wherever it ended."""
+    if PlanReport.of_answers is not None:
+        PlanReport.of_answers.tell(streamed.output_reqs, streamed.customized_info)
     return original(streamed, *arguments, **named)

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_dflash.core.plan_counts import DepthCounts
-
 
 class RequestKV(Protocol):
     """The KV of a request.
@@ -40,6 +38,7 @@ class Req(Protocol):
     vocab_size: int
     tokenizer: Any
     eos_token_ids: set[int] | None
+    stream: bool
     to_finish: Any
     finished_len: int | None
     decode_batch_idx: int
@@ -47,7 +46,6 @@ class Req(Protocol):
     dflash_grammar_is_ahead: bool
     dflash_rejected: Any
     dflash_reasoning: Any
-    dflash_rows: list[DepthCounts]
 
     def finished(self) -> bool: ...
 
