@@ -93,8 +93,8 @@ class Rig:
         draft.runner.forward = self._propose
         draft._head = DraftHead(SimpleNamespace(weight=torch.eye(VOCAB), shard_indices=None), BLOCK)
         self.policy = Playing(self.rng, candidates, self.right_ranks, self._copy)
-        self.worker._planned = PlannedStep(self.policy, target, draft, self.worker._lay_out)
-        self.worker._planned._candidates = candidates
+        self.worker.planned = PlannedStep(self.policy, target, draft, self.worker.lay_out)
+        self.worker.planned._candidates = candidates
         self.worker._sampler.sampled_rows = self.rng.choice([3, 512])
         events = ("tree", "reordered", "deep", "not drafted", "nobody drafted", "left a sibling", "deferred", "copied")
         self.seen = dict.fromkeys((*events, "longer than a block"), 0)

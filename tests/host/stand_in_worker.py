@@ -18,7 +18,6 @@ from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.dflash import DFlashAttention
-from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 from stand_ins import Batch, make_req, make_row_sampler
 
 from sglang_dflash import ops
@@ -29,7 +28,7 @@ from sglang_dflash.host.draft_input import DraftInput
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.draft_window import DraftWindow
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
-from sglang_dflash.host.worker import DFlashWorker
+from sglang_dflash.host.worker import DFlashWorker, WorkerParts
 
 BATCH, BLOCK, VOCAB, HIDDEN, TAPS, LAYERS, HEADS, DIM, COLUMNS = 3, 8, 64, 16, 3, 5, 2, 8, 64
 
@@ -45,26 +44,32 @@ def worker_of(
         window: the draft's window in tokens.
     """
     generator = torch.Generator().manual_seed(0)
-    worker = DFlashWorker.__new__(DFlashWorker)
-    worker._target, worker._target_worker = _target(table, generator)
-    worker.device, worker.block_size, worker._mask_token_id = table.device.type, BLOCK, VOCAB - 1
-    worker._tp_sync = SimpleNamespace(sync=lambda site, values: values)
-    worker._draft = _draft(table, kernels, generator, window)
-    worker._sampler = make_row_sampler(sampler, VOCAB, BLOCK, table.device.type, kernels)
-    worker._hidden_states = ReturnedHiddenStates(None)
-    worker._sharded_logits = worker._plan_stream = worker._turns = worker._direct = worker._recurrent_state = None
-    worker._kernels = kernels
-    worker._acceptor = Acceptor(worker._sampler, kernels, worker._tp_sync, None, one_rank=True)
-    worker._planned, worker._verified_rows, worker.prefilled = None, BLOCK, 0
-    return worker
+    target_worker = _target(table, generator)
+    tp_sync = SimpleNamespace(sync=lambda site, values: values)
+    draft = _draft(table, kernels, generator, window, tp_sync)
+    rows = make_row_sampler(sampler, VOCAB, BLOCK, table.device.type, kernels)
+    return DFlashWorker(
+        WorkerParts(
+            target_worker=target_worker,
+            block_size=BLOCK,
+            verified_rows=BLOCK,
+            mask_token_id=VOCAB - 1,
+            kernels=kernels,
+            tp_sync=tp_sync,
+            draft=draft,
+            sampler=rows,
+            acceptor=Acceptor(rows, kernels, tp_sync, None, one_rank=True),
+            hidden_states=ReturnedHiddenStates(None),
+        )
+    )
 
 
 def _randn(generator: torch.Generator, device: Any, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(device)
 
 
-def _target(table: torch.Tensor, generator: torch.Generator) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """The runner and worker of a target whose forwards return ready logits and hidden states."""
+def _target(table: torch.Tensor, generator: torch.Generator) -> SimpleNamespace:
+    """The worker of a target whose forwards return ready logits and hidden states."""
     device = table.device
     runner = SimpleNamespace(
         device=device.type,
@@ -94,7 +99,7 @@ def _target(table: torch.Tensor, generator: torch.Generator) -> tuple[SimpleName
         result.next_token_ids = logits[: len(batch.reqs)].argmax(-1).int()
         return result
 
-    return runner, SimpleNamespace(model_runner=runner, forward_batch_generation=forward)
+    return SimpleNamespace(model_runner=runner, device=device.type, forward_batch_generation=forward)
 
 
 def _translator(table: torch.Tensor) -> KVIndexTranslator:
@@ -161,32 +166,30 @@ def pool_of(
     return pool
 
 
-def _draft(table: torch.Tensor, kernels: ops.Kernels, generator: torch.Generator, window: int | None) -> DraftRunner:
+def _draft(
+    table: torch.Tensor, kernels: ops.Kernels, generator: torch.Generator, window: int | None, tp_sync: Any
+) -> DraftRunner:
     device = table.device
-    model = _draft_model(kernels, generator, device)
+    layers = _draft_model(kernels, generator, device)
     hidden = _randn(generator, device, BATCH * BLOCK, HIDDEN)
     out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
-    runner = DraftRunner.__new__(DraftRunner)
-    runner.model = SimpleNamespace(block_size=BLOCK)
-    runner.model.set_block_size = lambda rows: setattr(runner.model, "block_size", rows)
-    runner.runner = SimpleNamespace(
+    model = SimpleNamespace(block_size=BLOCK)
+    model.set_block_size = lambda rows: setattr(model, "block_size", rows)
+    runner = SimpleNamespace(
         device=device.type,
         forward=lambda batch: out,
         kv_index_translator=_translator(table),
-        token_to_kv_pool=pool_of(model, BATCH * COLUMNS, device),
+        token_to_kv_pool=pool_of(layers, BATCH * COLUMNS, device),
     )
     embedding = _randn(generator, device, VOCAB, HIDDEN)
-    runner._embed, runner._embed_scale = lambda ids: F.embedding(ids, embedding), 1.0
-    runner._mask_rows = None
-    runner._head = DraftHead(SimpleNamespace(weight=embedding, shard_indices=None), BLOCK)
-    runner._context_kv = ContextKVWriter(model)
-    runner._context_kv.bind(runner.runner.token_to_kv_pool)
-    runner._deferred = runner.short_head = runner._direct = None
-    runner._window = DraftWindow(window, 1, table, torch.zeros_like(table)) if window else None
-    runner._spec_infos = {
-        rows: make_draft_block_spec_info(draft_token_num=rows, device=device.type) for rows in range(2, BLOCK + 1)
-    }
-    return runner
+    head = DraftHead(SimpleNamespace(weight=embedding, shard_indices=None), BLOCK)
+    context_kv = ContextKVWriter(layers)
+    context_kv.bind(runner.token_to_kv_pool)
+    bundle = SimpleNamespace(draft_worker=None, draft_model_runner=runner, draft_model=model)
+    draft = DraftRunner(bundle, head, context_kv, lambda ids: F.embedding(ids, embedding), 1.0, tp_sync)
+    if window:
+        draft.use_window(DraftWindow(window, 1, table, torch.zeros_like(table)))
+    return draft
 
 
 class StepBatch(Batch):

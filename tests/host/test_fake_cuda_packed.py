@@ -47,8 +47,8 @@ def packed_worker(monkeypatch: pytest.MonkeyPatch, budget: Budget, sampler: Any 
     monkeypatch.setattr(packed_step, "StepClock", Silent)
     one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32), sampler)
     one._target.sliding_window_size = None
-    one._planned = PackedStep(BLOCK, one._target, one._draft, one._lay_out, one._plan_kv)
-    one._planned._budget = SimpleNamespace(choose=lambda batch: budget)
+    one.planned = PackedStep(BLOCK, one._target, one._draft, one.lay_out, one.plan_kv)
+    one.planned._budget = SimpleNamespace(choose=lambda batch: budget)
     return one
 
 
@@ -59,7 +59,7 @@ def test_a_greedy_step(monkeypatch: pytest.MonkeyPatch, watch: Watch, budget: Bu
     result = run(watch, one, decode_batch("cuda"))
     assert not watch.waits
     assert result.next_token_ids.shape == (BATCH * BLOCK,) and result.cap_lens.shape == (BATCH,)
-    sent = one._planned._readback.sent
+    sent = one.planned._readback.sent
     assert [len(values) for values in sent] == [2 + BATCH * (BLOCK - 1)] * budget.drafts  # the first is looked at
     run(watch, one, decode_batch("cuda"))
     assert not watch.waits

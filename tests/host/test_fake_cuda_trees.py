@@ -32,7 +32,7 @@ def tree_worker(moved: list[Any], sampler: Any = None) -> DFlashWorker:
     one._target.sliding_window_size, one._target.model_config.context_len = None, COLUMNS
     one._target.max_running_requests = 4
     one._target.token_to_kv_pool = SimpleNamespace(move_kv_cache=lambda to, origin: moved.append((to, origin)))
-    one._planned = fixed_trees.FixedTreeStep(ROWS, one._target, one._draft, one._lay_out)
+    one.planned = fixed_trees.FixedTreeStep(ROWS, one._target, one._draft, one.lay_out)
     return one
 
 
@@ -67,7 +67,7 @@ def test_growing_trees_can_be_captured(watch: Watch) -> None:
 def test_the_move_of_kv_is_compiled_at_the_start(watch: Watch) -> None:
     """Fails where a number of moved rows is left to the first batch that has it."""
     moved: list[Any] = []
-    tree_worker(moved)._planned.warm_up()
+    tree_worker(moved).planned.warm_up()
     assert [len(to) for to, _ in moved] == list(range(1, 4 * ROWS + 1))
 
 

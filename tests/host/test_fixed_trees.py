@@ -67,7 +67,7 @@ class FixedRig(Rig):
         super().__init__(seed, asked, page_size=16, **options)
         target, self.rows = self.worker._target, rows
         target.sliding_window_size, target.model_config.context_len = None, self.table.shape[1]
-        self.worker._planned = step = fixed_trees.FixedTreeStep(rows, target, self.worker._draft, self.worker._lay_out)
+        self.worker.planned = step = fixed_trees.FixedTreeStep(rows, target, self.worker._draft, self.worker.lay_out)
         drafting = SimpleNamespace(width=BLOCK, requests=range(BATCH), copies=())
         self.policy = SimpleNamespace(trees=None, ended=[], drafting=drafting)
         step.end = lambda accepted: self.policy.ended.append((accepted.path, accepted.commit_lens))

@@ -58,8 +58,8 @@ class PackedRig(Rig):
         target, draft = self.worker._target, self.worker._draft
         target.sliding_window_size = None
         draft._head.weigh_drafts()
-        stages = target, draft, self.worker._lay_out, self.worker._plan_kv
-        self.worker._planned = step = PackedStep(BLOCK, *stages)
+        stages = target, draft, self.worker.lay_out, self.worker.plan_kv
+        self.worker.planned = step = PackedStep(BLOCK, *stages)
         step._budget = AnyBudget(self.rng)
         drafting = SimpleNamespace(width=BLOCK, requests=range(BATCH), copies=())
         self.policy = SimpleNamespace(trees=None, ended=[], drafting=drafting)
@@ -141,7 +141,7 @@ def test_greedy_rows_commit_plain_decoding(seed):
         rig = PackedRig(seed, PLAIN)
         rig.run()
         assert rig.seen["deep"] and rig.seen["nobody drafted"], rig.seen
-        given = rig.worker._planned._promised_and_accepted.tolist()
+        given = rig.worker.planned._promised_and_accepted.tolist()
         accepted = sum(int((lens - 1).sum()) for _, lens in rig.policy.ended)
         assert given[0] > 0 and abs(given[1] - accepted) <= LOOK_STEPS * BATCH * (BLOCK - 1), (given, accepted)
 
@@ -167,9 +167,9 @@ def test_a_draft_that_pays_again_is_asked_again(start):
             budget.see_time(1, option, 1.0)
             budget.see_time(1, option, 1.0 + option.drafts)
         budget.see_time = lambda *_: None
-        budget._step = budget._probed = rig.worker._planned.counts.steps = start
-        rig.worker._planned._due = False
-        rig.worker._planned._budget = budget
+        budget._step = budget._probed = rig.worker.planned.counts.steps = start
+        rig.worker.planned._due = False
+        rig.worker.planned._budget = budget
         drafted = []
         while len(rig.running[0].emitted) + BLOCK < 48:
             rig.step([0])

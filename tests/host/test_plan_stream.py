@@ -214,13 +214,13 @@ def test_a_missing_wait_is_found(planted, monkeypatch):
             join()
 
         blocks: list[Any] = []
-        lay_out = step.worker._lay_out
+        lay_out = step.worker.lay_out
 
         def remember(*rest: Any) -> Any:
             blocks[:] = [lay_out(*rest)]
             return blocks[0]
 
-        step.worker._lay_out, step.stream.join = remember, late
+        step.worker.lay_out, step.stream.join = remember, late
     races, _ = step.run()
     assert races
 

@@ -191,7 +191,7 @@ def test_the_planner_copies(copying, page_size, drafts):
         seen, accepted, copies = Counter(), 0, 0
         for seed in range(3):
             rig = Rig(seed, texts, page_size)
-            rig.policy = rig.worker._planned._policy = Deciding(copying(LONGEST_COPY, VOCAB), drafts)
+            rig.policy = rig.worker.planned._policy = Deciding(copying(LONGEST_COPY, VOCAB), drafts)
             if not drafts:
                 rig.worker._draft.runner.forward = None  # whoever calls it fails
             rig.run()

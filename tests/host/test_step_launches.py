@@ -27,8 +27,8 @@ from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.worker import DFlashWorker
 
 BOXES = {
-    "block": (DFlashWorker, "_lay_out"),
-    "KV plan": (DFlashWorker, "_plan_kv"),
+    "block": (DFlashWorker, "lay_out"),
+    "KV plan": (DFlashWorker, "plan_kv"),
     "draft": (DraftRunner, "propose"),
     "verify": (DFlashWorker, "_verify"),
     "acceptance": (Acceptor, "accept"),

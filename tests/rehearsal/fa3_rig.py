@@ -17,7 +17,6 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode,
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 
 from host.stand_ins import Batch, configured, make_req, one_rank
 from rehearsal.fa3_models import BLOCK, CONTEXT, GRAPH_SIZES, REQUESTS, VOCAB, AttentionModel, Graphs, Layer, Setup
@@ -27,7 +26,7 @@ from sglang_dflash.host.draft_input import DraftInput, reserve_lens
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.draft_window import DraftWindow
 from sglang_dflash.host.hooks import _row_headroom
-from sglang_dflash.host.worker import DFlashWorker
+from sglang_dflash.host.worker import DFlashWorker, WorkerParts
 
 TARGET_LAYERS = (Layer(), Layer(left=20))
 DRAFT_LAYERS = (Layer(causal=False), Layer(left=20), Layer(left=20, causal=False))
@@ -76,33 +75,39 @@ class Rig:
         return torch.cat((torch.zeros_like(slots[:1]), slots)), last * page
 
     def _make_worker(self) -> DFlashWorker:
-        worker = DFlashWorker.__new__(DFlashWorker)
-        worker._target = self.target.runner
-        worker._target_worker = SimpleNamespace(model_runner=self.target.runner, forward_batch_generation=self._verify)
-        worker.device, worker.block_size, worker._mask_token_id = "cuda", BLOCK, VOCAB - 1
-        worker._draft = self._make_draft_runner()
-        worker._sampler = SimpleNamespace(is_plain_greedy=lambda batch: True, commit=_nothing, grammar_tree=_nothing)
-        worker._hidden_states = SimpleNamespace(put=_nothing)
-        worker._kernels, worker._planned = ops.TORCH_KERNELS, None
-        worker._acceptor = Acceptor(worker._sampler, ops.TORCH_KERNELS, None, None, one_rank=True)
-        worker._plan_stream = worker._turns = worker._direct = worker._sharded_logits = worker._recurrent_state = None
-        return worker
+        target_worker = SimpleNamespace(
+            model_runner=self.target.runner, device="cuda", forward_batch_generation=self._verify
+        )
+        sampler = SimpleNamespace(is_plain_greedy=lambda batch: True, commit=_nothing, grammar_tree=_nothing)
+        return DFlashWorker(
+            WorkerParts(
+                target_worker=target_worker,
+                block_size=BLOCK,
+                verified_rows=BLOCK,
+                mask_token_id=VOCAB - 1,
+                kernels=ops.TORCH_KERNELS,
+                tp_sync=None,
+                draft=self._make_draft_runner(),
+                sampler=sampler,
+                acceptor=Acceptor(sampler, ops.TORCH_KERNELS, None, None, one_rank=True),
+                hidden_states=SimpleNamespace(put=_nothing),
+            )
+        )
 
     def _make_draft_runner(self) -> DraftRunner:
-        runner = DraftRunner.__new__(DraftRunner)
-        runner.runner, runner.runner.forward = self.draft.runner, self._propose
-        runner.model = SimpleNamespace(block_size=BLOCK)
-        runner.init_attention_backends = _nothing  # made in `AttentionModel`
-        runner._embed, runner._embed_scale = lambda ids: torch.zeros(*ids.shape, 1), 1.0
+        runner = self.draft.runner
+        runner.forward = self._propose
         ids = torch.zeros(max(GRAPH_SIZES), BLOCK - 1, dtype=torch.int64)
-        runner._head = SimpleNamespace(captured_ids=ids, draft_ids=lambda hidden, block: ids[: len(hidden)])
-        runner._context_kv = SimpleNamespace(write=_nothing)
-        runner._spec_infos = {BLOCK: make_draft_block_spec_info(draft_token_num=BLOCK, device="cpu")}
-        runner._window = runner._mask_rows = runner._deferred = runner.short_head = runner._direct = None
+        head = SimpleNamespace(captured_ids=ids, draft_ids=lambda hidden, block: ids[: len(hidden)])
+        model = SimpleNamespace(block_size=BLOCK)
+        bundle = SimpleNamespace(draft_worker=None, draft_model_runner=runner, draft_model=model)
+        context_kv = SimpleNamespace(write=_nothing)
+        draft = DraftRunner(bundle, head, context_kv, lambda ids: torch.zeros(*ids.shape, 1), 1.0, None)
+        draft.init_attention_backends = _nothing  # made in `AttentionModel`
         if self.setup.draft_window is not None:
             tables = (self.target.table_pool.req_to_token, self.draft.table_pool.req_to_token)
-            runner._window = DraftWindow(self.setup.draft_window, self.setup.page_size, *tables)
-        return runner
+            draft.use_window(DraftWindow(self.setup.draft_window, self.setup.page_size, *tables))
+        return draft
 
     def _propose(self, forward_batch: ForwardBatch) -> SimpleNamespace:
         replayed = self.draft.forward(forward_batch)

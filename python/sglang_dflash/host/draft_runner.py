@@ -22,6 +22,7 @@ from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.draft_worker_common import (
+    DraftWorkerBundle,
     build_draft_tp_worker,
     make_draft_block_spec_info,
     make_draft_sampler_capture_hook,
@@ -35,7 +36,7 @@ from sglang_dflash.core.block import Block
 from sglang_dflash.host.capture import embedding_of, lm_head_of
 from sglang_dflash.host.context_kv import DEFERRED_ROWS, ContextKVWriter, DeferredRows
 from sglang_dflash.host.cpu.direct import DirectForward
-from sglang_dflash.host.draft_heads import head_of
+from sglang_dflash.host.draft_heads import DraftHead, head_of
 from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_window import DraftWindow
 from sglang_dflash.host.plan_stream import PlanStream, own_input_buffers
@@ -60,14 +61,44 @@ class DraftRunner:
 
     def __init__(
         self,
+        bundle: DraftWorkerBundle,
+        head: DraftHead,
+        context_kv: ContextKVWriter,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        embed_scale: float,
+        tp_sync: SpecTpSync,
+    ) -> None:
+        """
+        Args:
+            bundle: SGLang's worker, runner and model of the draft.
+            embed: the target's embedding: ids to rows; `embed_scale` is their factor.
+        """
+        self.worker = bundle.draft_worker
+        self.runner = bundle.draft_model_runner
+        self.model = bundle.draft_model
+        self.short_head: ShortHead | None = None  # None: the draft chooses among all ids
+        self._head, self._context_kv = head, context_kv
+        self._embed, self._embed_scale, self._tp_sync = embed, embed_scale, tp_sync
+        self._mask_rows: torch.Tensor | None = None
+        self._deferred: DeferredRows | None = None
+        self._window: DraftWindow | None = None
+        self._direct: DirectForward | None = None
+        self._spec_infos = {
+            rows: make_draft_block_spec_info(draft_token_num=rows, device=self.runner.device)
+            for rows in range(2, self.model.block_size + 1)
+        }
+
+    @classmethod
+    def build(
+        cls,
         server_args: Any,
         gpu_id: int,
         nccl_port: int,
         target_runner: ModelRunner,
         block_size: int,
         tp_sync: SpecTpSync,
-    ) -> None:
-        self._tp_sync = tp_sync
+    ) -> DraftRunner:
+        """Loads the draft beside its target."""
         with draft_pp_context():
             bundle = build_draft_tp_worker(
                 server_args=server_args,
@@ -76,28 +107,16 @@ class DraftRunner:
                 target_model_config=target_runner.model_config,
                 algo_label="DFLASH",
             )
-        self.worker = bundle.draft_worker
-        self.runner = bundle.draft_model_runner
-        self.model = bundle.draft_model
-        self.model.set_block_size(block_size)
-        if self.runner.device == "cpu":
-            for layer in self.model.layers:
+        model = bundle.draft_model
+        model.set_block_size(block_size)
+        if bundle.draft_model_runner.device == "cpu":
+            for layer in model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False  # Triton, also without CUDA (models/dflash.py:383)
         target_model = target_runner.model
-        self._embed = _lookup(unwrap_lora_layer(embedding_of(target_model)))  # LoRA is for the target only
+        embed = _lookup(unwrap_lora_layer(embedding_of(target_model)))  # LoRA is for the target only
         scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
-        self._embed_scale = float(scale()) if scale else 1.0
-        self._mask_rows: torch.Tensor | None = None
-        self._head = head_of(self.model, unwrap_lora_layer(lm_head_of(target_model)), block_size, self._embed)
-        self.short_head: ShortHead | None = None  # None: the draft chooses among all ids
-        self._context_kv = ContextKVWriter(self.model)
-        self._deferred: DeferredRows | None = None
-        self._window: DraftWindow | None = None
-        self._direct: DirectForward | None = None
-        self._spec_infos = {
-            rows: make_draft_block_spec_info(draft_token_num=rows, device=self.runner.device)
-            for rows in range(2, block_size + 1)
-        }
+        head = head_of(model, unwrap_lora_layer(lm_head_of(target_model)), block_size, embed)
+        return cls(bundle, head, ContextKVWriter(model), embed, float(scale()) if scale else 1.0, tp_sync)
 
     @property
     def most_candidates(self) -> int | None:
@@ -147,7 +166,11 @@ class DraftRunner:
         self._context_kv.bind(self.runner.token_to_kv_pool)
         if window_size is not None:
             tables = (req_to_token_pool.req_to_token, self.runner.req_to_token_pool.req_to_token)
-            self._window = DraftWindow(window_size, get_schedule().page_size, *tables)
+            self.use_window(DraftWindow(window_size, get_schedule().page_size, *tables))
+
+    def use_window(self, window: DraftWindow) -> None:
+        """Lets the draft see the last tokens alone."""
+        self._window = window
 
     def init_attention_backends(self) -> None:
         with draft_pp_context():

@@ -143,10 +143,10 @@ def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if algorithm.is_dflash():
         require_hooks()  # again: the scheduler is a separate process
         from sglang_dflash.host.block_results import restore_prefill_only
-        from sglang_dflash.host.worker import DFlashWorker
+        from sglang_dflash.host.build import build_worker
 
         restore_prefill_only()
-        return DFlashWorker
+        return build_worker
     return original(algorithm, server_args)
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
@@ -21,10 +19,8 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
-from sglang_dflash.host import fixed_trees, page_tables, widths
+from sglang_dflash.host import page_tables
 from sglang_dflash.host.acceptance import Acceptor
-from sglang_dflash.host.arguments import read_draft_config, trained_mask_embedding
-from sglang_dflash.host.capture import lm_head_of
 from sglang_dflash.host.cpu.direct import DirectForward
 from sglang_dflash.host.draft_input import DraftInput, bounded_kv_lens, known_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
@@ -39,60 +35,61 @@ from sglang_dflash.host.recurrent_state import RecurrentState
 from sglang_dflash.host.sampling import RowSampler
 from sglang_dflash.host.sampling_memory import measure_sampling
 from sglang_dflash.host.sharded_logits import ShardedLogits
-from sglang_dflash.host.short_head import special_ids
 from sglang_dflash.host.turns import Turn, Turns, turn_s
 
 logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None] | None
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What the worker's steps are made of.
+
+    Fields:
+        target_worker: SGLang's worker of the target, with its `model_runner`.
+        verified_rows: of a drafted request, at most.
+        tp_sync: gives all ranks the same tokens.
+        recurrent_state: None: the target has none.
+        sharded_logits: None: verify forwards gather their logits.
+    """
+
+    target_worker: Any
+    block_size: int
+    verified_rows: int
+    mask_token_id: int
+    kernels: ops.Kernels
+    tp_sync: SpecTpSync
+    draft: DraftRunner
+    sampler: RowSampler
+    acceptor: Acceptor
+    hidden_states: ReturnedHiddenStates
+    recurrent_state: RecurrentState | None = None
+    sharded_logits: ShardedLogits | None = None
+
+
 class DFlashWorker(BaseSpecWorker):
     """Chain verification of DFlash drafts, with overlap scheduling on or off.
 
-    SGLang's scheduler constructs it, hands it the target's pools, and calls `forward_batch_generation` once per
+    SGLang's scheduler has it built, hands it the target's pools, and calls `forward_batch_generation` once per
     step; under overlap it restores the batch afterwards, so a step may change the batch freely.
     """
 
-    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+    def __init__(self, parts: WorkerParts) -> None:
         super().__init__()
-        self._target_worker = target_worker
-        self._target: ModelRunner = target_worker.model_runner
-        self.device = target_worker.device
-        self.block_size, tree_rows = fixed_trees.block_size(), widths.tree_rows()
-        self._verified_rows = tree_rows or self.block_size  # of a drafted request, at most
-        self.speculative_num_draft_tokens = self._verified_rows  # the scheduler reads it
-        cfg = resolving_view(server_args)
-        draft_config = read_draft_config(cfg)
-        assert draft_config.mask_token_id is not None  # resolved by `read_draft_config`
-        self._mask_token_id: int = draft_config.mask_token_id
-        self._tp_sync = SpecTpSync(get_parallel().tp_group)
-        self._kernels = ops.choose_kernels(self.device, self._target.dtype)
-        self._draft = DraftRunner(server_args, gpu_id, nccl_port, self._target, self.block_size, self._tp_sync)
-        self._draft.use_mask_embedding(trained_mask_embedding(cfg, draft_config))
-        vocab_size = self._target.model_config.vocab_size
-        lm_head = lm_head_of(self._target.model)
-        self._draft.shorten_head(lm_head, vocab_size, special_ids(target_worker))
-        self._sampler = RowSampler(self._target, self._verified_rows, self._kernels)
-        self._hidden_states = ReturnedHiddenStates(self._target.model)
-        self._recurrent_state = RecurrentState.of(target_worker)
-        self._sharded_logits = ShardedLogits.of(self._target.model, unwrap_lora_layer(lm_head), self._kernels)
-        one_rank = get_parallel().tp_size == 1
-        self._acceptor = Acceptor(self._sampler, self._kernels, self._tp_sync, self._sharded_logits, one_rank)
+        self._target_worker = parts.target_worker
+        self._target: ModelRunner = parts.target_worker.model_runner
+        self.device = parts.target_worker.device
+        self.block_size, self._verified_rows = parts.block_size, parts.verified_rows
+        self.speculative_num_draft_tokens = parts.verified_rows  # the scheduler reads it
+        self._mask_token_id, self._kernels, self._tp_sync = parts.mask_token_id, parts.kernels, parts.tp_sync
+        self._draft, self._sampler, self._acceptor = parts.draft, parts.sampler, parts.acceptor
+        self._hidden_states, self._recurrent_state = parts.hidden_states, parts.recurrent_state
+        self._sharded_logits = parts.sharded_logits
         self._plan_stream: PlanStream | None = None
         self._turns: Turns | None = None
         self._direct: DirectForward | None = None
-        self._planned: PlannedStep | FixedTreeStep | PackedStep | None = None
+        self.planned: PlannedStep | FixedTreeStep | PackedStep | None = None  # None: whole blocks
         self.prefilled = 0  # prompt tokens whose draft KV was computed; `/server_info` reports it
-        copying = widths.choose_copying(self.block_size, vocab_size, self._recurrent_state is not None)
-        planner = widths.choose_planner(self.block_size, self.device, get_parallel().tp_group, copying)
-        if tree_rows is not None:
-            self._planned = FixedTreeStep(tree_rows, self._target, self._draft, self._lay_out)
-        elif widths.packs_rows(self.device):
-            stages = self._draft, self._lay_out, self._plan_kv
-            self._planned = PackedStep(self.block_size, self._target, *stages, report=PlanReport)
-        elif planner is not None:
-            report = PlanReport(planner.counts, planner.settle, planner.request_ends)
-            self._planned = PlannedStep(planner, self._target, self._draft, self._lay_out, report)
 
     # What the scheduler needs from a worker besides steps.
 
@@ -123,7 +120,7 @@ class DFlashWorker(BaseSpecWorker):
     @property
     def plan_report(self) -> PlanReport | None:
         """None: blocks are whole."""
-        return None if self._planned is None else self._planned.report
+        return None if self.planned is None else self.planned.report
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         return [("draft", self._draft.weights())]
@@ -154,8 +151,8 @@ class DFlashWorker(BaseSpecWorker):
         self._draft.init_graphs()
         if self.device == "cpu":
             self._direct = DirectForward.of(self._target)
-        if isinstance(self._planned, PackedStep):
-            self._planned.use_graphs()
+        if isinstance(self.planned, PackedStep):
+            self.planned.use_graphs()
 
     def prewarm_sampling(self) -> SamplingPrewarmResult:
         """Compiles the step's kernels and measures sampling, while no request waits for it or can run out of memory."""
@@ -166,14 +163,14 @@ class DFlashWorker(BaseSpecWorker):
         compared = {(verified, torch.float32), self._draft.compared_logits}
         ops.warm_up(self.block_size, compared, vocab_size, table, self._mask_token_id)
         self._draft.warm_up()
-        if isinstance(self._planned, FixedTreeStep | PackedStep):
-            self._planned.warm_up()
+        if isinstance(self.planned, FixedTreeStep | PackedStep):
+            self.planned.warm_up()
         most = self._target.max_running_requests
         seeded = get_exec().deterministic.enable_deterministic_inference
         result = measure_sampling(
             self._sampler, self._verified_rows, most, vocab_size, seeded, self.device, self._true_on_all_ranks
         )
-        packed = isinstance(self._planned, PackedStep)
+        packed = isinstance(self.planned, PackedStep)
         if packed or self._sharded_logits is not None:  # spread or gathered, the logits take memory of their own
             gathered = most * self.block_size * vocab_size * torch.float32.itemsize
             result = replace(result, sampling_headroom_bytes=result.sampling_headroom_bytes + gathered)
@@ -208,8 +205,8 @@ class DFlashWorker(BaseSpecWorker):
             turn = None if self._turns is None else self._turns.begin(batch)
             return self._decode(batch, on_publish, grammar_barrier) if turn is None else self._take_turn(turn, batch)
         idle = batch.forward_mode.is_idle()
-        if self._planned is not None:  # a mixed prefill has running requests' rows, too
-            self._planned.interrupt(0 if idle or batch.forward_mode.is_mixed() else sum(batch.extend_lens))
+        if self.planned is not None:  # a mixed prefill has running requests' rows, too
+            self.planned.interrupt(0 if idle or batch.forward_mode.is_mixed() else sum(batch.extend_lens))
         return self._idle(on_publish) if idle else self._prefill(batch, on_publish)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish) -> GenerationBatchResult:
@@ -229,7 +226,7 @@ class DFlashWorker(BaseSpecWorker):
         # are written before the draft runs.
         positions = upload(ops.extend_positions(batch.prefix_lens, batch.extend_lens), self.device)
         rows = result.logits_output.hidden_states, positions, self._draft.slots_of(kv_plan)
-        self._draft.write_context(*rows, may_wait=isinstance(self._planned, PlannedStep))
+        self._draft.write_context(*rows, may_wait=isinstance(self.planned, PlannedStep))
         self.prefilled += len(positions)
         logger.debug("draft KV of %d prompt tokens handed over", len(positions))
         self._hidden_states.put(batch, result.logits_output, [n - 1 for n in accumulate(batch.extend_lens)])
@@ -237,7 +234,7 @@ class DFlashWorker(BaseSpecWorker):
         return result
 
     def _take_turn(self, turn: Turn, batch: ScheduleBatch) -> GenerationBatchResult:
-        planned = self._planned
+        planned = self.planned
         if isinstance(planned, PlannedStep):
             planned.turn = turn
         while turn.goes_on(self._decode(batch, None, None)):
@@ -249,8 +246,8 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(self, batch: ScheduleBatch, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())  # allocated on the schedule stream
-        if self._planned is not None:
-            plan, kv_plan, forward_batch = *self._planned.propose(batch), None
+        if self.planned is not None:
+            plan, kv_plan, forward_batch = *self.planned.propose(batch), None
         else:
             plan, kv_plan, forward_batch = self._propose(batch)
         grammar_tree = self._sampler.grammar_tree(batch, plan)
@@ -269,15 +266,15 @@ class DFlashWorker(BaseSpecWorker):
         if tree is None:
             committed = out.hidden_states, plan.seen(plan.positions), plan.seen(self._draft.slots_of(kv_plan))
         else:
-            assert isinstance(self._planned, PlannedStep | FixedTreeStep)
-            committed = self._planned.commit(batch, plan, tree, out.hidden_states)
+            assert isinstance(self.planned, PlannedStep | FixedTreeStep)
+            committed = self.planned.commit(batch, plan, tree, out.hidden_states)
         if on_publish is not None:
             on_publish(prefix_lens)
         # Where nothing was proposed, perhaps nothing will be drafted for a while.
         self._draft.write_context(*committed, may_wait=plan.verify_width == 1)
         self._hidden_states.put(batch, out, path=plan.row_in_forward if tree is None else tree.path)
-        if self._planned is not None:
-            self._planned.end(accepted)
+        if self.planned is not None:
+            self.planned.end(accepted)
         return GenerationBatchResult(
             logits_output=out,
             next_token_ids=accepted.out_ids.flatten(),
@@ -295,8 +292,8 @@ class DFlashWorker(BaseSpecWorker):
         """A whole block for every request: the rows to verify, the host's KV plan and, with a plan stream, the forward
         batch."""
         requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
-        block = self._lay_out(*requests, self.block_size)
-        kv_plan = self._plan_kv(block, batch)
+        block = self.lay_out(*requests, self.block_size)
+        kv_plan = self.plan_kv(block, batch)
         if self._plan_stream is not None:
             self._plan_stream.mark()
         with spec_stage_span("draft"):
@@ -304,7 +301,7 @@ class DFlashWorker(BaseSpecWorker):
         plan, forward_batch = self._plan(block, draft_ids, batch, kv_plan)
         return plan, kv_plan, forward_batch
 
-    def _lay_out(
+    def lay_out(
         self, bonus_ids: torch.Tensor, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor, drafted_width: int
     ) -> Block:
         """A block of `drafted_width` rows for each request. bonus_ids, prefix_lens, req_pool_indices: [B]."""
@@ -314,7 +311,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         return Block(*rows, prefix_lens, req_pool_indices)
 
-    def _plan_kv(self, block: Block, batch: ScheduleBatch) -> Any:
+    def plan_kv(self, block: Block, batch: ScheduleBatch) -> Any:
         """The host's plan of this step's KV ids, shared by draft, verify and commit."""
         return self._target.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
