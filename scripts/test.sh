@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests. Usage: bash scripts/test.sh [--quick | --families | --matrix] [pytest arguments]
-#   (nothing)  all tests: those without servers, then those with servers, each file in one of two processes
+#   (nothing)  all usual tests: those without servers, then those with servers, each server in one of two processes
 #   --quick    the tests without servers, but for the slow ones
 #   --families all target families under all settings; leaves a table in build/families.md
 #   --matrix   only the long matrices, which no other run includes; each leaves a table in build/
@@ -15,7 +15,7 @@ case "${1:-}" in
         ;;
     --families)
         shift
-        exec "$PYTHON" -m pytest -m "server or families" tests/families "$@"
+        exec "$PYTHON" -m pytest -m "server or families" -n 2 --dist loadgroup --no-loadscope-reorder tests/families "$@"
         ;;
     --matrix)
         shift
@@ -26,4 +26,4 @@ if [ $# -gt 0 ]; then # somebody looks for certain tests
     exec "$PYTHON" -m pytest "$@"
 fi
 "$PYTHON" -m pytest -m "not server" -n 2 --dist worksteal --durations=15
-exec "$PYTHON" -m pytest -m "server and not matrix and not families" -n 2 --dist loadfile --durations=40
+exec "$PYTHON" -m pytest -m "server and not matrix and not families" -n 2 --dist loadgroup --no-loadscope-reorder --durations=40

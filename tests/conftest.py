@@ -1,7 +1,32 @@
-"""What all tests share: servers run uncompiled where a test does not ask, because compiling takes seconds a start."""
+"""What all tests share: servers run uncompiled where a test does not ask, because compiling takes seconds a start; and
+tests that share a server run in one process, one after the other."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ.setdefault("SGLANG_DFLASH_COMPILE", "0")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups tests with servers for `--dist loadgroup`: those of an arm, of all files, else those of a file.
+
+    The first group needs the baseline. Those that need none come next: the other process works on them while the first
+    one asks the off arms.
+    """
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("server"):
+            mark = item.get_closest_marker("xdist_group")
+            arm = getattr(item, "callspec", None) and item.callspec.params.get("server")
+            name = mark.args[0] if mark else f"arm {arm}" if arm else item.location[0]
+            if not mark:
+                item.add_marker(pytest.mark.xdist_group(name))
+            groups.setdefault(name, []).append(item)
+    asking = [name for name, own in groups.items() if any("baseline" in item.fixturenames for item in own)]
+    order = [*asking[:1], *(name for name in groups if name not in asking), *asking[1:]]
+    items[:] = [item for item in items if not item.get_closest_marker("server")]
+    items += [item for name in order for item in groups[name]]

@@ -56,16 +56,8 @@ class Checked:
     said: str
 
 
-def run_check(*words: object) -> Checked:
-    environment = {**os.environ, **TINY_OVERLAPPING}
-    done = subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, env=environment, timeout=600)
-    lines = done.stdout.splitlines()
-    report = json.loads(lines[-1]) if lines else {}
-    return Checked(done.returncode, report, "\n".join(lines[:-1]), done.stderr)
-
-
 def check_here(*words: object) -> Checked:
-    """The command in this process, so that its servers are preloaded ones: three starts of SGLang take two minutes."""
+    """The command in this process: its servers are preloaded ones, and nothing is imported anew."""
     shown, said = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown), redirect_stderr(said):
         patch.setattr(arms, "Server", PreloadedServer)
@@ -117,7 +109,7 @@ def _planted_server(
 def _check_planted(server: Server, folder: Path, bug: str, *words: str) -> Checked:
     """Checks the server while a bug is active."""
     (folder / "bug").write_text(bug)
-    checked = run_check("--base-url", server.url, "--flush", "--off-from", folder / "off.json", *words)
+    checked = check_here("--base-url", server.url, "--flush", "--off-from", folder / "off.json", *words)
     (folder / "bug").write_text("")
     return checked
 

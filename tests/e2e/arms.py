@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
+from changed_models import dflash2_draft, domino_draft, dressed_draft, sliding_draft
 
 from equality import BLOCK_SIZE
 from sglang_dflash.serving import (
@@ -55,29 +56,68 @@ EVERY_WIDTH = {
 }
 
 FEW_IDS = 64  # of the embedded pair's 1,792; an answer holds others
+REGEX = {"regex": "[0-9 +=]{5,30}\\.", "max_new_tokens": 40}
 PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 150}
 
 COPYING = {"SGLANG_DFLASH_COPY": "1"}
 TOOL_CALLS = ["--tool-call-parser", "qwen"]
 PAGES_AND_CHUNKS = ["--page-size", "16", "--chunked-prefill-size", "64"]
 
-# Flags and environment of each arm. "default" is what a user gets on a CPU: widths adapt, compiled, no overlap.
-ON_ARMS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "default": ([*POOL, *TOOL_CALLS], TINY_ENVIRONMENT | {"SGLANG_DFLASH_COMPILE": ""}),
-    "uncompiled": (POOL, TINY_ENVIRONMENT | COPYING),
-    "few ids": (POOL, TINY_ENVIRONMENT | EVERY_WIDTH | COPYING | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
-    "overlap": ([*POOL, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
-    "pages": ([*POOL, *PAGES_AND_CHUNKS, "--log-level", "debug"], TINY_OVERLAPPING | FULL),
-    "short": ([*POOL, *PAGES_AND_CHUNKS, "--speculative-num-draft-tokens", "4"], TINY_OVERLAPPING | FULL),
-    "tiny-pool": (TINY_POOL, TINY_OVERLAPPING | ADMIT_ALL | FULL),
-    "tiny-pool-pages": (
-        [*TINY_POOL, *PAGES_AND_CHUNKS, "--enable-mixed-chunk"],
-        TINY_OVERLAPPING | ADMIT_ALL | EVERY_WIDTH,
+# Four running requests at most, so that others wait, join in chunks and are preempted.
+BUSY = [
+    *["--max-running-requests", "4", "--chunked-prefill-size", "32", "--enable-mixed-chunk"],
+    *["--page-size", "16", "--speculative-draft-window-size", "24"],
+    *["--disable-radix-cache", "--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "1"],
+]
+SESSIONS = "--enable-streaming-session"
+DEBUG = ["--log-level", "debug"]
+RANKS = ["--tp-size", "2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A server with speculation on.
+
+    Fields:
+        draft: makes the draft in an empty folder; None: the embedded one.
+    """
+
+    flags: list[str]
+    environment: dict[str, str]
+    draft: Callable[[Path], Path] | None = None
+
+
+# Tests of all files share an arm's server. "default" is what a user gets on a CPU: widths adapt, compiled, no overlap.
+ARMS: dict[str, Arm] = {
+    "default": Arm(TOOL_CALLS, TINY_ENVIRONMENT | {"SGLANG_DFLASH_COMPILE": ""}),
+    "uncompiled": Arm([SESSIONS], TINY_ENVIRONMENT | COPYING),
+    "few ids": Arm([], TINY_ENVIRONMENT | EVERY_WIDTH | COPYING | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
+    "overlap": Arm(DEBUG, TINY_OVERLAPPING | FULL),
+    "pages": Arm([*PAGES_AND_CHUNKS, *DEBUG], TINY_OVERLAPPING | FULL),
+    "short": Arm([*PAGES_AND_CHUNKS, "--speculative-num-draft-tokens", "4"], TINY_OVERLAPPING | FULL),
+    "tiny-pool": Arm(TINY_POOL, TINY_OVERLAPPING | ADMIT_ALL | FULL),
+    "tiny-pool-pages": Arm(
+        [*TINY_POOL, *PAGES_AND_CHUNKS, "--enable-mixed-chunk"], TINY_OVERLAPPING | ADMIT_ALL | EVERY_WIDTH
     ),
-    "tiny-pool-compiled": (
+    "tiny-pool-compiled": Arm(
         [*TINY_POOL, *PAGES_AND_CHUNKS, "--enable-mixed-chunk"],
         TINY_ENVIRONMENT | ADMIT_ALL | EVERY_WIDTH | COMPILED | COPYING,
     ),
+    "ranks": Arm([*RANKS, "--page-size", "16"], TINY_OVERLAPPING | FULL),
+    "replicas": Arm(["--dp-size", "2", "--enable-metrics", "--stream-interval", "4"], TINY_ENVIRONMENT),
+    "busy": Arm([*BUSY, *DEBUG], TINY_OVERLAPPING | EVERY_WIDTH),
+    "sliding": Arm(["--schedule-policy", "lpm", SESSIONS, *DEBUG], TINY_OVERLAPPING | FULL, sliding_draft),
+    "dressed": Arm([], TINY_OVERLAPPING | FULL, dressed_draft),
+    "dflash2": Arm(DEBUG, TINY_OVERLAPPING | FULL, dflash2_draft),
+    "few ids on ranks": Arm(
+        RANKS, TINY_OVERLAPPING | EVERY_WIDTH | {"SGLANG_DFLASH_DRAFT_VOCAB": "256"}, dflash2_draft
+    ),
+    "domino": Arm(PAGES_AND_CHUNKS, TINY_OVERLAPPING | FULL, domino_draft),
+    # Only with --matrix.
+    "planning ranks": Arm(RANKS, TINY_OVERLAPPING | EVERY_WIDTH),
+    "dflash2 at every width": Arm(PAGES_AND_CHUNKS, TINY_ENVIRONMENT | EVERY_WIDTH, dflash2_draft),
+    "dflash2 on ranks": Arm(RANKS, TINY_OVERLAPPING | FULL, dflash2_draft),
+    "domino on ranks": Arm(RANKS, TINY_OVERLAPPING | FULL, domino_draft),
 }
 
 
@@ -89,6 +129,7 @@ class Baseline:
         prompts, answers: held-out prompts as ids, at the model's own context length.
         long_prompts, long_answers: source text, which runs on until the context of the tiny-pool arm ends.
         penalised_answers: to the same prompts with `PENALTIES`.
+        regex_answers: to the first three of them with `REGEX`.
         conversation: ids of each turn's whole prompt, and its answer.
         repeating, repeated_answers: prompts of a question, its answer, and the question again.
     """
@@ -98,13 +139,14 @@ class Baseline:
     long_prompts: list[list[int]]
     long_answers: list[Completion]
     penalised_answers: list[Completion]
+    regex_answers: list[Completion]
     conversation: list[tuple[list[int], Completion]]
     repeating: list[list[int]]
     repeated_answers: list[Completion]
 
 
 def on_arms(*names: str) -> pytest.MarkDecorator:
-    """Runs a test against each named arm; one arm runs at a time."""
+    """Runs a test against each named arm of `ARMS`; one runs at a time in a process."""
     return pytest.mark.parametrize("server", names, indirect=True)
 
 

@@ -1,107 +1,37 @@
-"""Servers for the end-to-end tests: the off arms answer once, then one on arm runs at a time."""
+"""Servers for the end-to-end tests: one arm runs at a time in a process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from arms import (
-    MAX_NEW_TOKENS,
-    ON_ARMS,
-    OPENINGS,
-    PENALTIES,
-    PLAIN,
-    POOL,
-    SPECULATE,
-    TINY_POOL,
-    Baseline,
-    pick,
-    to_the_limit,
-)
+from arms import ARMS, PLAIN, POOL, SPECULATE, Baseline
+from baseline import baseline, tokenizer
 from reference_pair import ReferencePair
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from equality import ask_off
 from preloaded import PreloadedServer
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Completion, Server, held_out_prompts
+from sglang_dflash.serving import TINY_DRAFT, Client, Server
 
-PER_KIND = 24
-TURNS = 5
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(TINY_TARGET)
-
-
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-@pytest.fixture(scope="session")
-def baseline(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
-    logs = tmp_path_factory.mktemp("off")
-    prompts = [chat_ids(tokenizer, [{"role": "user", "content": p.prompt}]) for p in pick(held_out_prompts(), PER_KIND)]
-    with PreloadedServer([*PLAIN, *POOL], logs / "off.log", TINY_ENVIRONMENT) as server:
-        client = server.client()
-        answers = [ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS) for ids in prompts]
-        conversation = _converse(client, tokenizer)
-        repeating = [_repeating(*turn) for turn in sorted(zip(prompts, answers, strict=True), key=_length)[-6:]]
-        repeated_answers = [ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS) for ids in repeating]
-    long_prompts = [tokenizer(text)["input_ids"] for text in OPENINGS]
-    # Page size 16, to cover speculation off at both page sizes; no overlap, so that penalties are exact.
-    tiny = [*PLAIN, *TINY_POOL, "--page-size", "16", "--disable-overlap-schedule"]
-    with PreloadedServer(tiny, logs / "off-tiny.log", TINY_ENVIRONMENT) as server:
-        client = server.client()
-        long_answers = [ask_off(client, ids, **to_the_limit(ids)) for ids in long_prompts]
-        penalised_answers = [ask_off(client, ids, **to_the_limit(ids), **PENALTIES) for ids in long_prompts]
-        for ids, answer in list(zip(prompts, answers, strict=True))[:6]:
-            again = ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS)
-            assert again.ids == answer.ids[: len(again.ids)], "page size 16 changed an answer with speculation off"
-    return Baseline(
-        prompts,
-        answers,
-        long_prompts,
-        long_answers,
-        penalised_answers,
-        conversation,
-        repeating,
-        repeated_answers,
-    )
-
-
-def _length(turn: tuple[list[int], Completion]) -> int:
-    return len(turn[1].ids)
-
-
-def _repeating(prompt: list[int], answer: Completion) -> list[int]:
-    """The question, its answer, the question again, and the first words of the answer."""
-    return [*prompt, *answer.ids, *prompt, *answer.ids[:8]]
-
-
-def _converse(client: Client, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], Completion]]:
-    questions = [prompt.prompt for prompt in held_out_prompts("arithmetic")[:TURNS]]
-    messages: list[dict[str, str]] = []
-    turns = []
-    for question in questions:
-        messages.append({"role": "user", "content": question})
-        ids = chat_ids(tokenizer, messages)
-        answer = ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS)
-        turns.append((ids, answer))
-        messages.append({"role": "assistant", "content": tokenizer.decode(answer.ids, skip_special_tokens=True)})
-    return turns
+__all__ = ["baseline", "tokenizer"]  # fixtures
 
 
 @pytest.fixture(scope="session")
 def server(
     request: pytest.FixtureRequest, baseline: Baseline, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """The on arm that `on_arms` names; one arm runs at a time."""
-    flags, environment = ON_ARMS[request.param]
-    log = tmp_path_factory.mktemp(request.param) / "server.log"
-    with PreloadedServer([*PLAIN, *SPECULATE, *flags], log, environment) as running:
+    """The arm that `on_arms` names. Flags given twice count as given last; the draft's folder is the last argument."""
+    arm, folder = ARMS[request.param], tmp_path_factory.mktemp("arm")
+    draft = TINY_DRAFT if arm.draft is None else arm.draft(folder / "draft")
+    flags = [*PLAIN, *POOL, *arm.flags, *SPECULATE[:2], "--speculative-draft-model-path", str(draft)]
+    with PreloadedServer(flags, folder / "server.log", arm.environment) as running:
         yield running
+
+
+@pytest.fixture
+def draft(server: Server) -> Path:
+    """The draft's folder."""
+    return Path(server.arguments[-1])
 
 
 @pytest.fixture(scope="session")

@@ -1,19 +1,24 @@
-"""Resolves many wrong server argument lists in one process, as the launcher does; prints the error of each."""
+"""Resolves many wrong server argument lists as the launcher does, each in a fork; prints the error of each.
+
+Standard input: a JSON object, name -> arguments, and code to run before the plugins are loaded.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 
+import sglang.srt.server_args
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins
 
 
-def outcome(arguments: list[str]) -> str:
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.server_args import prepare_server_args
-
+def outcome(arguments: list[str], damage: str) -> str:
     try:
-        server_args = prepare_server_args(arguments)
+        exec(damage, {})
+        load_plugins()
+        server_args = sglang.srt.server_args.prepare_server_args(arguments)
         server_args.resolve_once()
     except SystemExit as refusal:
         return str(refusal)
@@ -22,7 +27,21 @@ def outcome(arguments: list[str]) -> str:
     return f"accepted; quantisation of the draft: {resolving_view(server_args).speculative_draft_model_quantization}"
 
 
+def forked(arguments: list[str], damage: str) -> str:
+    """The outcome in a process of its own, which has imported SGLang already: plugins are loaded once in a process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with open(write, "w") as answer:
+            answer.write(outcome(arguments, damage))
+        os._exit(0)
+    os.close(write)
+    with open(read) as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    return said
+
+
 if __name__ == "__main__":
-    load_plugins()
     cases = json.loads(sys.stdin.read())
-    print(json.dumps({name: outcome(arguments) for name, arguments in cases.items()}))
+    print(json.dumps({name: forked(*case) for name, case in cases.items()}))

@@ -1,10 +1,8 @@
-"""Runs the benchmark as a user does, with real servers and the embedded pair."""
+"""Runs the benchmark's command with real servers and the embedded pair."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,19 +12,27 @@ from preloaded import PreloadedServer
 from sglang_dflash.bench.records import Run
 from sglang_dflash.cli import benchmark as command
 from sglang_dflash.cli import benchmark_run
-from sglang_dflash.serving import TINY_ENVIRONMENT, arms
+from sglang_dflash.serving import arms
 
 pytestmark = pytest.mark.server
 SCRIPT = Path(__file__).parents[2] / "benchmark_sglang.py"
 
 
-def benchmark(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(SCRIPT), *words, "--output-md", str(folder / "results.md"), "--logs", str(folder)]
-    environment = {**os.environ, **TINY_ENVIRONMENT}
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+def benchmark_here(folder: Path, *words: str) -> None:
+    """The command in this process, so that its servers are preloaded ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arms, "Server", PreloadedServer)
+        patch.setattr(benchmark_run, "stop_on_sigterm", lambda: None)
+        patch.setattr(
+            sys, "argv", [str(SCRIPT), *words, "--output-md", str(folder / "results.md"), "--logs", str(folder)]
+        )
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with pytest.raises(SystemExit) as ended:
+            command.run()
+    assert not ended.value.code
 
 
-def test_a_small_sweep(tmp_path):
+def test_a_small_sweep(tmp_path, capsys):
     """Fails where an arm does not run, tokens differ, tau is missing or a file is not written.
 
     Also fails where compiled forwards, speculation off or on, differ from the reference in transformers in tokens or
@@ -44,9 +50,8 @@ def test_a_small_sweep(tmp_path):
         "--concurrencies",
         "1,4",
     ]
-    done = benchmark(tmp_path, *words, "--num-prompts", "6", "--max-new-tokens", "48")
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
+    benchmark_here(tmp_path, *words, "--num-prompts", "6", "--max-new-tokens", "48")
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (said["cells"], said["failed"]) == (12, 0)
     run = Run.load(tmp_path / "results.json")
     for cell in run.cells:
@@ -62,20 +67,6 @@ def test_a_small_sweep(tmp_path):
     for log in ("01-off.log", "02-dflash.log"):
         assert "forward is captured" in (tmp_path / log).read_text(), log
     assert (tmp_path / "results.csv").exists() and list(tmp_path.glob("results*.png"))
-
-
-def benchmark_here(folder: Path, *words: str) -> None:
-    """The command in this process, so that its servers are preloaded ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arms, "Server", PreloadedServer)
-        patch.setattr(benchmark_run, "stop_on_sigterm", lambda: None)
-        patch.setattr(
-            sys, "argv", [str(SCRIPT), *words, "--output-md", str(folder / "results.md"), "--logs", str(folder)]
-        )
-        patch.setenv("OMP_NUM_THREADS", "1")
-        with pytest.raises(SystemExit) as ended:
-            command.run()
-    assert not ended.value.code
 
 
 def test_agent_sessions_hit_the_prefix_cache(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arms import ADMIT_ALL, OPENINGS, PLAIN, POOL, TINY_POOL, to_the_limit
+from arms import ADMIT_ALL, OPENINGS, PLAIN, POOL, to_the_limit
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from preloaded import PreloadedServer
@@ -21,6 +21,8 @@ pytestmark = pytest.mark.server
 DETERMINISTIC = [*PLAIN, "--enable-deterministic-inference"]
 CONCURRENCY = 8
 MAX_NEW_TOKENS = 32
+# Holds the longest of these requests, and not eight at once.
+SMALL_POOL = ["--max-total-tokens", "900", "--max-running-requests", "8", "--schedule-conservativeness", "0.05"]
 
 # Every path of the sampler; neighbours in a batch differ.
 SAMPLINGS: list[dict[str, Any]] = [
@@ -96,11 +98,10 @@ def off(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFac
         crowded = ask_all(client, requests, CONCURRENCY)
         by_seed = [sampled(client, prompts[0], sampling_seed=seed) for seed in [*range(8), *range(8)]]
         seeds = (sampled(client, prompts[0]), sampled(client, prompts[0], sampling_seed=42))
-    arguments = ["--chunked-prefill-size", "48", "--page-size", "16"]
-    with PreloadedServer([*DETERMINISTIC, *POOL, *arguments], logs / "chunked.log", TINY_ENVIRONMENT) as server:
-        chunked = ask_all(server.client(), requests, CONCURRENCY)
-    with PreloadedServer([*DETERMINISTIC, *TINY_POOL], logs / "tiny.log", TINY_ENVIRONMENT | ADMIT_ALL) as server:
+    small = [*SMALL_POOL, "--chunked-prefill-size", "48", "--page-size", "16"]
+    with PreloadedServer([*DETERMINISTIC, *small], logs / "small.log", TINY_ENVIRONMENT | ADMIT_ALL) as server:
         client = server.client()
+        chunked = ask_all(client, requests, CONCURRENCY)
         long_alone, long_crowded = ask_all(client, long_requests, 1), ask_all(client, long_requests, CONCURRENCY)
     return Off(requests, alone, repeated, crowded, chunked, long_requests, long_alone, long_crowded, by_seed, *seeds)
 

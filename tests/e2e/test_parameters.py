@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from arms import EVERY_WIDTH, FULL, PLAIN, POOL, SPECULATE, pick
+from baseline import chat_ids
 from transformers import PreTrainedTokenizerBase
 
-from conftest import chat_ids
 from parameters import (
     BODIES,
     COMBINATIONS,
@@ -40,6 +40,7 @@ FLAGS = ["--enable-return-hidden-states", "--enable-custom-logit-processor", "--
 OPENAI = openai_requests(held_out_prompts("chat")[7].prompt)
 ORACLE = [*PLAIN, *POOL, "--disable-overlap-schedule"]
 SEEDED = ["--enable-deterministic-inference"]
+SEEDED_GROUP = pytest.mark.xdist_group("seeded")  # other servers than the greedy tests have
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,14 @@ def greedy(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -
     return asked([*ORACLE, *FLAGS], log, [*requests_of(GREEDY, prompts), *bodies, processor], mixes)
 
 
-@pytest.fixture(scope="module", params=[FULL, EVERY_WIDTH], ids=["whole blocks", "every width"])
+WIDTHS = [pytest.param(EVERY_WIDTH, id="every width"), pytest.param(FULL, id="whole blocks", marks=pytest.mark.matrix)]
+
+
+@pytest.fixture(scope="module", params=WIDTHS)
 def greedy_client(
     request: pytest.FixtureRequest, greedy: Asked, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
-    """A server of whole blocks; then one that takes every width in turn, from plain decoding to the whole block."""
+    """A server that takes every width in turn, from plain decoding to the whole block. Or one of whole blocks."""
     log = tmp_path_factory.mktemp("parameters") / "on.log"
     with PreloadedServer([*PLAIN, *POOL, *SPECULATE, *FLAGS], log, TINY_OVERLAPPING | request.param) as server:
         yield server.client()
@@ -161,6 +165,7 @@ def seeded_client(seeded: Asked, tmp_path_factory: pytest.TempPathFactory) -> It
         yield server.client()
 
 
+@SEEDED_GROUP
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_each_parameter_of_a_seeded_request(seeded_client: Client, seeded: Asked, concurrency: int) -> None:
     """Fails where a sampled token depends on anything but its request, its seed and its position."""
@@ -169,6 +174,7 @@ def test_each_parameter_of_a_seeded_request(seeded_client: Client, seeded: Asked
     assert report(f"each parameter, seeded, {concurrency} at a time", answers) > 1.2
 
 
+@SEEDED_GROUP
 def test_drawn_combinations_of_seeded_requests(seeded_client: Client, seeded: Asked) -> None:
     """Fails as above, for combined parameters and eight requests in a batch."""
     answers = ask(seeded_client, seeded.drawn, 8)
@@ -176,6 +182,7 @@ def test_drawn_combinations_of_seeded_requests(seeded_client: Client, seeded: As
     assert report("combinations, seeded", answers) > 1.1
 
 
+@SEEDED_GROUP
 def test_another_seed_is_another_answer(seeded_client: Client, prompts: list[list[int]]) -> None:
     """Fails where the seed is ignored."""
     texts = {

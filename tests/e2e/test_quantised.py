@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from arms import FULL, MAX_NEW_TOKENS, ON_CPU, POOL, assert_same_steps, pick
+from baseline import chat_ids
 from changed_models import in_fp8, meant_by_fp8
 from reference_pair import ReferencePair
 from transformers import PreTrainedTokenizerBase
 
-from conftest import chat_ids
 from equality import ask_off, assert_equal_tokens, tau
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, held_out_prompts

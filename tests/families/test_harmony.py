@@ -24,7 +24,7 @@ from equality import tau
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, Client, Completion
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.families]
 MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
 FIRST_MARK, FIRST_SPECIAL = 1792, 1788
 TEMPLATE = (

@@ -26,7 +26,7 @@ from sglang_dflash.serving import (
     held_out_prompts_in_turn,
 )
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.families]
 TARGET, DRAFT = PAIRS["hybrid"]
 MODEL = ["--device", "cpu", "--dtype", "float32", "--model-path", str(TARGET), "--max-running-requests", "8"]
 # Eight sessions of up to 600 tokens do not fit, and nothing holds them back.
@@ -97,7 +97,6 @@ def test_the_default_under_overlap(sessions: Any, tmp_path: Path) -> None:
     _run("extra_buffer", sessions, tmp_path / "on.log")
 
 
-@pytest.mark.families
 @pytest.mark.parametrize("strategy", ["extra_buffer_lazy", "no_buffer"])
 def test_other_strategies(sessions: Any, tmp_path: Path, strategy: str) -> None:
     """The same under the other strategies."""

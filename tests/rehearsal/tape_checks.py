@@ -8,14 +8,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from arms import to_the_limit
 from test_graph_tape import TRIES, first
 
-from e2e.arms import to_the_limit
 from equality import ask_off, assert_equal_tokens
 from sglang_dflash.serving import Completion, Server
 
-PENALTIES = {"frequency_penalty": 0.7, "repetition_penalty": 1.2, "min_new_tokens": 12, "max_new_tokens": 40}
-REGEX = {"regex": "[0-9 +=]{5,30}\\.", "max_new_tokens": 40}
 SHORT = 48
 Answers = dict[str, list[Completion]]  # of speculation off: plain, under a grammar, with penalties
 

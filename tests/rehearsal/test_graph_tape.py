@@ -12,23 +12,21 @@ from pathlib import Path
 
 import httpx
 import pytest
-from plugins import graph_tape
-from transformers import AutoTokenizer
-
-from e2e.arms import (
+from arms import (
     ADMIT_ALL,
     FULL,
-    OPENINGS,
     PLAIN,
     SPECULATE,
     TINY_POOL,
     assert_same_steps,
     to_the_limit,
 )
-from e2e.reference_pair import ReferencePair
-from equality import ask_off, assert_equal_tokens
+from plugins import graph_tape
+from reference_pair import ReferencePair
+
+from equality import assert_equal_tokens
 from preloaded import PreloadedServer
-from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGET, Client, Completion, Server
+from sglang_dflash.serving import TINY_OVERLAPPING, Client, Completion, Server
 
 pytestmark = pytest.mark.server
 HERE = Path(__file__).parent
@@ -46,32 +44,9 @@ TRIES = 10
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(TINY_TARGET)
-    return [tokenizer(text)["input_ids"] for text in OPENINGS[:9]]
-
-
-@pytest.fixture(scope="module")
-def off(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> list[Completion]:
-    """What each prompt gets alone with speculation off and no graphs, up to the end of the context."""
-    with PreloadedServer(
-        [*PLAIN, *TINY_POOL], tmp_path_factory.mktemp("off") / "server.log", TINY_ENVIRONMENT
-    ) as server:
-        return [ask_off(server.client(), prompt, **to_the_limit(prompt)) for prompt in prompts]
-
-
-@pytest.fixture(scope="module")
 def steps(prompts: list[list[int]]) -> list[list[int]]:
     """Commit lengths of the reference's steps, for short answers to the first three prompts."""
     return [answer.commit_lens for answer in ReferencePair().generate(prompts[:3], SHORT)]
-
-
-@pytest.fixture(scope="module")
-def bug(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that names the bug which the server has for the moment."""
-    path = tmp_path_factory.mktemp("bug") / "name"
-    path.write_text("")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +78,7 @@ def replays(server: Server, log_start: int = 0) -> Counter[tuple[str, int, int]]
     return Counter((model, int(size), int(requests)) for model, size, requests in found)
 
 
-def finding(server: Server, prompts: list[list[int]], off: list[Completion], steps: list[list[int]]) -> str:
+def finding(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]], steps: list[list[int]]) -> str:
     """Runs four requests at once, of which one soon ends. Returns what is wrong with the others; "" if nothing is.
 
     On a busy machine the short request may end before the others have come. Then all run again.
@@ -118,7 +93,7 @@ def finding(server: Server, prompts: list[list[int]], off: list[Completion], ste
     raise AssertionError(f"in {TRIES} runs the four requests were never in one batch of which one ended first")
 
 
-def wrong(server: Server, prompts: list[list[int]], off: list[Completion], steps: list[list[int]]) -> str:
+def wrong(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]], steps: list[list[int]]) -> str:
     """Runs the four requests once. Returns what is wrong with their tokens or steps; "" if nothing is.
 
     Wrong drafts cost no token, so tokens alone would not tell.
@@ -135,7 +110,7 @@ def wrong(server: Server, prompts: list[list[int]], off: list[Completion], steps
     except httpx.HTTPError:
         found = re.findall(r"TapeError: (.*)", server.log.read_text())
         return found[0] if found else "the server ended"
-    if [answer.ids for answer in answers] != [first(*pair).ids for pair in zip(off, limits, strict=False)]:
+    if [answer.ids for answer in answers] != [first(*pair).ids for pair in zip(off["plain"], limits, strict=False)]:
         return "other tokens"
     try:
         for answer, commit_lens in zip(answers, steps, strict=False):
@@ -145,8 +120,9 @@ def wrong(server: Server, prompts: list[list[int]], off: list[Completion], steps
     return ""
 
 
+@pytest.mark.matrix  # SGLang's own switch is off
 def test_a_plan_stream(
-    bug: Path, tmp_path: Path, prompts: list[list[int]], off: list[Completion], steps: list[list[int]]
+    bug: Path, tmp_path: Path, prompts: list[list[int]], off: dict[str, list[Completion]], steps: list[list[int]]
 ) -> None:
     """Fails where a step reads the drafts before the plan stream is joined: the draft's graph runs only then."""
     environment = ENVIRONMENT | {"GRAPH_TAPE_BUG": str(bug), "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}
@@ -156,7 +132,7 @@ def test_a_plan_stream(
 
 
 def test_three_requests_in_a_graph_of_four(
-    server: Server, prompts: list[list[int]], off: list[Completion], steps: list[list[int]]
+    server: Server, prompts: list[list[int]], off: dict[str, list[Completion]], steps: list[list[int]]
 ) -> None:
     """Fails where a padded batch commits other tokens, or takes other steps, than each request alone; or where one of
     the two models does not replay."""
@@ -166,7 +142,9 @@ def test_three_requests_in_a_graph_of_four(
     assert counts["target", 4, 3] > 5 and counts["draft", 4, 3] > 5, counts
 
 
-def test_requests_come_and_go(server: Server, client: Client, prompts: list[list[int]], off: list[Completion]) -> None:
+def test_requests_come_and_go(
+    server: Server, client: Client, prompts: list[list[int]], off: dict[str, list[Completion]]
+) -> None:
     """Fails where a batch that shrinks or grows between two replays mixes requests, or where a step is not replayed."""
     log_start = server.log.stat().st_size
     limits = [20 + 17 * (number * 5 % 7) for number in range(len(prompts))]
@@ -176,7 +154,7 @@ def test_requests_come_and_go(server: Server, client: Client, prompts: list[list
 
     with ThreadPoolExecutor(6) as pool:  # a request comes when another has gone; at last, they only go
         answers = list(pool.map(run, range(len(prompts))))
-    assert_equal_tokens(answers, [first(*pair) for pair in zip(off, limits, strict=True)], prompts)
+    assert_equal_tokens(answers, [first(*pair) for pair in zip(off["plain"], limits, strict=True)], prompts)
     counts = replays(server, log_start)
     assert len({size for _, size, _ in counts}) > 2 and any(requests < size for _, size, requests in counts), counts
     for model in ("target", "draft"):
@@ -184,12 +162,12 @@ def test_requests_come_and_go(server: Server, client: Client, prompts: list[list
         assert replayed >= sum(answer.steps for answer in answers)
 
 
-def test_retraction(server: Server, client: Client, prompts: list[list[int]], off: list[Completion]) -> None:
+def test_retraction(server: Server, client: Client, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
     """Fails where a retracted request continues wrongly, or a replay reads slots that were given to another."""
     log_start = server.log.stat().st_size
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda prompt: client.generate(prompt, **to_the_limit(prompt)), prompts))
-    assert_equal_tokens(answers, off, prompts)
+    assert_equal_tokens(answers, off["plain"], prompts)
     assert sum(answer.meta["num_retractions"] for answer in answers) > 0, "nothing was retracted"
     assert {size for _, size, requests in replays(server, log_start) if requests < size} >= {4, 8}
 
@@ -208,7 +186,7 @@ def test_a_planted_bug_is_found(
     bug: Path,
     server: Server,
     prompts: list[list[int]],
-    off: list[Completion],
+    off: dict[str, list[Completion]],
     steps: list[list[int]],
 ) -> None:
     """Fails where the check of `test_three_requests_in_a_graph_of_four` passes although the bug is there."""
