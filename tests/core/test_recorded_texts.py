@@ -1,4 +1,4 @@
-"""Plans against every fixed width, on texts and drafts of the tiny pair."""
+"""Plans against every fixed width, on texts and drafts of the tiny pair: `scripts/test.sh --matrix`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from made_up_machines import Machine
 from recorded_texts import Text, record, shares
 
+pytestmark = pytest.mark.matrix
 MEASURED = Machine(row_s=68e-6, fixed_s=1.1e-3, draft_s=0.42e-3, draft_row_s=26e-6, noise=0.15)
 """The tiny pair on two cores, as a planner fitted it."""
 GROUPED = replace(MEASURED, row_share=0.3, prefill_s=4e-3)
@@ -39,7 +40,6 @@ def texts() -> Iterator[dict[str, list[Text]]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("at_once", [1, 4, 8, 16])
 @pytest.mark.parametrize("kind", ["chat", "mixed", "arithmetic"])
@@ -51,7 +51,6 @@ def test_as_fast_as_the_best_fixed_width(texts, machine, at_once, kind):
     assert min(found.values()) >= (0.96 if machine == "grouped" else 0.97), found
 
 
-@pytest.mark.slow
 def test_follows_another_kind_of_text(texts):
     """Fails where a server that drafts nobody finds out too late that drafts pay now: it then loses more than 3 % over
     the first 64 answers."""

@@ -48,6 +48,12 @@ class World:
 
     def step(self, budget: RowBudget, batch: int) -> float:
         """Returns the loss against the best choice."""
+        chosen = self.play(budget, batch)
+        rates = {option: self.rate(batch, option, 8) for option in budget._options(batch)}
+        return 1 - rates[chosen] / max(rates.values())
+
+    def play(self, budget: RowBudget, batch: int) -> Budget:
+        """One step; returns what was chosen. To know the loss takes much longer."""
         chosen, reach = budget.choose(batch), self.reach(batch)
         seconds = self.seconds(batch, chosen) * self._rng.uniform(1 - self._noise, 1 + self._noise)
         if (first := (chosen.size, chosen.drafts)) not in self._compiled:
@@ -59,17 +65,16 @@ class World:
             budget.see_time(then, taken, took)
             if gains is not None:
                 budget.see_gains(then, gains)
-        rates = {option: self.rate(batch, option, 8) for option in budget._options(batch)}
-        return 1 - rates[chosen] / max(rates.values())
+        return chosen
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8, 32, 64])
-@pytest.mark.parametrize("chance", [0.2, 0.6, 0.9])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("chance", [0.2, 0.9])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_finds_the_best_number(machine: str, chance: float, batch: int) -> None:
     """Fails where more than 4 % are lost against the best number of rows, or 10 % while it learns."""
     world, budget = World(MACHINES[machine], chance, seed=1), RowBudget(BLOCK, SIZES)
-    losses = [world.step(budget, batch) for _ in range(300)]
+    losses = [world.step(budget, batch) for _ in range(140)]
     assert np.mean(losses[40:]) < 0.04, np.mean(losses[40:])
     assert np.mean(losses) < 0.1, np.mean(losses)
 
@@ -91,10 +96,12 @@ def test_drafts_come_back(batch: int) -> None:
     budget = RowBudget(BLOCK, SIZES)
     useless, useful = World(MACHINES["steep"], 0.05, seed=3), World(MACHINES["steep"], 0.95, seed=3)
     for _ in range(200):
-        useless.step(budget, batch)
+        useless.play(budget, batch)
     assert sum(budget.choose(batch).drafts for _ in range(20)) < 3
-    losses = [useful.step(budget, batch) for _ in range(400)]
-    assert np.mean(losses[100:]) < 0.05, np.mean(losses[100:])
+    for _ in range(100):
+        useful.play(budget, batch)
+    losses = [useful.step(budget, batch) for _ in range(100)]
+    assert np.mean(losses) < 0.05, np.mean(losses)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -102,9 +109,11 @@ def test_more_requests_than_ever(machine: str) -> None:
     """Fails where sizes above all measured ones are guessed too slow to be tried."""
     world, budget = World(MACHINES[machine], 0.6, seed=5), RowBudget(BLOCK, SIZES)
     for _ in range(300):
-        world.step(budget, 1)
-    losses = [world.step(budget, 32) for _ in range(300)]
-    assert np.mean(losses[100:]) < 0.05, np.mean(losses[100:])
+        world.play(budget, 1)
+    for _ in range(100):
+        world.play(budget, 32)
+    losses = [world.step(budget, 32) for _ in range(100)]
+    assert np.mean(losses) < 0.05, np.mean(losses)
 
 
 def test_times_that_fall_again() -> None:
@@ -112,9 +121,11 @@ def test_times_that_fall_again() -> None:
     slow, fast = (World(machine, 0.8, seed=6) for machine in (lambda rows: 1 + rows * 0.01, lambda rows: 1.0))
     budget = RowBudget(BLOCK, SIZES)
     for _ in range(400):
-        slow.step(budget, 16)
-    losses = [fast.step(budget, 16) for _ in range(4000)]
-    assert np.mean(losses[2000:]) < 0.04, np.mean(losses[2000:])
+        slow.play(budget, 16)
+    for _ in range(2000):
+        fast.play(budget, 16)
+    losses = [fast.step(budget, 16) for _ in range(200)]
+    assert np.mean(losses) < 0.04, np.mean(losses)
 
 
 def test_a_reading_that_is_no_number() -> None:
