@@ -1,8 +1,8 @@
 """On a GPU, with `-m cuda`: each op against its reference, then its time beside torch's and the device's bandwidth.
 
 It needs torch, NumPy, Triton and pytest, no SGLang and no installed package. A line is printed for each shape;
-`--junitxml` keeps the numbers as properties. Only errors decide, times never do. A time is that of a CUDA graph with one
-call in it, after the L2 cache was emptied: it holds no launch by the host.
+`--junitxml` keeps the numbers as properties. Only errors decide, times never do. A time is that of a CUDA graph with
+one call in it, after the L2 cache was emptied: it holds no launch by the host.
 """
 
 from __future__ import annotations
