@@ -125,7 +125,7 @@ def reason_not_to_build():
 BENCH = ["datasets>=4", "matplotlib>=3.9", "pandas>=2", "scipy"]
 TRAIN = ["accelerate>=1.15", "datasets>=4", "matplotlib>=3.9"]
 
-# If the native ops are left out on purpose, the wheel is for every platform; the offline bundle uses that.
+# If the native ops are left out on purpose, the wheel is for every platform.
 wanted = os.environ.get("SGLANG_DFLASH_BUILD_NATIVE", "1") != "0"
 setup(
     name="sglang-dflash",
@@ -151,7 +151,6 @@ setup(
     extras_require={
         "bench": BENCH,
         "train": TRAIN,
-        "gpu": BENCH,  # the kit of the first hour on a GPU measures with the benchmark's parts
         "dev": [
             *BENCH,
             *TRAIN,

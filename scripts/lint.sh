@@ -11,6 +11,6 @@ fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-for script in scripts/*.sh tools/*/*.sh .ci/run; do
+for script in scripts/*.sh .ci/run; do
     bash -n "$script"
 done

@@ -28,12 +28,10 @@ ALLOWED = {
     "bench": {"serving", "core", "reference", "workloads"},
     "checking": {"serving", "core", "reference"},
     "fuzz": {"serving", "checking"},
-    "gpu": {"serving", "core", "ops", "bench", "checking"},
-    "cli": {"serving", "core", "reference", "training", "bench", "checking", "fuzz", "gpu"},
+    "cli": {"serving", "core", "reference", "training", "bench", "checking", "fuzz"},
 }
 MAY_IMPORT_SGLANG = {"host"}
 WITHOUT_TORCH = {"plugin", "serving"}
-OUTSIDE = ("torch", "sglang", "rich", "httpx", "numpy", "typer")  # not there before the offline bundle is installed
 OF_EXTRAS = ("accelerate", "datasets", "matplotlib", "pandas", "scipy")
 
 
@@ -102,9 +100,8 @@ def test_package_keeps_its_boundaries():
         ("serving/a.py", "from importlib import import_module\nimport_module('sglang.srt')", "only host may"),
         ("cli/a.py", "from sglang_dflash.host.version import SUPPORTED_SGLANG", "cli may import"),
         ("novel/a.py", "from sglang_dflash import ops", "novel is not in the list"),
-        ("bench/a.py", "from sglang_dflash.gpu import check", "bench may import"),
-        ("gpu/a.py", "from sglang_dflash.cli.main import run", "gpu may import"),
-        ("gpu/a.py", "from tools.offline import parts", "installed without it"),
+        ("bench/a.py", "from sglang_dflash.cli.main import run", "bench may import"),
+        ("bench/a.py", "from tools.measure import profile_step", "installed without it"),
         ("__init__.py", "import torch", "stays without torch"),
     ],
 )
@@ -171,10 +168,6 @@ def test_tests_of_core_ops_and_reference_run_without_sglang(folder):
         (f"{PACKAGE}.cli.benchmark", ("torch", "sglang", *OF_EXTRAS)),
         (f"{PACKAGE}.cli.main", ("torch", "sglang", "openai", *OF_EXTRAS)),
         (f"{PACKAGE}.cli.benchmark_run", ("torch", "sglang")),
-        (f"{PACKAGE}.gpu.ops", OUTSIDE),
-        (f"{PACKAGE}.gpu.report", OUTSIDE),
-        (f"{PACKAGE}.gpu.hour", OUTSIDE),
-        (f"{PACKAGE}.gpu.receive", OUTSIDE),
     ],
 )
 def test_import_stays_light(module, absent):

@@ -59,7 +59,6 @@ def test_help_names_the_commands(call):
     assert re.search(r"^.*\bquickstart\b.*Serve an embedded pair", out, re.M)
     assert re.search(r"^.*\bbench\b.*Measure how fast", out, re.M)
     assert re.search(r"^.*\bfuzz\b.*Send random requests", out, re.M)
-    assert re.search(r"^.*\bgpu-check\b.*Check our worker", out, re.M)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,6 @@ def test_help_names_the_commands(call):
         ("quickstart", ["--keep", "--pair"]),
         ("bench", ["--arms", "--workload", "--compare"]),
         ("fuzz", ["--requests", "--seed", "--fields"]),
-        ("gpu-check", ["--list", "--stage", "--budget-s", "--backends", "--server-flags", "--commit", "--stand-in"]),
     ],
 )
 def test_help_of_a_command(command, flags, call):
@@ -181,9 +179,6 @@ def test_a_command_line_that_cannot_be_read(call):
         (("bench", "--arms", "nope"), "error: --arms has nope"),
         (("bench", "--no-such-flag"), "--no-such-flag"),
         (("quickstart", "--pair", "nope"), "--pair is nope; choose from dense, hybrid"),
-        (("gpu-check", "--stage", "nope"), "error: --stage nope: choose from smoke, equality-triton-bfloat16"),
-        (("gpu-check", "--backends", "nope"), "error: --backends nope: choose from triton,fa3,flashinfer"),
-        (("gpu-check", "--device", "tpu"), "error: --device tpu: choose from cuda, cpu"),
     ],
 )
 def test_a_wrong_option_is_exit_code_2(words, sentence, call):

@@ -23,7 +23,6 @@ from sglang_dflash.serving import (
     HeldOutPrompt,
     held_out_prompts,
 )
-from tools.tiny_pair.snippets import fenced_code
 
 MAX_NEW_TOKENS = 160
 
@@ -44,7 +43,7 @@ ADMIT_ALL = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
 # Source text that the embedded target continues to the end of the tiny context; after other functions it often emits
 # an end token. With `ignore_eos` instead, the host would plan for the full length and never retract.
 _RUN_ON = (16, 145, 148, 14, 71, 49, 24, 172, 37, 175, 63, 15)
-_CODE = [fenced_code(prompt.reference) for prompt in held_out_prompts("code")]
+_CODE = [prompt.reference.partition("```python\n")[2].partition("```")[0] for prompt in held_out_prompts("code")]
 OPENINGS = [f"{_CODE[number].rstrip()}\n\n\n" for number in _RUN_ON]
 
 FULL = {"SGLANG_DFLASH_WIDTH": "full"}  # for tests that compare steps with a reference

@@ -1,12 +1,14 @@
-"""Runs the tests of the Triton bodies (`test_triton_*.py`) under Triton's interpreter, in a separate process."""
+"""Runs the tests of the Triton bodies (`test_triton_*.py`) under Triton's interpreter, in a separate process; and shows
+what the ops and the tests for a GPU load."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from interpreted import run_interpreted
+from interpreted import ROOT, run_interpreted
 
 
 def test_triton_bodies_under_the_interpreter():
@@ -23,3 +25,18 @@ def test_ops_on_the_cpu_load_no_triton():
     )
     run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_the_tests_for_a_gpu_need_neither_sglang_nor_plugins():
+    """Fails where `-m cuda` collects a file that imports anything else, or a plugin of pytest is needed."""
+    absent = ("sglang", "hypothesis", "transformers", "pytest_timeout", "xdist", "httpx", "rich", "typer")
+    script = (
+        "import sys\n"
+        f"sys.modules |= dict.fromkeys({absent})\n"
+        "import pytest\n"
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-m', 'cuda', 'tests/ops']))"
+    )
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+    assert "torch finds no CUDA device" in run.stdout and " passed" not in run.stdout, run.stdout[-2000:]

@@ -1,1 +1,0 @@
-"""For a GPU machine: `gpu.ops` (ops without SGLang), `sglang-dflash gpu-check` (our worker), and `gpu.hour` (both)."""
