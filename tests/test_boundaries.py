@@ -34,7 +34,7 @@ ALLOWED = {
 MAY_IMPORT_SGLANG = {"host"}
 WITHOUT_TORCH = {"plugin", "serving"}
 OUTSIDE = ("torch", "sglang", "rich", "httpx", "numpy", "typer")  # not there before the offline bundle is installed
-OF_EXTRAS = ("accelerate", "datasets", "matplotlib", "pandas", "scipy")
+OF_EXTRAS = ("accelerate", "datasets", "matplotlib", "pandas")
 
 
 def imported_names(source: str, module: str) -> Iterator[str]:

@@ -16,7 +16,6 @@ from fakes import fake_arm, go, key, make_plan, render, servers_of
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.measures import measure
 from sglang_dflash.bench.records import Run
-from sglang_dflash.serving.counters import WorkerCounts
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Message, Session, Turn, as_openai
 
@@ -42,14 +41,14 @@ def test_every_cell_is_measured_and_kept(tmp_path):
     assert [server["arm"] for server in run.servers] == ["off", "dflash"]
 
 
-def test_a_cell_has_its_own_part_of_the_workers_counters(tmp_path):
-    """Fails where a cell's counts include the warm-up or other cells, or a server without them gets some."""
-    plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--copies"), warm_up=True)
+def test_a_cell_has_its_own_part_of_the_workers_counter(tmp_path):
+    """Fails where a cell's count includes the warm-up or other cells, or a server without one gets some."""
+    plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--counts"), warm_up=True)
     cells = cells_of(go(plan, tmp_path))
     for load in (1.0, 2.0):
         prompts = sum(record.prompt_tokens for record in cells[key("off", load)].records)
-        assert cells[key("off", load)].counts is None
-        assert cells[key("dflash", load)].counts == WorkerCounts(prompts - 4 * 4, 5 * 4, 3 * 4)
+        assert cells[key("off", load)].prefilled is None
+        assert cells[key("dflash", load)].prefilled == prompts - 4 * 4
     assert Run.load(tmp_path / "run.json").cells == list(cells.values())
 
 
@@ -251,6 +250,28 @@ def test_a_resumed_run_measures_only_what_is_missing(tmp_path):
     assert all(not cell.failure for cell in run.cells) and len(run.cells) == 4
     assert run.cells[:2] == kept
     assert cells_of(run)[key("dflash")].equality.identical == 4
+
+
+def test_no_cell_begins_after_the_deadline(tmp_path):
+    """Fails where a cell or a server starts too late, a cell under way is cut, or a resumed run measures all anew."""
+    arms = fake_arm("off", "--first-ms", "700"), fake_arm("dflash", "--mark", str(tmp_path))
+    plan = make_plan(tmp_path, *arms, loads=(2.0,), repeats=3)
+    run = go(plan, tmp_path, budget_s=3.0)  # a cell takes 1.4 s, and the start of a server at least 0.5 s
+    assert 1 <= len(run.cells) <= 2
+    assert all((cell.key.arm, cell.failure, len(cell.records)) == ("off", "", 4) for cell in run.cells)
+    assert [log.name for log in plan.logs.iterdir()] == ["01-off.log"] and servers_of(tmp_path) == []
+    kept = list(run.cells)
+    run = go(plan, tmp_path, Run.load(tmp_path / "run.json"))
+    assert run.cells[: len(kept)] == kept and len(run.cells) == 6
+    assert not any(cell.failure for cell in run.cells)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_nothing_starts_without_time(tmp_path, together):
+    """Fails where a server starts although no cell can begin."""
+    plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash"), together=together)
+    assert go(plan, tmp_path, budget_s=0.0).cells == [] and not plan.logs.exists()
+    assert Run.load(tmp_path / "run.json").cells == []
 
 
 SLOW_SWEEP = """

@@ -68,7 +68,7 @@ def test_help_names_the_commands(call):
         ("train", ["--target", "--taps"]),
         ("regenerate", ["DATA"]),
         ("quickstart", ["--keep", "--pair"]),
-        ("bench", ["--arms", "--workload", "--compare"]),
+        ("bench", ["--arms", "--workload", "--budget-s"]),
         ("fuzz", ["--requests", "--seed", "--fields"]),
         ("gpu-check", ["--list", "--stage", "--budget-s", "--backends", "--server-flags", "--commit", "--stand-in"]),
     ],
