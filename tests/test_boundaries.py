@@ -27,9 +27,8 @@ ALLOWED = {
     "workloads": {"serving"},
     "bench": {"serving", "core", "reference", "workloads"},
     "checking": {"serving", "core", "reference"},
-    "fuzz": {"serving", "checking"},
     "gpu": {"serving", "core", "ops", "bench", "checking"},
-    "cli": {"serving", "core", "reference", "training", "bench", "checking", "fuzz", "gpu"},
+    "cli": {"serving", "core", "reference", "training", "bench", "checking", "gpu"},
 }
 MAY_IMPORT_SGLANG = {"host"}
 WITHOUT_TORCH = {"plugin", "serving"}

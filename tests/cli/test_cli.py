@@ -58,7 +58,6 @@ def test_help_names_the_commands(call):
     assert re.search(r"^.*\bcheck\b.*Prove on your own models", out, re.M)
     assert re.search(r"^.*\bquickstart\b.*Serve an embedded pair", out, re.M)
     assert re.search(r"^.*\bbench\b.*Measure how fast", out, re.M)
-    assert re.search(r"^.*\bfuzz\b.*Send random requests", out, re.M)
     assert re.search(r"^.*\bgpu-check\b.*Check our worker", out, re.M)
 
 
@@ -69,7 +68,6 @@ def test_help_names_the_commands(call):
         ("regenerate", ["DATA"]),
         ("quickstart", ["--keep", "--pair"]),
         ("bench", ["--arms", "--workload", "--budget-s"]),
-        ("fuzz", ["--requests", "--seed", "--fields"]),
         ("gpu-check", ["--list", "--stage", "--budget-s", "--backends", "--server-flags", "--commit", "--stand-in"]),
     ],
 )
