@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fuzz.fields import fuzz_extremes
 from fuzz.requests import fuzz
-from sglang_dflash.serving import Progress, exit_code, stop_on_sigterm
+from sglang_dflash.serving import Progress, exit_code
 
 
 def main(
@@ -29,11 +29,10 @@ def main(
     off. With --fields the server gets extreme values instead, and must survive.
 
     The last line on standard output is JSON. Exit codes: 0 nothing is wrong, 1 something is, 2 a server did not start
-    or speculation off ended, 130 stopped by Ctrl-C or SIGTERM.
+    or speculation off ended, 130 stopped by Ctrl-C, 143 by SIGTERM.
     """
 
     def run() -> int:
-        stop_on_sigterm()
         chosen = int(time.time()) if seed is None else seed
         console = Console(stderr=True, highlight=False)
         logs = Path(tempfile.mkdtemp(prefix="sglang-dflash-fuzz-"))
