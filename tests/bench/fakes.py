@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,12 +54,11 @@ def make_plan(folder: Path, *arms: Arm, **changes: Any) -> Plan:
     return Plan(**{**fields, **changes})
 
 
-def go(plan: Plan, folder: Path, run: Run | None = None, budget_s: float = math.inf) -> Run:
+def go(plan: Plan, folder: Path, run: Run | None = None) -> Run:
     """Runs the plan and saves the run in `folder`."""
     run = run or Run("test", plan.workload, {})
     screen = Console(file=(folder / "screen.txt").open("a"), width=200)
-    sweep = Sweep(plan, run, render, folder / "run.json", time.monotonic() + budget_s)  # type: ignore[arg-type]
-    sweep.go(lambda cells, starts: Board(screen, cells, starts))
+    Sweep(plan, run, render, folder / "run.json").go(lambda cells, starts: Board(screen, cells, starts))  # type: ignore[arg-type]
     return run
 
 

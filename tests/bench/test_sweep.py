@@ -6,16 +6,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_server import answer_ids
 from fakes import fake_arm, go, key, make_plan, render, servers_of
+from rich.console import Console
 
+from sglang_dflash.bench import sweep
+from sglang_dflash.bench.board import Board
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.measures import measure
-from sglang_dflash.bench.records import Run
+from sglang_dflash.bench.records import Cell, Run
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Message, Session, Turn, as_openai
 
@@ -252,26 +258,39 @@ def test_a_resumed_run_measures_only_what_is_missing(tmp_path):
     assert cells_of(run)[key("dflash")].equality.identical == 4
 
 
-def test_no_cell_begins_after_the_deadline(tmp_path):
-    """Fails where a cell or a server starts too late, a cell under way is cut, or a resumed run measures all anew."""
-    arms = fake_arm("off", "--first-ms", "700"), fake_arm("dflash", "--mark", str(tmp_path))
-    plan = make_plan(tmp_path, *arms, loads=(2.0,), repeats=3)
-    run = go(plan, tmp_path, budget_s=3.0)  # a cell takes 1.4 s, and the start of a server at least 0.5 s
-    assert 1 <= len(run.cells) <= 2
-    assert all((cell.key.arm, cell.failure, len(cell.records)) == ("off", "", 4) for cell in run.cells)
-    assert [log.name for log in plan.logs.iterdir()] == ["01-off.log"] and servers_of(tmp_path) == []
-    kept = list(run.cells)
-    run = go(plan, tmp_path, Run.load(tmp_path / "run.json"))
-    assert run.cells[: len(kept)] == kept and len(run.cells) == 6
-    assert not any(cell.failure for cell in run.cells)
+class ClockBoard(Board):
+    """Moves a made-up clock: each start of servers takes `start_s`, each cell one second."""
+
+    def __init__(self, console: Console, start_s: float) -> None:
+        super().__init__(console, 8, 2)
+        self.now_s, self._each_s = 0.0, start_s
+
+    @contextmanager
+    def starting(self, label: str) -> Iterator[Callable[[float], None]]:
+        with super().starting(label) as on_wait:
+            yield on_wait
+        self.now_s += self._each_s
+
+    def finished(self, cell: Cell) -> None:
+        self.now_s += 1.0
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_nothing_starts_without_time(tmp_path, together):
-    """Fails where a server starts although no cell can begin."""
-    plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash"), together=together)
-    assert go(plan, tmp_path, budget_s=0.0).cells == [] and not plan.logs.exists()
-    assert Run.load(tmp_path / "run.json").cells == []
+@pytest.mark.parametrize(("deadline_s", "start_s", "done"), [(2.5, 0, 3), (1, 1, 0), (0, 1, 0)])
+def test_nothing_begins_after_the_deadline(tmp_path, monkeypatch, together, deadline_s, start_s, done):
+    """Fails where a cell or a server starts too late, a server is left behind, or what is done is not on disk."""
+    arms = [fake_arm(name, "--mark", str(tmp_path)) for name in ("off", "dflash")]
+    plan = make_plan(tmp_path, *arms, repeats=2, together=together)
+    board = ClockBoard(Console(file=(tmp_path / "screen.txt").open("a")), start_s)
+    run = Run("test", plan.workload, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: board.now_s))
+        sweep.Sweep(plan, run, render, tmp_path / "run.json", deadline_s).go(lambda cells, starts: board)
+    assert len(run.cells) == done and not any(cell.failure for cell in run.cells)
+    assert (
+        len(list(plan.logs.glob("*"))) == (0 if not deadline_s else 2 if together else 1) and servers_of(tmp_path) == []
+    )
+    assert Run.load(tmp_path / "run.json").cells == run.cells
 
 
 SLOW_SWEEP = """
