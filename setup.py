@@ -122,7 +122,7 @@ def reason_not_to_build():
 
 
 # What measuring and training need beyond serving; `serving.errors.EXTRAS` names the extra of a missing package.
-BENCH = ["datasets>=4", "matplotlib>=3.9", "pandas>=2", "scipy"]
+BENCH = ["datasets>=4", "matplotlib>=3.9", "pandas>=2"]
 TRAIN = ["accelerate>=1.15", "datasets>=4", "matplotlib>=3.9"]
 
 # If the native ops are left out on purpose, the wheel is for every platform.

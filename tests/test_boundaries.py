@@ -27,12 +27,11 @@ ALLOWED = {
     "workloads": {"serving"},
     "bench": {"serving", "core", "reference", "workloads"},
     "checking": {"serving", "core", "reference"},
-    "fuzz": {"serving", "checking"},
-    "cli": {"serving", "core", "reference", "training", "bench", "checking", "fuzz"},
+    "cli": {"serving", "core", "reference", "training", "bench", "checking"},
 }
 MAY_IMPORT_SGLANG = {"host"}
 WITHOUT_TORCH = {"plugin", "serving"}
-OF_EXTRAS = ("accelerate", "datasets", "matplotlib", "pandas", "scipy")
+OF_EXTRAS = ("accelerate", "datasets", "matplotlib", "pandas")
 
 
 def imported_names(source: str, module: str) -> Iterator[str]:

@@ -38,12 +38,9 @@ class Handler(BaseHTTPRequestHandler):
         self._json(pages.get(self.path))
 
     def _info(self) -> dict[str, Any]:
-        """With `--copies`, what our worker reports since its start: each request verifies 5 copied rows, 3 accepted."""
-        info: dict[str, Any] = {"model_path": "fake", "dtype": self.options.dtype, "version": "0"}
-        if self.options.copies:
-            plan = {"copied_rows": 5 * Handler.asked, "copied_accepted": 3 * Handler.asked}
-            info["internal_states"] = [{"dflash_prefilled": Handler.computed, "dflash_plan": plan}]
-        return info
+        """How often it was asked for completions; with `--counts`, what our worker reports since its start, too."""
+        info = {"model_path": "fake", "dtype": self.options.dtype, "version": "0", "asked": Handler.asked}
+        return {**info, "internal_states": [{"dflash_prefilled": Handler.computed}]} if self.options.counts else info
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
@@ -162,7 +159,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dying-ms", type=float, default=0.0, help="time from its last byte to its end")
     parser.add_argument("--stall-at", type=int, help="number of the request whose stream stops for 60 s")
     parser.add_argument("--refuse-every", type=int, help="a request whose number is a multiple gets a 400")
-    parser.add_argument("--copies", action="store_true", help="report a worker's counters in /server_info")
+    parser.add_argument("--counts", action="store_true", help="report a worker's counter in /server_info")
     parser.add_argument("--cut-calls", action="store_true", help="the arguments of tool calls end early")
     parser.add_argument("--more-prompt", type=int, default=0, help="tokens that its chat template adds")
     parser.add_argument("--refuse-start", action="store_true")

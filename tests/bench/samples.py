@@ -8,7 +8,6 @@ from typing import Any
 
 from sglang_dflash.bench.records import Cell, CellKey, Equality, Record, Run, total_acceptance
 from sglang_dflash.serving import AcceptanceStats
-from sglang_dflash.serving.counters import WorkerCounts
 
 SPEED = {"off": 1.0, "builtin": 2.1, "dflash": 2.9, "eagle3": 1.7, "vllm": 2.0}
 HARD = {"gsm8k": 1.0, "humaneval": 1.15, "mt-bench": 0.7}
@@ -54,9 +53,8 @@ def realistic(
     repeats: int = 3,
     noise: float = 0.03,
     seed: int = 0,
-    factor: float = 1.0,
 ) -> Run:
-    """Three datasets; speculation gains less as the load grows. `factor` multiplies the speed of all but off."""
+    """Three datasets; speculation gains less as the load grows."""
     rng = random.Random(seed)
     cells = []
     for repeat in range(repeats):
@@ -64,7 +62,7 @@ def realistic(
             for load in loads:
                 for arm in arms:
                     gain = (SPEED[arm] - 1) * hard * (1.1 - 0.22 * math.log2(load)) + 1
-                    speed = 40 * load**0.8 * (gain if arm == "off" else gain * factor) * math.exp(rng.gauss(0, noise))
+                    speed = 40 * load**0.8 * gain * math.exp(rng.gauss(0, noise))
                     cells.append(_cell(rng, key(arm, load, repeat, dataset=dataset), speed))
     return run(cells, machine={"gpu": "H100", "cpus": 16}, versions={"sglang": "0.5.23"})
 
@@ -142,5 +140,5 @@ def _sessions(rng: random.Random, where: CellKey, turns: int) -> Cell:
             held.append(record(f"s{session}", turn, now, **fields))
             now = end_s
     computed = sum(one.prompt_tokens - one.cached_tokens for one in held)
-    counts = WorkerCounts(computed, 60, 45) if where.arm == "dflash" else None
-    return Cell(where, held, max(one.end_s for one in held), total_acceptance(held), counts=counts)
+    prefilled = computed if where.arm == "dflash" else None
+    return Cell(where, held, max(one.end_s for one in held), total_acceptance(held), prefilled=prefilled)

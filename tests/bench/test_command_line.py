@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import fakes
 import pytest
 
 from sglang_dflash.bench.options import Options, check_resumable
@@ -23,7 +24,7 @@ def options(**changes: Any) -> Options:
 def test_the_command_line_people_know(monkeypatch):
     """Fails where a flag of the known command is missing, or means something else."""
     seen: dict[str, Options] = {}
-    monkeypatch.setattr(benchmark_run, "sweep", lambda given: seen.update(options=given) or 0)
+    monkeypatch.setattr(benchmark_run, "sweep", lambda given, began_s: seen.update(options=given) or 0)
     words = (
         "benchmark_sglang.py --target-model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16 "
         "--concurrencies 1,4,8,16,32 --dataset-name math500 --attention-backends fa3,flashinfer --tp-size 1 "
@@ -61,6 +62,8 @@ def test_the_command_line_people_know(monkeypatch):
         ({"temperature": -1.0}, "--temperature is -1.0"),
         ({"top_p": 0.0}, "--top-p is 0.0"),
         ({"stall_s": 0.0}, "--stall-s is 0.0"),
+        ({"budget_s": 0.0}, "--budget-s is 0.0; it must be more than 0"),
+        ({"budget_s": float("nan")}, "--budget-s is nan"),
         ({"base_url": ["http://localhost"]}, "--base-url is http://localhost; it must be NAME="),
         ({"base_url": ["off=http://localhost"]}, "--base-url is off=http://localhost"),
         ({"arm_flags": ["--flag"]}, "--arm-flags is --flag"),
@@ -183,3 +186,25 @@ def test_a_finished_run_is_not_overwritten_by_accident(tmp_path, monkeypatch, ca
         benchmark.run()
     assert end.value.code == 2
     assert "--resume continues it, --overwrite replaces it" in capsys.readouterr().err
+
+
+def test_a_run_whose_budget_is_over_can_be_resumed(tmp_path, monkeypatch, capsys):
+    """Fails where such a run writes nothing, is an error, or does not say what is missing; or cannot be resumed."""
+    plan = fakes.make_plan(tmp_path, fakes.fake_arm("off"), fakes.fake_arm("dflash"))
+    monkeypatch.setattr(benchmark_run, "make_plan", lambda *_: plan)
+    monkeypatch.setattr(benchmark_run, "stop_on_sigterm", lambda: None)
+
+    def run(*words: str) -> tuple[int, dict[str, Any], str]:
+        monkeypatch.setattr("sys.argv", ["benchmark_sglang.py", "--output-md", str(tmp_path / "r.md"), *words])
+        with pytest.raises(SystemExit) as end:
+            benchmark.run()
+        out, err = capsys.readouterr()
+        return end.value.code, json.loads(out.splitlines()[-1]), err
+
+    code, said, err = run("--budget-s", "0.001")
+    assert (code, said["cells"], said["missing"]) == (0, 0, 4)
+    assert "--budget-s 0.001 is over: 4 cells are missing (2 of off, 2 of dflash); --resume measures them" in err
+    assert "Nothing was measured." in (tmp_path / "r.md").read_text()
+    code, said, err = run("--budget-s", "600", "--resume")
+    assert (code, said["cells"], said["missing"]) == (0, 4, 0) and "missing" not in err
+    assert run("--resume", "--budget-s", "0.001")[:2] == (0, said)

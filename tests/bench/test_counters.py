@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sglang_dflash.serving.counters import WorkerCounts, acceptance_between, worker_counts_between
+from sglang_dflash.serving.counters import acceptance_between, prefilled_between
 
 
 def page(steps: int, drafted: int, accepted: int, positions: list[int]) -> str:
@@ -37,24 +37,17 @@ def test_nothing_drafted_is_no_acceptance():
     assert acceptance_between("", page(2, 14, 4, [2, 2])).steps == 2
 
 
-def info(*states: dict) -> str:
-    return json.dumps({"version": "0", "internal_states": list(states)})
-
-
-def state(prefilled: int, rows: int = 0, accepted: int = 0) -> dict:
-    return {"dflash_prefilled": prefilled, "dflash_plan": {"copied_rows": rows, "copied_accepted": accepted}}
+def info(*counts: int) -> str:
+    return json.dumps({"version": "0", "internal_states": [{"dflash_prefilled": count} for count in counts]})
 
 
 def test_the_workers_part_of_a_cell():
-    """Fails where counts from before the cell are included, replicas are left out, or whole blocks have no counts."""
-    before, after = info(state(100, 7, 6), state(40)), info(state(150, 12, 8), state(41, 2, 1))
-    assert worker_counts_between(before, after) == WorkerCounts(51, 7, 3)
-    whole_blocks = [info({"dflash_prefilled": count}) for count in (10, 30)]
-    assert worker_counts_between(*whole_blocks) == WorkerCounts(20, 0, 0)
+    """Fails where a count from before the cell is included, or replicas are left out."""
+    assert prefilled_between(info(100, 40), info(150, 41)) == 51
 
 
-@pytest.mark.parametrize("page", ["", "no json", info(), info({"speculative": 1})])
-def test_other_workers_have_no_counts(page):
-    """Fails where a server without our worker gets counts, or one that died raises."""
-    assert worker_counts_between(page, page) is None
-    assert worker_counts_between(info(state(1)), page) is None
+@pytest.mark.parametrize("page", ["", "no json", info(), json.dumps({"internal_states": [{"speculative": 1}]})])
+def test_other_workers_have_no_count(page):
+    """Fails where a server without our worker gets a count, or one that died raises."""
+    assert prefilled_between(page, page) is None
+    assert prefilled_between(info(1), page) is None

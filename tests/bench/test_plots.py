@@ -8,10 +8,10 @@ from pathlib import Path
 import matplotlib
 import pytest
 from matplotlib.figure import Figure
-from samples import accepting, agent, cell, realistic, run, unequal
+from samples import agent, cell, realistic, run, unequal
 
 from sglang_dflash.bench import plots
-from sglang_dflash.bench.frame import frame, turn_frame
+from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.records import Equality, Run
 
 
@@ -31,33 +31,26 @@ def panels(held: Run) -> dict[str, list[plots.Line]]:
 
 def test_closed(tmp_path: Path) -> None:
     """Fails if a plot is missing, empty, or blank: a PNG must have the arms' colours."""
-    assert drawn(realistic(loads=(1, 8), repeats=2), tmp_path) == {"speedup", "pareto", "acceptance", "tau"}
+    assert drawn(realistic(loads=(1, 8), repeats=2), tmp_path) == {"speedup", "pareto"}
     image = matplotlib.image.imread(tmp_path / "run-speedup.png")
     red = (image[..., 0] > 0.7) & (image[..., 1] < 0.3) & (image[..., 2] < 0.4)
     assert image.shape[1] == 1350 and red.sum() > 500
-    assert "<svg" in (tmp_path / "run-tau.svg").read_text()
+    assert "<svg" in (tmp_path / "run-pareto.svg").read_text()
 
 
-def test_agent(tmp_path: Path) -> None:
-    """Fails if an agent run has no plot over the turns."""
-    assert "turns" in drawn(agent(turns=2, repeats=1), tmp_path)
-
-
-def test_agent_loads_have_their_unit() -> None:
+def test_loads_have_their_unit() -> None:
     """Fails if a plot calls a rate of sessions a number of sessions."""
     held = agent(turns=2, repeats=1, loads=(0.5,), workload="agent-open-loop")
-    figure, speedup = plots._turns(held, turn_frame(held), panels(held))["turns"], plots._speedup(held, panels(held))
-    assert figure is not None and figure.get_suptitle() == "Turn by turn, 0.5 sessions/s"
-    assert speedup is not None and speedup.axes[0].get_xlabel() == "sessions/s"
+    figure = plots._speedup(held, panels(held))
+    assert figure is not None and figure.axes[0].get_xlabel() == "sessions/s"
 
 
 def test_no_data_no_plot(tmp_path: Path) -> None:
-    """Fails if an empty plot is drawn: without a baseline, without speculation, or without measured cells."""
+    """Fails if an empty plot is drawn: without a baseline, or without measured cells."""
     assert drawn(run([cell("off", 100)]), tmp_path / "off") == {"pareto"}
     assert drawn(run([cell("dflash", 1, failure="died")]), tmp_path / "failed") == set()
     assert drawn(run([]), tmp_path / "empty") == set()
-    hidden = {"equality": unequal(), "acceptance": accepting(5, steps=5, drafts=1)}
-    assert drawn(run([cell("dflash", 100, **hidden)]), tmp_path / "hidden") == {"acceptance", "tau"}
+    assert drawn(run([cell("dflash", 100, equality=unequal())]), tmp_path / "hidden") == set()
 
 
 def test_withheld_arm_is_not_drawn() -> None:
@@ -66,17 +59,6 @@ def test_withheld_arm_is_not_drawn() -> None:
     for figure in (plots._speedup(held, panels(held)), plots._pareto(held, panels(held))):
         assert figure is not None
         assert {text.get_text() for text in figure.legends[0].get_texts()} == {"off", "dflash"}
-
-
-def test_withheld_turns_are_not_drawn() -> None:
-    """Fails if the plot over the turns shows the TTFT of a withheld arm. Its tau stays."""
-    held = agent(turns=2, repeats=1)
-    for one in held.cells:
-        one.equality = unequal() if one.key.arm == "dflash" else None
-    figure = plots._turns(held, turn_frame(held), panels(held))["turns"]
-    assert figure is not None
-    shown = [{line.get_label() for line in axis.get_lines()} for axis in figure.axes]
-    assert shown == [{"off", "off, prefix cache off"}, {"dflash", "dflash, prefix cache off"}]
 
 
 def test_speedup_holds_the_medians() -> None:
@@ -120,24 +102,12 @@ def test_other_engines_tell_their_share() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["off", "vllm (75% identical)"]
 
 
-def test_open_loop_goodput(tmp_path: Path) -> None:
-    """Fails if a run with limits has no goodput plot."""
-    held = run([cell("off", 100, 0.5), cell("off", 100, 2)], "open-loop")
-    held.options = {"limits": {"ttft_ms": 9e9, "tpot_ms": None}}
-    assert "goodput" in drawn(held, tmp_path)
-
-
 @pytest.mark.parametrize("workload", ["closed", "agent"])
 def test_legends_lie_over_no_data(workload: str) -> None:
     """Fails if a legend covers a panel."""
     held = agent(turns=2, repeats=1) if workload == "agent" else realistic(loads=(1, 2), repeats=1)
     lines = panels(held)
-    for figure in (
-        plots._speedup(held, lines),
-        plots._pareto(held, lines),
-        plots._acceptance(lines),
-        plots._tau(lines),
-    ):
+    for figure in (plots._speedup(held, lines), plots._pareto(held, lines)):
         assert isinstance(figure, Figure)
         figure.draw_without_rendering()
         top = figure.legends[0].get_window_extent().y1

@@ -6,17 +6,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_server import answer_ids
 from fakes import fake_arm, go, key, make_plan, render, servers_of
+from rich.console import Console
 
+from sglang_dflash.bench import sweep
+from sglang_dflash.bench.board import Board
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.measures import measure
-from sglang_dflash.bench.records import Run
-from sglang_dflash.serving.counters import WorkerCounts
+from sglang_dflash.bench.records import Cell, Run
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Message, Session, Turn, as_openai
 
@@ -42,14 +47,14 @@ def test_every_cell_is_measured_and_kept(tmp_path):
     assert [server["arm"] for server in run.servers] == ["off", "dflash"]
 
 
-def test_a_cell_has_its_own_part_of_the_workers_counters(tmp_path):
-    """Fails where a cell's counts include the warm-up or other cells, or a server without them gets some."""
-    plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--copies"), warm_up=True)
+def test_a_cell_has_its_own_part_of_the_workers_counter(tmp_path):
+    """Fails where a cell's count includes the warm-up or other cells, or a server without one gets some."""
+    plan = make_plan(tmp_path, fake_arm("off"), fake_arm("dflash", "--counts"), warm_up=True)
     cells = cells_of(go(plan, tmp_path))
     for load in (1.0, 2.0):
         prompts = sum(record.prompt_tokens for record in cells[key("off", load)].records)
-        assert cells[key("off", load)].counts is None
-        assert cells[key("dflash", load)].counts == WorkerCounts(prompts - 4 * 4, 5 * 4, 3 * 4)
+        assert cells[key("off", load)].prefilled is None
+        assert cells[key("dflash", load)].prefilled == prompts - 4 * 4
     assert Run.load(tmp_path / "run.json").cells == list(cells.values())
 
 
@@ -251,6 +256,40 @@ def test_a_resumed_run_measures_only_what_is_missing(tmp_path):
     assert all(not cell.failure for cell in run.cells) and len(run.cells) == 4
     assert run.cells[:2] == kept
     assert cells_of(run)[key("dflash")].equality.identical == 4
+
+
+class ClockBoard(Board):
+    """Moves a made-up clock: each start of servers takes `start_s`, each cell one second."""
+
+    def __init__(self, console: Console, start_s: float) -> None:
+        super().__init__(console, 8, 2)
+        self.now_s, self._each_s = 0.0, start_s
+
+    @contextmanager
+    def starting(self, label: str) -> Iterator[Callable[[float], None]]:
+        with super().starting(label) as on_wait:
+            yield on_wait
+        self.now_s += self._each_s
+
+    def finished(self, cell: Cell) -> None:
+        self.now_s += 1.0
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("deadline_s", "start_s", "done"), [(2.5, 0, 3), (1, 1, 0), (0, 1, 0)])
+def test_nothing_begins_after_the_deadline(tmp_path, monkeypatch, together, deadline_s, start_s, done):
+    """Fails where a cell or a server starts too late, a server is left behind, or what is done is not on disk."""
+    arms = [fake_arm(name, "--mark", str(tmp_path)) for name in ("off", "dflash")]
+    plan = make_plan(tmp_path, *arms, repeats=2, together=together)
+    board = ClockBoard(Console(file=(tmp_path / "screen.txt").open("a")), start_s)
+    run = Run("test", plan.workload, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: board.now_s))
+        sweep.Sweep(plan, run, render, tmp_path / "run.json", deadline_s).go(lambda cells, starts: board)
+    assert len(run.cells) == done and not any(cell.failure for cell in run.cells)
+    started = 0 if not deadline_s else 2 if together else 1
+    assert len(list(plan.logs.glob("*"))) == started and servers_of(tmp_path) == []
+    assert Run.load(tmp_path / "run.json").cells == run.cells
 
 
 SLOW_SWEEP = """

@@ -14,7 +14,6 @@ from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.layout import number
 from sglang_dflash.bench.records import Equality, Run
 from sglang_dflash.bench.tables import console, csv, markdown
-from sglang_dflash.serving.counters import WorkerCounts
 
 
 def report(held: Run) -> str:
@@ -84,7 +83,7 @@ def test_details() -> None:
     assert row["per user (tok/s)"] == "250 (200-312)"
     assert row["over off"] == "2.50x (2.50-2.50)"
     assert "over builtin" not in row
-    assert (row["drafted"], row["accepted"], row["failed / requests"]) == ("20", "12", "0 / 1")
+    assert (row["tau"], row["failed / requests"]) == ("2.20 (2.20-2.20)", "0 / 1")
 
 
 def test_acceptance_table() -> None:
@@ -220,17 +219,17 @@ def test_agent_sessions_at_rates_say_so() -> None:
 
 
 def test_agent_savings() -> None:
-    """Fails if a load's table lacks what was cached and copied, has it of another load, or shows it where unknown."""
+    """Fails if a load's table lacks what was cached, has it of another load, or shows it where unknown."""
     held = agent(turns=3, loads=(1, 2))
     for one in held.cells:
-        if one.key.load == 2 and one.counts:
-            one.counts = WorkerCounts(21_600 if one.key.radix else 0, 8, 4)
+        if one.key.load == 2 and one.prefilled is not None:
+            one.prefilled = 21_600 if one.key.radix else 0
     first, second = report(held).split("All turns:")[1:]
-    header = "| prompt tokens | cached (%) | cached in draft (%) | tau | copied rows | copied accepted |"
+    header = "| prompt tokens | cached (%) | cached in draft (%) | tau |"
     assert header in first and header in second
-    assert "| off | on | 21,600 | 51.9 | - | - | - | - |" in first
-    assert re.search(r"\| dflash \| on \| 21,600 \| 51.9 \| 51.9 \| [\d.]+ \| 60 \| 45 \|", first)
-    assert re.search(r"\| dflash \| on \| 21,600 \| 51.9 \| 0 \| [\d.]+ \| 8 \| 4 \|", second)
+    assert "| off | on | 21,600 | 51.9 | - | - |" in first
+    assert re.search(r"\| dflash \| on \| 21,600 \| 51.9 \| 51.9 \| [\d.]+ \|", first)
+    assert re.search(r"\| dflash \| on \| 21,600 \| 51.9 \| 0 \| [\d.]+ \|", second)
     assert re.search(r"\| dflash \| off \| 21,600 \| 0 \| 100 \|", second)
 
 

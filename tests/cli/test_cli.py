@@ -58,7 +58,6 @@ def test_help_names_the_commands(call):
     assert re.search(r"^.*\bcheck\b.*Prove on your own models", out, re.M)
     assert re.search(r"^.*\bquickstart\b.*Serve an embedded pair", out, re.M)
     assert re.search(r"^.*\bbench\b.*Measure how fast", out, re.M)
-    assert re.search(r"^.*\bfuzz\b.*Send random requests", out, re.M)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +66,7 @@ def test_help_names_the_commands(call):
         ("train", ["--target", "--taps"]),
         ("regenerate", ["DATA"]),
         ("quickstart", ["--keep", "--pair"]),
-        ("bench", ["--arms", "--workload", "--compare"]),
-        ("fuzz", ["--requests", "--seed", "--fields"]),
+        ("bench", ["--arms", "--workload", "--budget-s"]),
     ],
 )
 def test_help_of_a_command(command, flags, call):

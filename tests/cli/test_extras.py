@@ -36,8 +36,8 @@ CLI = "python/sglang_dflash/cli/__main__.py"
 @pytest.mark.parametrize(
     ("missing", "script", "words", "code"),
     [
-        ("pandas", "benchmark_sglang.py", ["--compare", "a.json", "b.json"], 2),
-        ("matplotlib", "benchmark_sglang.py", ["--compare", "a.json", "b.json"], 2),
+        ("pandas", "benchmark_sglang.py", ["--arms", "off"], 2),
+        ("matplotlib", "benchmark_sglang.py", ["--arms", "off"], 2),
         ("datasets", CLI, ["train", "--target", "t", "--data", "DATA", "--output", "o"], 1),
         ("accelerate", CLI, ["train", "--target", "t", "--data", "DATA", "--output", "o"], 1),
     ],

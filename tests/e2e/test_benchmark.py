@@ -87,5 +87,5 @@ def test_agent_sessions_hit_the_prefix_cache(tmp_path):
     assert sum(record.cached_tokens or 0 for record in off.records) == 0
     for cell in (on, off):
         computed = sum(record.prompt_tokens - (record.cached_tokens or 0) for record in cell.records)
-        assert cell.counts.prefilled == computed
+        assert cell.prefilled == computed
     assert off.equality.identical + off.equality.ties + off.equality.unjudged >= off.equality.compared - 1

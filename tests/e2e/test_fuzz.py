@@ -1,4 +1,4 @@
-"""No request ends the server: a seeded part of `sglang-dflash fuzz --fields`, and requests that it once ended with."""
+"""No request ends the server: a seeded part of `scripts/fuzz.sh --fields`, and requests that it once ended with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from arms import PLAIN, POOL, SPECULATE, Baseline, on_arms
 from test_lifecycle import assert_pool_empties
 
 from equality import assert_equal_tokens
+from fuzz.fields import fuzz_fields
 from preloaded import PreloadedServer
-from sglang_dflash.fuzz.fields import fuzz_fields
 from sglang_dflash.serving import TINY_OVERLAPPING, Client
 
 pytestmark = pytest.mark.server

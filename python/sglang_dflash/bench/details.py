@@ -1,4 +1,4 @@
-"""Makes the tables below a section's main table: goodput, latencies, counts, acceptance by position."""
+"""Makes the tables below a section's main table: goodput, latencies, tau, acceptance by position."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _details(run: Run, section: Section) -> list[str]:
     header += [f"{name} p{share} (ms)" for name in ("TTFT", "TPOT") for share in PERCENTILES]
     baselines = [arm for arm in BASELINES if arm in section.arms()]
     header += ["per user (tok/s)", *(f"over {arm}" for arm in baselines)]
-    header += ["tau", "drafted", "accepted", "failed / requests"]
+    header += ["tau", "failed / requests"]
     rows = []
     for arm in section.arms():
         for load in section.loads():
             row = section.row(arm, load)
             if row is not None and row["repeats"]:
-                rows.append([escaped(arm), run.kind.words(load), *_speeds(row, baselines), *_counts(row)])
-    note = "TTFT: time to the first token. TPOT: time per token after the first. Counts are medians over the repeats."
+                rows.append([escaped(arm), run.kind.words(load), *_speeds(row, baselines), *_steps(row)])
+    note = "TTFT: time to the first token. TPOT: time per token after the first."
     return ["### Latency and acceptance", note, grid(header, rows)] if rows else []
 
 
@@ -51,9 +51,9 @@ def _speeds(row: dict[str, Any], baselines: list[str]) -> list[str]:
     return ["withheld"] * len(cells) if row["withheld"] else cells
 
 
-def _counts(row: dict[str, Any]) -> list[str]:
+def _steps(row: dict[str, Any]) -> list[str]:
     failed = f"{count(value(row, 'failed'))} / {count(value(row, 'requests'))}"
-    return [spread(row, "tau"), count(value(row, "drafted")), count(value(row, "accepted")), failed]
+    return [spread(row, "tau"), failed]
 
 
 def positions(section: Section, arm: str) -> list[float]:

@@ -14,7 +14,7 @@ from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import Cell, CellKey, Record, total_acceptance
 from sglang_dflash.serving import Arm, Server, ServerError, ServerInfo, TiePolicy
 from sglang_dflash.serving.batches import TransformersProcess
-from sglang_dflash.serving.counters import acceptance_between, worker_counts_between
+from sglang_dflash.serving.counters import acceptance_between, prefilled_between
 from sglang_dflash.serving.endpoint import Endpoint, Sampling
 from sglang_dflash.serving.info import detect_engine
 from sglang_dflash.serving.rendering import Renderer
@@ -91,12 +91,12 @@ class ServerDriver(Driver):
             self._ask(sessions, self._plan.sampling, key.load, on_answer, self._plan.open_loop)
         )
         self._stalled = played.stalled
-        acceptance, counts = total_acceptance(played.records), None
+        acceptance, prefilled = total_acceptance(played.records), None
         if self._engine == "vllm":
             acceptance = acceptance or acceptance_between(before, after)
         elif self._engine == "sglang":
-            counts = worker_counts_between(before, after)
-        return Cell(key, played.records, played.wall_s, acceptance, counts=counts, unasked=played.unasked)
+            prefilled = prefilled_between(before, after)
+        return Cell(key, played.records, played.wall_s, acceptance, prefilled=prefilled, unasked=played.unasked)
 
     async def _ask(
         self, sessions: Sequence[Session], sampling: Sampling, load: float, on_answer: OnAnswer, open_loop: bool

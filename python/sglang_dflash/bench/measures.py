@@ -34,8 +34,8 @@ def measure(cell: Cell, limits: Limits | None = None) -> dict[str, float]:
     request's own time, including the wait for its first token; median over requests. `goodput_rps`: requests per second
     that meet `limits`. `cached_share`, `draft_cached_share`: share of the prompts' tokens whose KV of target and draft
     was in the prefix cache. The draft's exists only if all requests were answered; what is computed again after a
-    retraction lowers it. `tool_calls`: calls that the server parsed. `copied_rows`, `copied_accepted`: see
-    `WorkerCounts`. `accept_1`, `accept_2`, ...: share of verify steps that accepted that draft.
+    retraction lowers it. `tool_calls`: calls that the server parsed. `accept_1`, `accept_2`, ...: share of
+    verify steps that accepted that draft.
     """
     table, wall_s = answers(cell), cell.wall_s or math.nan
     measures = {
@@ -54,22 +54,20 @@ def measure(cell: Cell, limits: Limits | None = None) -> dict[str, float]:
     measures |= _prompts(cell, table)
     held = cell.acceptance
     if held is None or not held.steps:
-        return measures | dict.fromkeys(("tau", "drafted", "accepted"), math.nan)
+        return {**measures, "tau": math.nan}
     shares = {f"accept_{i}": share for i, share in enumerate(held.shares, start=1)}
-    return {**measures, "tau": held.tau, "drafted": float(held.drafted), "accepted": float(held.accepted), **shares}
+    return {**measures, "tau": held.tau, **shares}
 
 
 def _prompts(cell: Cell, table: pd.DataFrame) -> dict[str, float]:
-    """What was not computed, because it was in the prefix cache; and what was not drafted, because it was copied."""
+    """What was not computed, because it was in the prefix cache."""
     cached, prompts = table["cached_tokens"].sum(min_count=1), table["prompt_tokens"].sum()
-    held, all_answered = cell.counts, len(table) == len(cell.records)
+    known = cell.prefilled is not None and len(table) == len(cell.records)
     return {
         "cached_tokens": cached,
         "prompt_tokens": prompts,
         "cached_share": cached / (prompts or math.nan),
-        "draft_cached_share": 1 - held.prefilled / (prompts or math.nan) if held and all_answered else math.nan,
-        "copied_rows": float(held.copied_rows) if held else math.nan,
-        "copied_accepted": float(held.copied_accepted) if held else math.nan,
+        "draft_cached_share": 1 - cell.prefilled / (prompts or math.nan) if known else math.nan,
     }
 
 

@@ -19,8 +19,8 @@ from sglang_dflash.workloads.kinds import WORKLOADS
 
 RADIX = {"on": (True,), "off": (False,), "both": (True, False)}
 _NOT_KEPT = (
-    *("vllm_python", "interleave", "together", "stall_s", "start_s", "output_md", "resume", "overwrite"),
-    *("logs", "compare"),
+    *("vllm_python", "interleave", "together", "stall_s", "start_s", "budget_s", "output_md", "resume", "overwrite"),
+    "logs",
     # Kept in another form: see `Options.to_json`.
     *("base_url", "workload", "dataset_name", "concurrencies", "request_rate", "ttft_limit_ms", "tpot_limit_ms", "env"),
 )
@@ -167,6 +167,13 @@ class Options:
     warm_up: Annotated[bool, _measurement(help="Send short requests to every server before its cells.")] = True
     stall_s: Annotated[float, _measurement(help="Seconds without data after which a request fails.")] = 300.0
     start_s: Annotated[float, _measurement(help="Seconds within which a server must be up.")] = 1800.0
+    budget_s: Annotated[
+        float | None,
+        _measurement(
+            help="Seconds after which no further cell or server starts; what is under way is finished, and --resume "
+            "measures the rest. Default: no limit."
+        ),
+    ] = None
     output_md: Annotated[Path, _output(help="Markdown file for the tables. JSON, CSV and plots get the same name.")] = (
         Path("sglang_results.md")
     )
@@ -175,7 +182,6 @@ class Options:
     ] = False
     overwrite: Annotated[bool, _output("--overwrite", help="Replace the run of --output-md.")] = False
     logs: Annotated[Path | None, _output(help="Folder for server logs. Default: a temporary folder.")] = None
-    compare: Annotated[tuple[Path, Path] | None, _output(help="Compare two JSON results. Nothing is measured.")] = None
 
     def __post_init__(self) -> None:
         """
@@ -206,8 +212,8 @@ class Options:
         ):
             if value is not None and not value >= least:
                 raise ValueError(f"{flag} is {value}; it must be at least {least}.")
-        for flag, number in (("--stall-s", self.stall_s), ("--start-s", self.start_s)):
-            if not number > 0:
+        for flag, number in (("--stall-s", self.stall_s), ("--start-s", self.start_s), ("--budget-s", self.budget_s)):
+            if number is not None and not number > 0:
                 raise ValueError(f"{flag} is {number}; it must be more than 0.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")

@@ -1,4 +1,4 @@
-"""Plots a run: speedup, goodput, total against per-user speed, acceptance, tau, and agent sessions by turn."""
+"""Plots a run: the speedup over speculation off, and total against per-user speed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sglang_dflash.bench.details import positions
-from sglang_dflash.bench.frame import turn_frame
-from sglang_dflash.bench.layout import Section, identical_share, limit_words, must_agree, sections, value
+from sglang_dflash.bench.layout import Section, identical_share, must_agree, sections, value
 from sglang_dflash.bench.records import Run
 
 COLOURS = {
@@ -70,15 +67,7 @@ def draw(run: Run, table: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     panels = _panels(table)
-    figures = {
-        "speedup": _speedup(run, panels),
-        "goodput": _goodput(run, panels),
-        "pareto": _pareto(run, panels),
-        "acceptance": _acceptance(panels),
-        "tau": _tau(panels),
-    }
-    if run.kind.agent:
-        figures |= _turns(run, turn_frame(run), panels)
+    figures = {"speedup": _speedup(run, panels), "pareto": _pareto(run, panels)}
     written = []
     for name, figure in figures.items():
         for suffix in ("png", "svg") if figure is not None else ():
@@ -109,13 +98,19 @@ def _share(rows: pd.DataFrame) -> str:
     return "" if must_agree(rows) else f" ({identical_share(rows):.0%} identical)"
 
 
-def _over_load(
-    run: Run, panels: dict[str, list[Line]], name: str, title: str, label: str, skip: str = ""
-) -> tuple[Figure, list[Axes]] | None:
-    """Draws a measure over the load, with the range of the repeats as error bars; None without data."""
-    drawn = _with_points(panels, lambda line: line.points(*_with_range(name)) if line.arm != skip else [])
+def _with_points(panels: dict[str, list[Line]], points: Callable[[Line], list[Any]]) -> dict[str, list[Any]]:
+    """By dataset, the lines that have points, each with its points."""
+    found = {dataset: [(line, held) for line in lines if (held := points(line))] for dataset, lines in panels.items()}
+    return {dataset: lines for dataset, lines in found.items() if lines}
+
+
+def _speedup(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
+    """Over the load, with the range of the repeats as error bars; None without data."""
+    names = ("speedup_off", "speedup_off_low", "speedup_off_high")
+    drawn = _with_points(panels, lambda line: line.points(*names) if line.arm != "off" else [])
     if not drawn:
         return None
+    title = "Speedup of output tok/s over off (higher is better; bars: lowest and highest repeat)"
     figure, axes = _grid(list(drawn), title)
     for axis, lines in zip(axes, drawn.values(), strict=True):
         for line, points in lines:
@@ -126,35 +121,10 @@ def _over_load(
             axis.errorbar(loads, middles, yerr=[below, above], marker=line.marker, markersize=4, capsize=3, **style)
         _load_axis(axis, sorted({point[0] for _, points in lines for point in points}), run)
     _from_zero(axes)
-    _label_left(axes, label)
-    return figure, axes
-
-
-def _with_points(panels: dict[str, list[Line]], points: Callable[[Line], list[Any]]) -> dict[str, list[Any]]:
-    """By dataset, the lines that have points, each with its points."""
-    found = {dataset: [(line, held) for line in lines if (held := points(line))] for dataset, lines in panels.items()}
-    return {dataset: lines for dataset, lines in found.items() if lines}
-
-
-def _with_range(name: str) -> tuple[str, str, str]:
-    return name, f"{name}_low", f"{name}_high"
-
-
-def _speedup(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
-    title = "Speedup of output tok/s over off (higher is better; bars: lowest and highest repeat)"
-    held = _over_load(run, panels, "speedup_off", title, "times the speed of off", skip="off")
-    if held is None:
-        return None
-    figure, axes = held
+    _label_left(axes, "times the speed of off")
     for axis in axes:
         axis.axhline(1.0, color=COLOURS["off"], linewidth=1.5, label="off", zorder=1)
     return _with_legend(figure, axes)
-
-
-def _goodput(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
-    title = f"Goodput: requests that meet {limit_words(run)} (higher is better)"
-    held = _over_load(run, panels, "goodput_rps", title, "good requests/s")
-    return None if held is None else _with_legend(*held)
 
 
 def _pareto(run: Run, panels: dict[str, list[Line]]) -> Figure | None:
@@ -185,92 +155,6 @@ def _numbered(axis: Axes, line: Line, load: float, x: float, y: float) -> None:
     size = {1: 8, 2: 7}.get(len(f"{load:g}"), 5.5)
     centred = {"ha": "center", "va": "center_baseline"}
     axis.text(x, y, f"{load:g}", color=line.colour, fontsize=size, zorder=over, **centred)
-
-
-def _acceptance(panels: dict[str, list[Line]]) -> Figure | None:
-    drawn = _with_points(panels, lambda line: positions(line.section, line.arm))
-    if not drawn:
-        return None
-    figure, axes = _grid(list(drawn), "Acceptance by position (higher is better)")
-    for axis, lines in zip(axes, drawn.values(), strict=True):
-        for line, shares in lines:
-            at = range(1, len(shares) + 1)
-            axis.plot(at, shares, line.dash, color=line.colour, label=line.label, marker=line.marker, markersize=3)
-        longest = max(len(shares) for _, shares in lines)
-        axis.set_xticks(range(1, longest + 1, 1 if longest <= 8 else 2))
-        axis.set_ylim(0, 100)
-        axis.set_xlabel("draft position")
-    _label_left(axes, "steps that accept it (%)")
-    return _with_legend(figure, axes)
-
-
-def _tau(panels: dict[str, list[Line]]) -> Figure | None:
-    heights = {
-        dataset: {line.label: (line, fmean(tau for _, tau in points)) for line, points in lines}
-        for dataset, lines in _with_points(panels, lambda line: line.points("tau")).items()
-    }
-    if not heights:
-        return None
-    labels = list(dict.fromkeys(label for held in heights.values() for label in held))
-    width = 0.8 / len(labels)
-    figure = Figure(figsize=(_WIDTH_IN, 3.6), layout="constrained")
-    figure.suptitle("Tokens per verify step (tau), mean over the loads (higher is better)", fontsize=11)
-    axis = _plain(figure.subplots())
-    for i, label in enumerate(labels):
-        held = [(x, *bars[label]) for x, bars in enumerate(heights.values()) if label in bars]
-        line = held[0][1]
-        at = [x + (i - (len(labels) - 1) / 2) * width for x, _, _ in held]
-        hatch = "" if line.dash == "-" else "//"
-        style = {"color": line.colour, "label": label, "hatch": hatch, "edgecolor": "white"}
-        bars = axis.bar(at, [tau for _, _, tau in held], width * 0.94, **style)
-        size = 8 if len(labels) * len(heights) <= 24 else 6
-        axis.bar_label(bars, fmt="%.2f", fontsize=size, padding=1)
-    axis.set_xticks(range(len(heights)), list(heights))
-    axis.set_xlim(-0.6, len(heights) - 0.4)
-    axis.tick_params(axis="x", length=0)
-    axis.set_ylabel("tau")
-    return _with_legend(figure, [axis])
-
-
-def _turns(run: Run, table: pd.DataFrame, panels: dict[str, list[Line]]) -> dict[str, Figure | None]:
-    """One figure per load: TTFT and tau over the turns, one row of panels per dataset."""
-    loads = list(dict.fromkeys(table["load"]))
-    names = ["turns"] if len(loads) == 1 else [f"turns-{load:g}" for load in loads]
-    return {
-        name: _turn_figure(table[table["load"] == load], panels, run.kind.words(load))
-        for name, load in zip(names, loads, strict=True)
-    }
-
-
-def _turn_figure(table: pd.DataFrame, panels: dict[str, list[Line]], words: str) -> Figure | None:
-    columns = [("ttft_ms_p50", "TTFT p50 (ms), lower is better"), ("tau", "tau, higher is better")]
-    columns = [(name, label) for name, label in columns if name in table and table[name].notna().any()]
-    datasets = [dataset for dataset in panels if dataset in set(table["dataset"])]
-    if not columns or not datasets:
-        return None
-    figure = Figure(figsize=(_WIDTH_IN, 1.0 + 2.8 * len(datasets)), layout="constrained")
-    figure.suptitle(f"Turn by turn, {words}", fontsize=11)
-    grid = figure.subplots(len(datasets), len(columns), squeeze=False)
-    for axes, dataset in zip(grid, datasets, strict=True):
-        for axis, (name, label) in zip(axes, columns, strict=True):
-            _plain(axis).set(xlabel="turn", ylabel=label)
-            axis.set_title(dataset, fontsize=10)
-            axis.xaxis.get_major_locator().set_params(integer=True)
-            for line in panels[dataset]:
-                rows = _of_line(table, line)
-                rows = rows[rows[name].notna()]
-                if not rows.empty:
-                    style = {"color": line.colour, "label": line.label, "marker": line.marker, "markersize": 4}
-                    axis.plot(rows["turn"], rows[name], line.dash, **style)
-            _from_zero([axis])
-    return _with_legend(figure, list(grid.flat))
-
-
-def _of_line(table: pd.DataFrame, line: Line) -> pd.DataFrame:
-    held = line.section.rows
-    backends = set(held.loc[held["arm"] == line.arm, "backend"])
-    same = (table["arm"] == line.arm) & (table["radix"] == line.section.radix)
-    return table[same & (table["dataset"] == line.section.dataset) & table["backend"].isin(backends)]
 
 
 def _grid(titles: list[str], title: str) -> tuple[Figure, list[Axes]]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.serving import AcceptanceStats
-from sglang_dflash.serving.counters import WorkerCounts
 from sglang_dflash.serving.records import Record
 from sglang_dflash.serving.sessions import ToolCall
 from sglang_dflash.workloads.kinds import WORKLOADS, Workload
@@ -91,7 +90,7 @@ class Cell:
         wall_s: seconds from the first request sent to the last token received.
         acceptance: total of its requests; None without speculation, or if the server does not report it.
         unasked: number of turns that were left out because the context was full.
-        counts: what our worker did; None of another one.
+        prefilled: prompt tokens whose draft KV our worker computed; None of another worker.
         failure: why the cell has no result, or ""; a failed cell's records may be incomplete.
         log_tail: the last lines of the server's log, if the cell failed.
     """
@@ -102,7 +101,7 @@ class Cell:
     acceptance: AcceptanceStats | None = None
     equality: Equality | None = None
     unasked: int = 0
-    counts: WorkerCounts | None = None
+    prefilled: int | None = None
     failure: str = ""
     log_tail: list[str] = field(default_factory=list)
 
@@ -174,7 +173,7 @@ def _cell(row: dict[str, Any]) -> Cell:
         acceptance=AcceptanceStats(**row["acceptance"]) if row["acceptance"] else None,
         equality=Equality(**row["equality"]) if row["equality"] else None,
         unasked=row["unasked"],
-        counts=WorkerCounts(**row["counts"]) if row.get("counts") else None,
+        prefilled=row.get("prefilled"),
         failure=row["failure"],
         log_tail=row["log_tail"],
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -28,16 +30,18 @@ LONGEST = 600  # characters of a failure's sentence
 class Sweep:
     """Executes a plan and fills a run. If a server fails, the other cells are still measured."""
 
-    def __init__(self, plan: Plan, run: Run, renderer: Renderer, results: Path) -> None:
+    def __init__(self, plan: Plan, run: Run, renderer: Renderer, results: Path, deadline_s: float = math.inf) -> None:
         """
         Args:
             run: empty, or with the cells that an earlier sweep finished.
             results: file to which the run is saved after every cell.
+            deadline_s: the value of time.monotonic() from which on no further cell or server starts.
         """
         self._plan = plan
         self._run = run
         self._renderer = renderer
         self._results = results
+        self._deadline_s = deadline_s
         self._reference_arm = reference_arm(plan.arms)
         self._references: dict[tuple[str, str], Reference] = {}
 
@@ -55,18 +59,21 @@ class Sweep:
         starts = min(1, len(arms)) if self._plan.together else len(todo)
         board = make_board(sum(len(keys) for _, keys in todo), starts)
         with closing(StartedArms(self._plan, self._renderer, board, self._note_server)) as started:
-            if self._plan.together and arms:
+            if self._plan.together and arms and self._in_time():
                 started.start(arms)
             for arm, keys in todo:
                 waiting = list(keys)
-                while waiting:
+                while waiting and self._in_time():
                     self._serve(started, arm, waiting, board)
                 if not self._plan.together:
                     started.stop(arm)
         self._settle()
 
+    def _in_time(self) -> bool:
+        return time.monotonic() < self._deadline_s
+
     def _serve(self, started: StartedArms, arm: Arm, waiting: list[CellKey], board: Board) -> None:
-        """Has the arm run cells from `waiting` until none is left or its server is lost.
+        """Has the arm run cells from `waiting` until none is left, its server is lost or the time is over.
 
         A lost server fails the current cell, and is started again for the next.
         """
@@ -80,7 +87,7 @@ class Sweep:
                 while waiting:
                     self._keep(Cell(waiting.pop(0), failure=failure, log_tail=_tail(log)), board)
                 return
-            while waiting:
+            while waiting and self._in_time():
                 key = waiting.pop(0)
                 cell = self._play(arm, driver, key, board)
                 if cell.failure:

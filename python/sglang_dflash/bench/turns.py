@@ -1,4 +1,4 @@
-"""Makes the tables of agent sessions: by turn, how TTFT grows with the context; and what caches and copies save."""
+"""Makes the tables of agent sessions: by turn, how TTFT grows with the context; and what the prefix cache saves."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def turn_tables(run: Run, cells: pd.DataFrame) -> list[str]:
 
 
 def _savings(rows: pd.DataFrame, backends: bool, called: bool) -> list[str]:
-    """What all turns together found in the prefix cache, what was copied instead of drafted, and the tool calls."""
+    """What all turns together found in the prefix cache, and the tool calls."""
     header = ["method", *["backend"] * backends, "prefix cache", "prompt tokens", "cached (%)", "cached in draft (%)"]
-    header += ["tau", "copied rows", "copied accepted", *["tool calls"] * called]
+    header += ["tau", *["tool calls"] * called]
     lines = [
         [
             *_place(row, backends),
@@ -45,8 +45,6 @@ def _savings(rows: pd.DataFrame, backends: bool, called: bool) -> list[str]:
             number(100 * row["cached_share"]),
             number(100 * row["draft_cached_share"]),
             number(row["tau"]),
-            count(row["copied_rows"]),
-            count(row["copied_accepted"]),
             *[count(row["tool_calls"])] * called,
         ]
         for _, row in rows[rows["repeats"] > 0].iterrows()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import typer
 
 from sglang_dflash.bench.options import Options
@@ -19,12 +21,13 @@ def benchmark(options: Options) -> int:
 
     The last line on standard output is JSON.
 
-    Exit code: 0 all cells measured, 1 some cells failed or tokens differ, 2 the benchmark could not run, 130 stopped by
-    Ctrl-C or SIGTERM.
+    Exit code: 0 all cells measured (with --budget-s: those that began in time), 1 some cells failed or tokens differ, 2
+    the benchmark could not run, 130 stopped by Ctrl-C or SIGTERM.
     """
-    from sglang_dflash.cli.benchmark_run import compare, sweep  # loads pandas and matplotlib, which --help must not
+    began_s = time.monotonic()
+    from sglang_dflash.cli.benchmark_run import sweep  # loads pandas and matplotlib, which --help must not
 
-    return sweep(options) if options.compare is None else compare(*options.compare)
+    return sweep(options, began_s)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")

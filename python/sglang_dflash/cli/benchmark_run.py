@@ -1,10 +1,12 @@
-"""Runs a benchmark: a sweep with its files and tables, or a comparison of two of them."""
+"""Runs a benchmark: a sweep with its files and tables."""
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,6 @@ import pandas as pd
 from rich.console import Console
 
 from sglang_dflash.bench.board import Board
-from sglang_dflash.bench.compare import compare as compare_runs
-from sglang_dflash.bench.compare import comparison_console, comparison_markdown
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.machine import machine, versions
 from sglang_dflash.bench.options import Options, check_resumable
@@ -26,8 +26,12 @@ from sglang_dflash.serving import TINY_TARGET, stop_on_sigterm
 from sglang_dflash.serving.rendering import Renderer
 
 
-def sweep(options: Options) -> int:
-    """Measures, writes and prints; returns the exit code."""
+def sweep(options: Options, began_s: float) -> int:
+    """Measures, writes and prints; returns the exit code.
+
+    Args:
+        began_s: the value of time.monotonic() when the command began.
+    """
     screen = Console(stderr=True, highlight=False)
     results = options.output_md.with_suffix(".json")
     if options.resume and options.overwrite:
@@ -43,12 +47,18 @@ def sweep(options: Options) -> int:
     screen.print(f"logs: {plan.logs}", style="dim")
     stop_on_sigterm()
     code = 0
+    deadline_s = math.inf if options.budget_s is None else began_s + options.budget_s
     try:
-        Sweep(plan, run, renderer, results).go(lambda cells, starts: Board(screen, cells, starts))
+        Sweep(plan, run, renderer, results, deadline_s).go(lambda cells, starts: Board(screen, cells, starts))
     except KeyboardInterrupt:
         screen.print(f"stopped; {len(run.done())} finished cells are kept, --resume measures the rest")
         code = 130
-    found = _report(run, options.output_md, screen)
+    missing = Counter(arm.name for arm, keys in plan.servers({cell.key for cell in run.cells}) for _ in keys)
+    found = _report(run, options.output_md, screen, missing.total())
+    if missing and not code:
+        arms = ", ".join(f"{count} of {arm}" for arm, count in missing.items())
+        sentence = f"--budget-s {options.budget_s:g} is over: {missing.total()} cells are missing ({arms})"
+        screen.print(f"{sentence}; --resume measures them", soft_wrap=True)
     return code or found
 
 
@@ -61,7 +71,7 @@ def _go_on(run: Run, held: Run) -> None:
         run.notes.append(f"{len(held.cells)} cells were measured before --resume, with other versions: {former}.")
 
 
-def _report(run: Run, output_md: Path, screen: Console) -> int:
+def _report(run: Run, output_md: Path, screen: Console, missing: int) -> int:
     """Writes and prints the run so far; returns 1 if a cell failed or tokens differ, else 0."""
     table = frame(run)
     output_md.parent.mkdir(parents=True, exist_ok=True)
@@ -70,8 +80,8 @@ def _report(run: Run, output_md: Path, screen: Console) -> int:
     plots = draw(run, table, output_md.parent, output_md.stem)
     screen.print(console(run, table))
     screen.print(f"written: {output_md}, .json, .csv and {len(plots)} plots", soft_wrap=True)
-    print(json.dumps(_summary(run, table, output_md)))
-    return int(bool(any(cell.failure for cell in run.cells) or table["withheld"].any()))
+    print(json.dumps({**_summary(run, table, output_md), "missing": missing}))
+    return int(any(cell.failure for cell in run.cells) or any(table.get("withheld", [])))
 
 
 def _summary(run: Run, table: pd.DataFrame, output_md: Path) -> dict[str, Any]:
@@ -83,14 +93,3 @@ def _summary(run: Run, table: pd.DataFrame, output_md: Path) -> dict[str, Any]:
         "failed": sum(bool(cell.failure) for cell in run.cells),
         "rows": json.loads(rows.to_json(orient="records", double_precision=3)),
     }
-
-
-def compare(first: Path, second: Path) -> int:
-    """Compares two results files; returns the exit code."""
-    a, b = Run.load(first), Run.load(second)
-    table = compare_runs(a, b)
-    Console(stderr=True, highlight=False).print(comparison_console(a, b, table))
-    print(comparison_markdown(a, b, table))
-    marks = table.filter(regex="_mark$").isin(("better", "worse"))
-    print(json.dumps({"rows": len(table), "rows_changed": int(marks.any(axis=1).sum())}))
-    return 0

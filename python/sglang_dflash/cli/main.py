@@ -8,7 +8,6 @@ from sglang_dflash import __version__
 from sglang_dflash.bench.options import Options as BenchmarkOptions
 from sglang_dflash.cli.benchmark import benchmark
 from sglang_dflash.cli.check import CheckOptions, check
-from sglang_dflash.cli.fuzz import FuzzOptions, fuzz
 from sglang_dflash.cli.options import command
 from sglang_dflash.cli.quickstart import quickstart
 from sglang_dflash.cli.regenerate import RegenerateOptions, regenerate
@@ -21,7 +20,6 @@ app.command()(command(check, CheckOptions, code=2))
 app.command("bench")(command(benchmark, BenchmarkOptions, code=2))
 app.command()(command(train, TrainOptions, AnswerOptions, code=1))
 app.command()(command(regenerate, RegenerateOptions, code=1))
-app.command()(command(fuzz, FuzzOptions, code=2))
 
 
 @app.callback(invoke_without_command=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_dflash.core.plan_counts import PREFILLED, PlanCounts
+from sglang_dflash.core.plan_counts import PREFILLED
 from sglang_dflash.serving.completion import AcceptanceStats
-from sglang_dflash.serving.info import plan_counts_of
 
 _STEPS = "vllm:spec_decode_num_drafts"
 _DRAFTED = "vllm:spec_decode_num_draft_tokens"
@@ -17,39 +15,23 @@ _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 _BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCounts:
-    """What our worker did between two readings.
+def prefilled_between(before: str, after: str) -> int | None:
+    """Prompt tokens whose draft KV our worker computed between two readings of SGLang's /server_info.
 
-    Fields:
-        prefilled: prompt tokens whose draft KV was computed. The others' was in the prefix cache.
-        copied_rows: tokens copied from a request's own text that were verified, without the anchors.
-        copied_accepted: those of them that were accepted.
+    The others' was in the prefix cache. None if another worker serves, or a reading cannot be read.
     """
-
-    prefilled: int
-    copied_rows: int
-    copied_accepted: int
+    old, new = _prefilled(before), _prefilled(after)
+    return None if old is None or new is None else new - old
 
 
-def worker_counts_between(before: str, after: str) -> WorkerCounts | None:
-    """The difference of two readings of SGLang's /server_info; None if another worker serves, or one cannot be read."""
-    old, new = _worker_counts(before), _worker_counts(after)
-    if old is None or new is None:
-        return None
-    (prefilled, plan), (prefilled_after, plan_after) = old, new
-    since = plan_after.since(plan)
-    return WorkerCounts(prefilled_after - prefilled, since.copied_rows, since.copied_accepted)
-
-
-def _worker_counts(text: str) -> tuple[int, PlanCounts] | None:
-    """Prompt tokens whose draft KV was computed, and the plan's counts: zeros where steps are not planned."""
+def _prefilled(text: str) -> int | None:
+    """Over all replicas, since their start."""
     try:
         states = json.loads(text).get("internal_states") or []
     except ValueError:
         return None
-    prefilled = [state[PREFILLED] for state in states if PREFILLED in state]
-    return (sum(prefilled), plan_counts_of(states) or PlanCounts()) if prefilled else None
+    counts = [state[PREFILLED] for state in states if PREFILLED in state]
+    return sum(counts) if counts else None
 
 
 def acceptance_between(before: str, after: str) -> AcceptanceStats | None:

@@ -13,7 +13,6 @@ import httpx
 
 STOPPED = 130  # the exit code after Ctrl-C or SIGTERM
 EXTRAS = {"accelerate": "train", "datasets": "bench,train", "matplotlib": "bench,train", "pandas": "bench"}
-EXTRAS |= {"scipy": "bench"}
 """Package -> the extras of setup.py that bring it; serving needs none of them."""
 
 

@@ -66,11 +66,7 @@ class ServerInfo:
 def plan_counts(client: Client) -> PlanCounts | None:
     """What the server's plan has done since its start, over all replicas; None where steps are not planned, or where
     another version counts other things."""
-    return plan_counts_of(_server_info(client).get("internal_states") or [])
-
-
-def plan_counts_of(states: list[dict[str, Any]]) -> PlanCounts | None:
-    """`plan_counts`, from the `internal_states` of a server's `/server_info`."""
+    states = _server_info(client).get("internal_states") or []
     try:
         parts = [PlanCounts.from_json(state[STATE]) for state in states if STATE in state]
     except TypeError:

@@ -1,4 +1,4 @@
-"""What happens turn by turn in a coding agent's session: requests, tool results, and the answers of a good agent.
+"""What a coding agent is told turn by turn in a session: requests, and the results of the tools that it calls.
 
 The texts are synthetic but look like real ones: listings, source code, test reports, search hits, tracebacks. They use
 only ASCII and the vocabulary of the embedded pair, because its tokenizer knows few other words.
@@ -6,7 +6,6 @@ only ASCII and the vocabulary of the embedded pair, because its tokenizer knows 
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -27,31 +26,23 @@ TOOLS = {
     "calculate": ("compute a number", ("expression",)),
 }
 """The agent's tools: name -> what it does, and its arguments."""
-_MOST_NAMED = 4  # failed tests, and places of a text, that an answer names
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One turn: a message to the agent, and the answer that the script expects.
+    """A message to the agent, which the agent answers.
 
     Fields:
         said: the message; a tool result stands in <tool_response> tags.
-        answer: the expected answer; tool calls stand in <tool_call> tags.
         lines: number of lines of the tool result; 0 if a user speaks.
     """
 
     said: str
-    answer: str
     lines: int = 0
 
     @classmethod
-    def of_result(cls, result: str, answer: str) -> Exchange:
-        return cls(tool_response(result), answer, result.count("\n") + 1)
-
-
-def tool_call(name: str, **arguments: str) -> str:
-    """A call as Qwen's chat templates write it."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    def of_result(cls, result: str) -> Exchange:
+        return cls(tool_response(result), result.count("\n") + 1)
 
 
 _RESPONSE = ("<tool_response>\n", "\n</tool_response>")
@@ -158,7 +149,7 @@ class Project:
 
 
 class Script:
-    """The turns of one session: pieces of work, each with a request, the tools' results and a closing answer.
+    """The turns of one session: pieces of work, each with a request and the tools' results.
 
     Args:
         sizes: gives the limit of each long tool result in characters, at least LEAST_RESULT_CHARS.
@@ -179,14 +170,13 @@ class Script:
         while True:
             yield from self._rng.choice(self._works)()
 
-    def _ask(self, *wordings: str) -> str:
+    def _ask(self, *wordings: str) -> Exchange:
         asked = self._rng.choice(wordings)
         assert len(asked) <= LEAST_RESULT_CHARS, asked
-        return asked
+        return Exchange(asked)
 
-    def _result(self, lines: Iterator[str], answer: Callable[[str], str]) -> Exchange:
-        result = filled(lines, next(self._sizes))
-        return Exchange.of_result(result, answer(result))
+    def _result(self, lines: Iterator[str]) -> Exchange:
+        return Exchange.of_result(filled(lines, next(self._sizes)))
 
     def _source(self) -> list[str]:
         return self._project.source(self._rng, next(self._sizes))
@@ -197,67 +187,56 @@ class Script:
         # The file is made first, because the request names a number in it.
         text = "\n\n".join(self._source())
         old = rng.choice(sorted(set(re.findall(r"\b\d\d\b", text))))
-        new = str(rng.randint(10, 99))
-        asked = self._ask(f"Please change {old} to {new} in {path}.", f"In {path}, {old} must be {new}.")
-        yield Exchange(asked, _reading(path))
-        changed = _replaced(text, old, new)
-        yield Exchange.of_result(text, _edited(path, changed, old, new))
-        yield self._result(self._project.report(rng), _verdict)
+        new = rng.randint(10, 99)
+        yield self._ask(f"Please change {old} to {new} in {path}.", f"In {path}, {old} must be {new}.")
+        yield Exchange.of_result(text)
+        yield self._result(self._project.report(rng))
         if rng.random() < 0.5:
-            newer = str(rng.randint(10, 99))
-            asked = self._ask(f"Sorry, make it {newer}.", f"No, I meant {newer}.")
-            yield Exchange(asked, _edited(path, _replaced(changed, new, newer), new, newer))
-            yield self._result(self._project.report(rng), _verdict)
+            newer = rng.randint(10, 99)
+            yield self._ask(f"Sorry, make it {newer}.", f"No, I meant {newer}.")
+            yield self._result(self._project.report(rng))
 
     def _show(self) -> Iterator[Exchange]:
         path = self._project.path(self._rng)
         functions = self._source()
         wanted = self._rng.choice(functions)
         name = wanted[len("def ") : wanted.index("(")]
-        asked = self._ask(f"Show me {name} of {path}.", f"How is {name} of {path} written?")
-        yield Exchange(asked, _reading(path))
-        yield Exchange.of_result("\n\n".join(functions), f"Here is {name}:\n```python\n{wanted}\n```")
+        yield self._ask(f"Show me {name} of {path}.", f"How is {name} of {path} written?")
+        yield Exchange.of_result("\n\n".join(functions))
 
     def _find(self) -> Iterator[Exchange]:
         wanted = self._project.function(self._rng)
-        asked = self._ask(f"Where is {wanted} used?", f"Please find {wanted}.")
-        yield Exchange(asked, f"I will look for {wanted}.\n{tool_call('find_text', text=wanted)}")
-        yield self._result(self._project.hits(self._rng, wanted), lambda result: _places(wanted, result))
+        yield self._ask(f"Where is {wanted} used?", f"Please find {wanted}.")
+        yield self._result(self._project.hits(self._rng, wanted))
 
     def _test(self) -> Iterator[Exchange]:
         path = self._project.path(self._rng)
-        asked = self._ask(f"Run the tests of {path}.", f"Good. Now check {path}.")
-        yield Exchange(asked, _testing(path))
-        yield self._result(self._project.report(self._rng), _verdict)
+        yield self._ask(f"Run the tests of {path}.", f"Good. Now check {path}.")
+        yield self._result(self._project.report(self._rng))
 
     def _list(self) -> Iterator[Exchange]:
-        asked = self._ask("Which files are in src?", "List the files, please.")
-        yield Exchange(asked, f"I will list the files.\n{tool_call('list_files', folder='src')}")
-        yield self._result(self._project.listing(self._rng), _extremes)
+        yield self._ask("Which files are in src?", "List the files, please.")
+        yield self._result(self._project.listing(self._rng))
 
     def _compute(self) -> Iterator[Exchange]:
         rng = self._rng
         a, b, c = rng.randint(2, 12), rng.randint(2, 12), rng.randint(2, 99)
-        expression, value = f"{a} * {b} + {c}", str(a * b + c)
         path = f"{rng.choice(NOUNS)}.txt"
-        asked = self._ask(f"What is {expression}? Save it in {path}.", f"Compute {expression} and save it in {path}.")
-        yield Exchange(asked, f"I will compute it.\n{tool_call('calculate', expression=expression)}")
-        save = f"{expression} = {value}. I will save it.\n{tool_call('write_file', path=path, text=value)}"
-        yield Exchange.of_result(value, save)
-        yield Exchange.of_result("saved", f"{expression} = {value}. It is saved in {path}.")
+        asked = f"{a} * {b} + {c}"
+        yield self._ask(f"What is {asked}? Save it in {path}.", f"Compute {asked} and save it in {path}.")
+        yield Exchange.of_result(str(a * b + c))
+        yield Exchange.of_result("saved")
 
     def _note(self) -> Iterator[Exchange]:
         rng, path = self._rng, f"{self._rng.choice(NOUNS)}.txt"
         note = rng.choice((str(rng.randint(2, 999)), f"{rng.choice(NOUNS)}: {rng.randint(2, 99)}"))
-        asked = self._ask(f"What is in {path}?", f"Please read {path}.")
-        yield Exchange(asked, _reading(path))
-        yield Exchange.of_result(note, f"{path} says: {note}")
+        yield self._ask(f"What is in {path}?", f"Please read {path}.")
+        yield Exchange.of_result(note)
 
     def _trace(self) -> Iterator[Exchange]:
         path = self._project.path(self._rng)
-        asked = self._ask(f"Why does {path} fail?", f"Find the error in {path}.")
-        yield Exchange(asked, _testing(path))
-        yield self._result(self._project.trace(self._rng), _cause)
+        yield self._ask(f"Why does {path} fail?", f"Find the error in {path}.")
+        yield self._result(self._project.trace(self._rng))
 
 
 def filled(lines: Iterator[str], chars: int) -> str:
@@ -268,45 +247,3 @@ def filled(lines: Iterator[str], chars: int) -> str:
             break
         text += "\n" + line
     return text.rstrip("\n")
-
-
-def _reading(path: str) -> str:
-    return f"I will read {path}.\n{tool_call('read_file', path=path)}"
-
-
-def _testing(path: str) -> str:
-    return f"I will run the tests.\n{tool_call('run_tests', path=path)}"
-
-
-def _replaced(text: str, old: str, new: str) -> str:
-    return re.sub(rf"\b{old}\b", new, text)
-
-
-def _edited(path: str, changed: str, old: str, new: str) -> str:
-    lead = f"Here is {path} with {new} in place of {old}:"
-    return f"{lead}\n```python\n{changed}\n```\n{tool_call('run_tests', path=path)}"
-
-
-def _verdict(report: str) -> str:
-    rows = [line.split() for line in report.split("\n") if not line.startswith(" ")]
-    failed = [name for _, name, outcome in (row for row in rows if len(row) == 3) if outcome == "failed"]
-    if not failed:
-        return f"All {rows[-1][0]} tests passed."
-    named = "".join(f"\n- {name}" for name in failed[:_MOST_NAMED])
-    return f"{len(failed)} of {rows[-1][0]} tests failed:{named}"
-
-
-def _places(wanted: str, hits: str) -> str:
-    places = ["- " + ":".join(hit.split(":")[:2]) for hit in hits.split("\n")[:_MOST_NAMED]]
-    return "\n".join([f"{wanted} is used here:", *places])
-
-
-def _extremes(listing: str) -> str:
-    files = [line.split()[0] for line in listing.split("\n")]
-    return f"The first file is {files[0]}, the last is {files[-1]}."
-
-
-def _cause(trace: str) -> str:
-    error, *calls = trace.split("\n")
-    at = re.search(r'"(.*)", line (\d+), in (\w+)', calls[0]) if calls else None
-    return f"{error}. It comes from {at[3]} in line {at[2]} of {at[1]}." if at else f"{error}."

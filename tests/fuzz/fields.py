@@ -8,69 +8,67 @@ the report can name the request.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
 
-from sglang_dflash.serving import Client, Server
-from sglang_dflash.serving.client import CONNECTIONS
+from sglang_dflash.serving import TINY_DRAFT, TINY_OVERLAPPING, TINY_TARGET, Progress, Server
+from sglang_dflash.serving.client import CONNECTIONS, Client
 
+BASE = [
+    *["--device", "cpu", "--dtype", "float32", "--model-path", str(TINY_TARGET)],
+    *["--max-total-tokens", "16384", "--max-running-requests", "16", "--log-level", "warning"],
+]
+DFLASH = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(TINY_DRAFT)]
 CONCURRENCY = 8
 RAW_SHARE, FITTING_SHARE = 0.02, 0.75
 ROUND = 200  # requests between two looks at the server
 PATIENCE_S = 60.0  # for one request; a longer one counts as stuck
 KNOWN_PROMPTS = ("1 + 1 =", "def add(a, b):\n    return", "Hello")
-NEW_TOKENS = 8
 
-_TEXT = "1 + 1 ="
-_IDS = [37, 20, 11, 48, 5]
-_GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS}
-_SHORT = {"temperature": 0, "max_tokens": NEW_TOKENS, "model": "m"}
-_MESSAGES = [{"role": "user", "content": "Hello"}]
-_NOWHERE = "/nowhere"
-# Path -> (how often it is drawn, requests that are right, or fail in a sentence).
-PATHS: dict[str, tuple[int, list[dict[str, Any]]]] = {
-    "/generate": (
-        46,
-        [
-            {"text": _TEXT, "sampling_params": _GREEDY},
-            {"input_ids": _IDS, "sampling_params": _GREEDY, "return_logprob": True},
-            {"input_ids": _IDS, "sampling_params": _GREEDY, "return_logprob": True, "logprob_start_len": 0},
-            {"text": _TEXT, "sampling_params": {"temperature": 1.0, "top_k": 20, "max_new_tokens": NEW_TOKENS}},
-            {"text": [_TEXT, "Hello"], "sampling_params": _GREEDY},
-            {"text": _TEXT, "sampling_params": _GREEDY, "stream": True},
-        ],
-    ),
-    "/v1/completions": (
-        14,
-        [{"prompt": _TEXT, **_SHORT}, {"prompt": _TEXT, **_SHORT, "logprobs": 2, "echo": True}],
-    ),
-    "/v1/chat/completions": (
-        14,
-        [{"messages": _MESSAGES, **_SHORT}, {"messages": _MESSAGES, **_SHORT, "logprobs": True, "top_logprobs": 2}],
-    ),
-    "/abort_request": (4, [{"rid": "nobody"}, {"abort_all": True}]),
-    "/open_session": (3, [{"capacity_of_str_len": 100}]),
-    "/close_session": (3, [{"session_id": "nobody"}]),
-    "/update_weights_from_disk": (2, [{"model_path": _NOWHERE}]),
-    "/update_weights_from_tensor": (2, [{"serialized_named_tensors": []}]),
-    "/update_weights_from_distributed": (2, [{"names": [], "dtypes": [], "shapes": []}]),
-    "/begin_weight_update": (1, [{"selector": "nobody"}]),
-    "/update_weight_version": (1, [{"new_version": "1"}]),
-    "/get_weights_by_name": (2, [{"name": "nothing"}]),
-    "/load_lora_adapter": (2, [{"lora_name": "a", "lora_path": _NOWHERE}]),
-    "/load_lora_adapter_from_tensors": (1, [{"lora_name": "a", "config_dict": {}, "serialized_named_tensors": []}]),
-    "/unload_lora_adapter": (1, [{"lora_name": "a"}]),
-}
+PARAMETERS = (
+    "import json; from sglang.srt.sampling.sampling_params import SamplingParams as P\n"
+    "print(json.dumps({name: str(kind) for name, kind in P.__annotations__.items()}))"
+)
+
+_GREEDY = {"temperature": 0, "max_new_tokens": 8}
+_TEXT = {"text": "1 + 1 =", "sampling_params": _GREEDY}
+_IDS = {"input_ids": [37, 20, 11, 48, 5], "sampling_params": _GREEDY, "return_logprob": True}
+_SAMPLED = {"text": "1 + 1 =", "sampling_params": {"temperature": 1.0, "top_k": 20, "max_new_tokens": 8}}
+_SHORT = {"temperature": 0, "max_tokens": 8, "model": "m"}
+_PROMPT = {"prompt": "1 + 1 =", **_SHORT}
+_CHAT = {"messages": [{"role": "user", "content": "Hello"}], **_SHORT}
+# How often it is drawn, path, and a request that is right, or fails in a sentence.
+BODIES: list[tuple[int, str, dict[str, Any]]] = [
+    *((8, "/generate", body) for body in (_TEXT, _IDS, _IDS | {"logprob_start_len": 0}, _SAMPLED)),
+    *((7, "/generate", _TEXT | more) for more in ({"text": ["1 + 1 =", "Hello"]}, {"stream": True})),
+    *((7, "/v1/completions", body) for body in (_PROMPT, {**_PROMPT, "logprobs": 2, "echo": True})),
+    *((7, "/v1/chat/completions", body) for body in (_CHAT, {**_CHAT, "logprobs": True, "top_logprobs": 2})),
+    *((2, "/abort_request", body) for body in ({"rid": "nobody"}, {"abort_all": True})),
+    (3, "/open_session", {"capacity_of_str_len": 100}),
+    (3, "/close_session", {"session_id": "nobody"}),
+    (2, "/update_weights_from_disk", {"model_path": "/nowhere"}),
+    (2, "/update_weights_from_tensor", {"serialized_named_tensors": []}),
+    (2, "/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}),
+    (1, "/begin_weight_update", {"selector": "nobody"}),
+    (1, "/update_weight_version", {"new_version": "1"}),
+    (2, "/get_weights_by_name", {"name": "nothing"}),
+    (2, "/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}),
+    (1, "/load_lora_adapter_from_tensors", {"lora_name": "a", "config_dict": {}, "serialized_named_tensors": []}),
+    (1, "/unload_lora_adapter", {"lora_name": "a"}),
+]
 
 
 def _nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
@@ -107,15 +105,7 @@ EXTREMES: dict[str, list[Any]] = {
     ],
 }
 RAW = (
-    b"",
-    b"{",
-    b"\xff\xfe{}",
-    b'{"text": "\xc3\x28"}',
-    b"[" * 10_000,
-    b"null",
-    b"[]",
-    b'"text"',
-    b"1e999",
+    *(b"", b"{", b"\xff\xfe{}", b'{"text": "\xc3\x28"}', b"[" * 10_000, b"null", b"[]", b'"text"', b"1e999"),
     b'{"text": 1}{',
 )
 
@@ -131,15 +121,20 @@ class Call:
         text = repr(self.body) if isinstance(self.body, bytes) else json.dumps(self.body)
         return f"POST {self.path} {text if len(text) < 600 else text[:400] + ' ... ' + text[-150:]}"
 
+    def send(self, client: httpx.Client) -> str:
+        """The HTTP status, or why none came."""
+        body = self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+        try:
+            return str(client.post(self.path, content=body, headers={"Content-Type": "application/json"}).status_code)
+        except httpx.TimeoutException:
+            return "stuck"
+        except httpx.HTTPError as error:
+            return f"none ({type(error).__name__})"
+
 
 @dataclass(slots=True)
 class Findings:
-    """What became of the calls.
-
-    Fields:
-        statuses: "path status" -> calls; "none" where no answer came.
-        complaints: a sentence for each thing that must not happen.
-    """
+    """`statuses`: "path status" -> calls. `complaints`: a sentence for each thing that must not happen."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
@@ -149,60 +144,41 @@ def fields_of(client: Client) -> dict[str, dict[str, list[str]]]:
     """Path -> field -> JSON types, as the server's OpenAPI description has them; sampling parameters begin with a dot.
 
     Raises:
-        KeyError: a path of PATHS is not there any more.
+        KeyError: a path of BODIES is not there any more.
     """
     description = client.get("/openapi.json")
-    schemas = description["components"]["schemas"]
     found = {}
-    for path in PATHS:
+    for path in dict.fromkeys(path for _, path, _ in BODIES):
         content = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-        schema = schemas[content["schema"]["$ref"].rpartition("/")[2]]
-        found[path] = {name: sorted(_types(one, schemas)) for name, one in schema["properties"].items()}
-    parameters = _sampling_parameters().items()
-    found["/generate"] |= {f".{name}": _types_of_annotation(annotation) for name, annotation in parameters}
+        schema = description["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+        found[path] = {name: _kinds(r'"type": "(\w+)"', json.dumps(one)) for name, one in schema["properties"].items()}
+    # A process of its own: SGLang takes seconds to import.
+    printed = subprocess.run([sys.executable, "-c", PARAMETERS], stdout=subprocess.PIPE, text=True, check=True).stdout
+    for name, annotation in json.loads(printed.splitlines()[-1]).items():
+        found["/generate"][f".{name}"] = [*_kinds(r"\b(int|float|str|bool|List|Set|Dict)\b", annotation), "null"]
     return found
 
 
-def _sampling_parameters() -> dict[str, str]:
-    """Name -> annotation. A process of its own imports SGLang: this package only starts it, outside of `host`."""
-    script = (
-        "import json; from sglang.srt.sampling.sampling_params import SamplingParams as P\n"
-        "print(json.dumps({name: str(kind) for name, kind in P.__annotations__.items()}))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _types(schema: dict[str, Any], schemas: dict[str, Any]) -> set[str]:
-    """JSON types that a schema allows; all of them where it does not say."""
-    if "$ref" in schema:
-        return _types(schemas[schema["$ref"].rpartition("/")[2]], schemas)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if key in schema:
-            return set().union(*(_types(one, schemas) for one in schema[key]))
-    return {schema["type"]} if schema.get("type") in EXTREMES else set(EXTREMES)
-
-
-def _types_of_annotation(annotation: str) -> list[str]:
-    words = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "List": "array", "Set": "array"}
-    found = [kind for word, kind in words.items() if word in annotation]
-    return found + (["object"] if "Dict" in annotation or "Config" in annotation else []) + ["null"]
+def _kinds(pattern: str, text: str) -> list[str]:
+    """The JSON types that a schema or an annotation names; all where it names none, as a reference does."""
+    words = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "Dict": "object"}
+    words |= {"List": "array", "Set": "array", **{kind: kind for kind in EXTREMES}}
+    return sorted({words[word] for word in re.findall(pattern, text)} or EXTREMES)
 
 
 def draw_calls(fields: dict[str, dict[str, list[str]]], count: int, seed: int) -> list[Call]:
-    """`count` calls, the same for the same seed: a base request with one or two fields at extremes.
+    """`count` calls, the same for the same seed: one of BODIES with one or two fields at extremes.
 
     Three of four values have a type that the field allows: the others mostly end at the door.
     """
     rng = Random(seed)
-    paths, weights = list(PATHS), [weight for weight, _ in PATHS.values()]
-    return [_draw_call(rng, path, fields[path]) for path in rng.choices(paths, weights, k=count)]
+    drawn = rng.choices(BODIES, [weight for weight, *_ in BODIES], k=count)
+    return [_draw_call(rng, path, copy.deepcopy(body), fields[path]) for _, path, body in drawn]
 
 
-def _draw_call(rng: Random, path: str, fields: dict[str, list[str]]) -> Call:
+def _draw_call(rng: Random, path: str, body: dict[str, Any], fields: dict[str, list[str]]) -> Call:
     if rng.random() < RAW_SHARE:
         return Call(path, rng.choice(RAW))
-    body = copy.deepcopy(rng.choice(PATHS[path][1]))
     sampling = body.get("sampling_params")
     for name in rng.sample(sorted(fields), rng.choice((1, 2))):
         kind = rng.choice(fields[name] if rng.random() < FITTING_SHARE else list(EXTREMES))
@@ -216,31 +192,18 @@ def _draw_call(rng: Random, path: str, fields: dict[str, list[str]]) -> Call:
     return Call(path, body)
 
 
-def send(client: httpx.Client, call: Call) -> str:
-    """The HTTP status, or why none came."""
-    body = call.body
-    if not isinstance(body, bytes):
-        body = json.dumps(body).encode()
-    try:
-        return str(client.post(call.path, content=body, headers={"Content-Type": "application/json"}).status_code)
-    except httpx.TimeoutException:
-        return "stuck"
-    except httpx.HTTPError as error:
-        return f"none ({type(error).__name__})"
-
-
 def fuzz_fields(
     start: Callable[[], Server], count: int, seed: int, on_done: Callable[[], None] = lambda: None
 ) -> Findings:
-    """Sends `count` calls of seed `number` to servers that `start` gives; a new one after each that did not survive."""
+    """Sends `count` calls of seed `seed` to servers that `start` gives; a new one after each that did not survive."""
     findings = Findings()
     server = start()
     try:
         calls = draw_calls(fields_of(server.client()), count, seed)
         watched = _Watched(server)
-        for round_of in _rounds(calls):
-            trouble = watched.round(round_of, findings, on_done)
-            if trouble:
+        for begin in range(0, count, ROUND):
+            round_of = calls[begin : begin + ROUND]
+            if trouble := watched.round(round_of, findings, on_done):
                 server.stop()
                 findings.complaints += _find(start, round_of, trouble)
                 server = start()
@@ -248,11 +211,6 @@ def fuzz_fields(
     finally:
         server.stop()
     return findings
-
-
-def _rounds(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
-    for begin in range(0, len(calls), ROUND):
-        yield calls[begin : begin + ROUND]
 
 
 def _find(start: Callable[[], Server], calls: Sequence[Call], trouble: str) -> list[str]:
@@ -275,24 +233,19 @@ class _Watched:
         self._server = server
         self._client = server.client(PATIENCE_S)
         self._http = httpx.Client(base_url=server.url, timeout=PATIENCE_S, limits=CONNECTIONS)
-        self._expected = self._answers()
-        self._slots = self._client.used_slots()
+        self._expected, self._slots = self._answers(), self._client.used_slots()
 
     def _answers(self) -> list[list[int]]:
         return [self._client.generate(prompt, max_new_tokens=32).ids for prompt in KNOWN_PROMPTS]
 
     def round(self, calls: Sequence[Call], findings: Findings, on_done: Callable[[], None]) -> str:
         """Sends the calls and looks at the server; returns what is wrong with it, or ""."""
-
-        def one(call: Call) -> str:
-            status = send(self._http, call)
-            on_done()
-            return status
-
         with ThreadPoolExecutor(CONCURRENCY) as pool:
-            statuses = list(pool.map(one, calls))
-        for call, status in zip(calls, statuses, strict=True):
-            findings.statuses[f"{call.path} {status}"] += 1
+            statuses = []
+            for call, status in zip(calls, pool.map(lambda call: call.send(self._http), calls), strict=True):
+                statuses.append(status)
+                findings.statuses[f"{call.path} {status}"] += 1
+                on_done()
         if "stuck" in statuses:
             return f"no answer within {PATIENCE_S:.0f} s"
         try:
@@ -302,3 +255,20 @@ class _Watched:
         except (httpx.HTTPError, KeyError) as error:
             return f"the server is gone ({type(error).__name__}; last line: {self._server.last_words()[:200]})"
         return "" if left == self._slots else f"{left} KV slots stay in use"
+
+
+def fuzz_extremes(count: int, seed: int, logs: Path, progress: Progress) -> dict[str, Any]:
+    """Extremes in every field, on servers of its own.
+
+    Raises:
+        ServerError: a server does not start.
+    """
+    numbers = itertools.count(1)
+    environment = {**TINY_OVERLAPPING, "HF_HUB_OFFLINE": "1"}  # names of models that do not exist are answered at once
+
+    def start() -> Server:
+        return Server([*BASE, *DFLASH], logs / f"on-{next(numbers)}.log", environment).start()
+
+    with progress.phase("Requests", count) as advance:
+        findings = fuzz_fields(start, count, seed, advance)
+    return {"statuses": dict(sorted(findings.statuses.items())), "complaints": findings.complaints}

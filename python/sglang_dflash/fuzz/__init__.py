@@ -1,1 +1,0 @@
-"""Fuzzes a server of the embedded pair: random requests, and extreme values in every field."""
