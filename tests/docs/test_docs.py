@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.cli.benchmark import app as benchmark
 from sglang_dflash.cli.main import app
-from sglang_dflash.host import hooking, hooks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -32,10 +32,14 @@ MOST_LINES = {
     "transformers.md": 82,
     "training.md": 195,
     "prompt-files.md": 28,
+    "gpu.md": 120,
+    "architecture.md": 300,
+    "CONTRIBUTING.md": 180,
+    "benchmarking.md": 130,
+    "benchmarks/README.md": 120,
+    "benchmarks/cpu-step.md": 150,
 }
 LINE_LENGTH = 120
-# Written by `benchmark_sglang.py` and by earlier runs of it; their text is checked where it is made.
-GENERATED = {"embedded-pair.md", "embedded-pair-agent.md"}
 
 
 def name_of(page: Path) -> str:
@@ -121,6 +125,8 @@ def parse(words: list[str]) -> bool:
         _parse_typer(benchmark, words[2:])
     elif words[:3] == ["python", "-m", "sglang.launch_server"]:
         _server_parser().parse_args(words[3:])
+    elif words[:2] == ["python", "-m"] and words[2].startswith("sglang_dflash."):
+        assert find_spec(words[2]) is not None, words[2]
     else:
         return False
     return True
@@ -170,25 +176,9 @@ def test_variables_are_documented() -> None:
     assert not variables_of_the_code() - set(VARIABLE.findall((ROOT / "docs/environment.md").read_text()))
 
 
-def hook_rows(of: dict[str, hooking.Hook]) -> list[str]:
-    """The rows of architecture.md's table of hooks."""
-    rows = []
-    for target, hook in of.items():
-        module = hook.function.__module__.removeprefix("sglang_dflash.host.")
-        active = "always" if hook.always else "CPU" if module.startswith("cpu.") else "ours"
-        function = f"{module}.{hook.function.__name__}"
-        cells = f"`{target.removeprefix('sglang.srt.')}`", active, hook.kind, f"`{function}`", hook.why, hook.until
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows
-
-
-def test_every_hook_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where architecture.md and our hooks say different things of what we change in SGLang, and why."""
-    monkeypatch.setattr(hooks, "cpu_platform_in_use", lambda: True)
-    text = (ROOT / "docs/architecture.md").read_text()
-    table = text.partition("## Every hook into SGLang")[2].partition("Other points where we reach in")[0]
-    documented = [line for line in table.splitlines() if line.startswith("| `")]
-    assert sorted(documented) == sorted(hook_rows(hooks.registered_hooks()))
+def test_readme_is_a_front_door() -> None:
+    """Fails where it grows into a manual again."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
 @pytest.mark.parametrize("name", MOST_LINES)
@@ -197,14 +187,9 @@ def test_pages_stay_short(name: str) -> None:
     assert len((ROOT / "docs" / name).read_text().splitlines()) <= MOST_LINES[name]
 
 
-def test_readme_is_a_front_door() -> None:
-    """Fails where it grows into a manual again."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
-
-
 def test_lines_are_short(page: Path) -> None:
     """Fails where a line of prose does not fit a screen; tables, links and code may be longer."""
-    if page.name in GENERATED or page.parents[1] == ROOT / "docs" / "gpu":
+    if page.parents[1] == ROOT / "docs" / "gpu":
         return
     for line in without_code(page.read_text()).splitlines():
         assert len(line) <= LINE_LENGTH or line.lstrip().startswith(("|", "![")), f"{name_of(page)}: {line}"

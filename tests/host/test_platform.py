@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dflash.host import hooks
+from sglang_dflash.host import hook_table, hooks
 from sglang_dflash.host.cpu.detect import cpu_platform_active
 from sglang_dflash.host.version import builtin_worker_requested
 from sglang_dflash.plugin import activate_platform
@@ -66,6 +68,28 @@ def test_builtin_switch_keeps_our_worker_out(monkeypatch):
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "builtin")
     assert builtin_worker_requested()
     assert not {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST} & set(hooks.registered_hooks())
+
+
+def test_every_hook_is_declared_once_and_listed():
+    """Fails where a module declares a hook and `hooks` does not look there, or two hooks have one target."""
+    listed = [hook.target for hook in (*hooks.worker_hooks(), *hooks.platform_hooks())]
+    sources = [path.read_text() for path in Path(hooks.__file__).parent.rglob("*.py")]
+    assert len(listed) == sum(len(re.findall(r"^@hook\(", source, flags=re.MULTILINE)) for source in sources)
+    assert len(set(listed)) == len(listed)
+
+
+def test_the_table_explains_every_hook(capsys):
+    """Fails where the command leaves out a hook, or a hook does not say why it is there or when it can go."""
+    hook_table.main()
+    printed = capsys.readouterr().out
+    for hook in (*hooks.worker_hooks(), *hooks.platform_hooks()):
+        assert len(hook.why.split()) >= 2, hook
+        assert hook.until.strip(), hook
+        assert f"{hook.target}\n    {hook.kind} " in printed
+        assert f"    why: {hook.why}\n    until: {hook.until}\n" in printed
+    assert re.search(rf"{hooks.CREATE_WORKER}\n.* host.hooks._create_worker, with our worker\n", printed)
+    assert re.search(r" host.hooks._row_headroom, with either worker\n", printed)
+    assert re.search(r" host.cpu.shims.get_last_loc, on our CPU platform, with either worker\n", printed)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def hook(target: str, kind: Kind, *, why: str, until: str, always: bool = False)
     """Declares the decorated function as our hook at `target`; it may be repeated for several targets.
 
     target: a whole literal or a constant of one, because test_contract.py finds targets by reading the source. `why`
-    and `until` stand in the table of docs/architecture.md, too; a test compares them.
+    and `until` are sentences for `python -m sglang_dflash.host.hook_table`, which prints every hook.
     """
 
     def declare(function: Function) -> Function:

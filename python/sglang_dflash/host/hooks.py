@@ -37,12 +37,8 @@ def install() -> None:
     register_resolution_hook("handle_speculative_decoding")(_check_arguments)
 
 
-def registered_hooks() -> dict[str, Hook]:
-    """Target -> hook, of every hook of this process.
-
-    Those of `host/cpu` are in place on our CPU platform. The others are in place unless SGLang's own worker is asked
-    for, or always where they say so.
-    """
+def worker_hooks() -> list[Hook]:
+    """The hooks of our worker, and those that both workers need."""
     from sglang_dflash.host import (
         block_results,
         capture,
@@ -61,28 +57,42 @@ def registered_hooks() -> dict[str, Hook]:
 
     modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
     modules += [tree_verify, plan_report, fixed_trees, packed_step, turns, tool_calls]
-    found = [ours for module in modules for ours in hooks_of(module).values()]
+    return [ours for module in modules for ours in hooks_of(module).values()]
+
+
+def platform_hooks() -> list[Hook]:
+    """The hooks of our CPU platform, which both workers need there."""
+    from sglang_dflash.host.cpu import (
+        compiled,
+        deterministic,
+        draft_layers,
+        experts,
+        gated_layers,
+        mla,
+        model_kernels,
+        quantization,
+        recurrent,
+        scheduling,
+        shims,
+        threads,
+    )
+
+    modules = [shims, scheduling, deterministic, compiled, threads, quantization]
+    modules += [gated_layers, model_kernels, experts, draft_layers, recurrent, mla]
+    return [ours for module in modules for ours in hooks_of(module).values()]
+
+
+def registered_hooks() -> dict[str, Hook]:
+    """Target -> hook, of every hook of this process.
+
+    Those of the worker are in place unless SGLang's own worker is asked for, or always where they say so. Those of the
+    CPU platform are in place on it.
+    """
+    found = worker_hooks()
     if builtin_worker_requested():
         found = [ours for ours in found if ours.always]
     if cpu_platform_in_use():
-        from sglang_dflash.host.cpu import (
-            compiled,
-            deterministic,
-            draft_layers,
-            experts,
-            gated_layers,
-            mla,
-            model_kernels,
-            quantization,
-            recurrent,
-            scheduling,
-            shims,
-            threads,
-        )
-
-        modules = [shims, scheduling, deterministic, compiled, threads, quantization]
-        modules += [gated_layers, model_kernels, experts, draft_layers, recurrent, mla]
-        found += [ours for module in modules for ours in hooks_of(module).values()]
+        found += platform_hooks()
     hooks = {ours.target: ours for ours in found}
     assert len(hooks) == len(found), sorted(ours.target for ours in found)
     return hooks
