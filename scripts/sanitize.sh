@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Builds the native ops with AddressSanitizer and UndefinedBehaviorSanitizer into build/sanitized, then runs their tests
-# on that build.
+# Builds the native ops with AddressSanitizer and UndefinedBehaviorSanitizer, then runs their tests on that build.
 # Usage: bash scripts/sanitize.sh [pytest arguments]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" dev
 cd "$ROOT"
 CXX="${CXX:-c++}"
-FOLDER="$ROOT/build/sanitized"
-SGLANG_DFLASH_SANITIZE=address,undefined "$PYTHON" setup.py -q build_ext --build-lib "$FOLDER" --build-temp "$FOLDER/objects"
-SGLANG_DFLASH_NATIVE_LIBRARY="$(echo "$FOLDER"/sglang_dflash/ops/_native*.so)"
+SGLANG_DFLASH_NATIVE_LIBRARY="$(
+    SGLANG_DFLASH_SANITIZE=address,undefined "$PYTHON" -P python/sglang_dflash/ops/build_native.py
+)"
 # Python is not sanitized, so the sanitizer runtimes must be preloaded. detect_leaks=0: Python and torch keep memory
 # until exit on purpose. A finding ends the tests: ASan's default; UBSan needs halt_on_error=1.
 export SGLANG_DFLASH_NATIVE_LIBRARY LD_PRELOAD="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libubsan.so)"

@@ -27,20 +27,14 @@ find_python() {
 }
 
 install_package() {
-    # SGLang first: it brings the torch that the native ops are built for. An isolated build would download torch again.
-    "$PYTHON" -m pip install "setuptools>=77" wheel "$(grep -o 'sglang==[0-9.]*' "$ROOT/setup.py")" &&
-        "$PYTHON" -m pip install --no-build-isolation -e "$ROOT${1:+[$1]}" &&
-        "$PYTHON" -c 'import sglang, sglang_dflash'
+    "$PYTHON" -m pip install -e "$ROOT${1:+[$1]}" && "$PYTHON" -c 'import sglang, sglang_dflash'
 }
 
-# The native ops lie in the repository, not in the environment: they are built in a fresh clone and whenever their
-# sources change.
+# The native ops are built in a fresh environment and whenever their sources change, into a cache. A GPU does without.
 build_native() {
-    local built
-    built="$(find "$ROOT/python/sglang_dflash/ops" -name '_native*.so' -print -quit)"
-    if [ -z "$built" ] || [ -n "$(find "$ROOT/csrc" "$ROOT/setup.py" -newer "$built" -print -quit)" ]; then
-        echo "Building the native ops (a minute) ..."
-        (cd "$ROOT" && "$PYTHON" setup.py -q build_ext --inplace) || fail "could not build the native ops; SGLANG_DFLASH_BUILD_NATIVE=0 leaves them out."
+    if [ "${SGLANG_DFLASH_BUILD_NATIVE:-1}" != 0 ] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
+        "$PYTHON" -P "$ROOT/python/sglang_dflash/ops/build_native.py" >/dev/null ||
+            fail "could not build the native ops; SGLANG_DFLASH_BUILD_NATIVE=0 leaves them out."
     fi
 }
 

@@ -157,8 +157,7 @@ def test_commands_are_found() -> None:
 @cache
 def variables_of_the_code() -> frozenset[str]:
     sources = [
-        ROOT / "setup.py",
-        *(path for folder in ("python", "scripts", "tools", "csrc", "tests") for path in ROOT.glob(f"{folder}/**/*")),
+        *(path for folder in ("python", "scripts", "tools", "tests") for path in ROOT.glob(f"{folder}/**/*")),
     ]
     texts = [
         path.read_text() for path in sources if path.suffix in (".py", ".sh", ".cpp", ".h") and path != Path(__file__)

@@ -82,7 +82,7 @@ def test_half_precision_keeps_the_hosts_bodies():
 def test_installed_for_these_classes(monkeypatch):
     """Fails where the host would not find our forwards under its platform's key."""
     monkeypatch.setattr(BaseFusedOp, "_oot_forward_registry", {})
-    layers.install()
+    layers.register_forwards()
     registered = BaseFusedOp._oot_forward_registry[current_platform.get_dispatch_key_name()]
     norms = {
         RMSNorm: layers.rms_norm,

@@ -1,20 +1,22 @@
-"""The native ops are built wherever they can be, are right for each instruction set, and torch serves without them."""
+"""The native ops are built wherever they can be, are right for each instruction set, and torch serves without them.
+
+How they are built: test_build_native.py.
+"""
 
 from __future__ import annotations
 
 import os
-import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import setuptools
 import torch
 
 from sglang_dflash import ops
-from sglang_dflash.ops import native
+from sglang_dflash.ops import build_native, native
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["avx512", "avx2", "scalar"]
@@ -25,13 +27,13 @@ def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_the_ops_are_built_where_they_can_be(monkeypatch):
-    """Fails where the ops are missing although they can be built: `scripts/test.sh` and `.ci/run` build them."""
-    if not native.enabled():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="not built on a GPU machine")
+def test_the_ops_are_built_where_they_can_be():
+    """Fails where the ops are missing although they can be built: conftest.py builds them before all tests."""
+    if not native.enabled() or native.LIBRARY in os.environ:
         pytest.skip(f"native ops: {native.described()}")
-    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
-    reason = runpy.run_path(str(ROOT / "setup.py"))["reason_not_to_build"]()
-    assert (native.isa() is None) == (reason is not None), f"setup.py: {reason}; the ops: {native.described()}"
+    reason = build_native.reason_not_to_build()
+    assert native.isa() is not None or reason is not None, native.described()
 
 
 @pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
@@ -58,16 +60,15 @@ def test_an_unknown_instruction_set_is_refused():
     assert "SGLANG_DFLASH_ISA is 'sse9'" in run_python("-c", script, SGLANG_DFLASH_ISA="sse9").stderr
 
 
-def test_a_library_of_older_sources_is_refused(monkeypatch):
-    """Fails where a library that was not rebuilt is loaded, and an op is missing only when it is called."""
+def test_a_library_of_other_sources_is_refused(monkeypatch, tmp_path):
+    """Fails where SGLANG_DFLASH_NATIVE_LIBRARY may name a library that computes what these sources do not mean."""
     if native.isa() is None:
         pytest.skip(f"native ops: {native.described()}")
-    monkeypatch.setattr(native, "LATEST", {"linear": 3, "row_argmax": 2, "an_op_of_tomorrow": 1})
-    with pytest.raises(ImportError, match="from older sources and lacks row_argmax, an_op_of_tomorrow: rebuild it"):
-        native.isa.__wrapped__()
-    monkeypatch.undo()
-    monkeypatch.setattr(native, "REVISION", native.REVISION + 1)
-    with pytest.raises(ImportError, match=f"lacks revision {native.REVISION} of _native.*: rebuild it"):
+    monkeypatch.setenv(native.LIBRARY, str(native.library_path()))
+    shutil.copytree(build_native.FOLDER, tmp_path / "csrc")
+    (tmp_path / "csrc/module.cpp").open("a").write("//")
+    monkeypatch.setattr(build_native, "FOLDER", tmp_path / "csrc")
+    with pytest.raises(ImportError, match="was built from other sources than this package has: build it anew"):
         native.isa.__wrapped__()
 
 
@@ -98,4 +99,4 @@ def test_a_library_that_does_not_fit_is_named(tmp_path):
     wrong = tmp_path / "wrong.so"
     wrong.write_bytes(b"not a library")
     script = "from sglang_dflash.ops import native; native.isa()"
-    assert "rebuild it" in run_python("-c", script, SGLANG_DFLASH_NATIVE_LIBRARY=str(wrong)).stderr
+    assert "does not load with torch" in run_python("-c", script, SGLANG_DFLASH_NATIVE_LIBRARY=str(wrong)).stderr

@@ -94,9 +94,15 @@ def start(arguments: list[str], log: Path) -> Server:
     console.print(f"[dim]$ {' '.join(['python', *server.command[1:]])}[/dim]", soft_wrap=True)
     with console.status("starting the server ...") as status:
         begin = time.monotonic()
-        server.start(on_wait=lambda waited: status.update(f"starting the server ... {waited:.0f} s (log: {log})"))
+        server.start(on_wait=lambda waited: status.update(f"{doing(server)} ... {waited:.0f} s (log: {log})"))
     console.print(f"ready after {time.monotonic() - begin:.0f} s at {server.url}\n")
     return server
+
+
+def doing(server: Server) -> str:
+    """What a starting server does, by the last line of its log."""
+    building = any("Building sglang-dflash's native CPU ops" in line for line in server.log_tail(1))
+    return "building the native CPU ops, once" if building else "starting the server"
 
 
 def run_arm(arguments: list[str], log: Path, prompts: list[HeldOutPrompt], show: bool) -> list[Result]:

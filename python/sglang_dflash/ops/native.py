@@ -9,8 +9,8 @@ another (scalar: the compiler's baseline).
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -21,18 +21,7 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16)
 SWITCH = "SGLANG_DFLASH_NATIVE"
 LIBRARY = "SGLANG_DFLASH_NATIVE_LIBRARY"  # another build of the ops, e.g. one with sanitizers
-LATEST = {
-    "linear": 3,
-    "row_argmax": 1,
-    "write_and_attend": 15,
-    "delta_rule": 12,
-    "selective_scan": 14,
-    "experts": 6,
-}
-"""Op -> number of its arguments. In a build from older sources an op is missing, or has another number."""
-REVISION = 4
-"""Of the functions in `compiled`: rises with a change of their arguments or results, in csrc/module.cpp as well. Else
-a library that was not rebuilt fails in a step, or computes what the sources no longer mean."""
+_CURE = f"build it anew (python -m sglang_dflash.ops.build_native), unset {LIBRARY}, or leave it out ({SWITCH}=0)"
 
 compiled: Any = None
 """The module of the ops that Python calls directly; None before `isa` has loaded it."""
@@ -43,21 +32,13 @@ def isa() -> str | None:
     """The instruction set of the native kernels in this process; None if torch's ops are used instead.
 
     Raises:
-        ImportError: the ops were built for another torch, or from older sources.
+        ImportError: the library does not load, or was built from other sources.
         RuntimeError: SGLANG_DFLASH_ISA names an instruction set that this machine lacks.
     """
-    path = library_path()
-    if path is None or not enabled():
+    path = library_path() if enabled() else None
+    if path is None:
         return None
     module = _load(path)
-    missing = [name for name, arguments in LATEST.items() if _arguments(name) != arguments]
-    if getattr(module, "REVISION", 0) != REVISION:
-        missing.append(f"revision {REVISION} of {path.stem}")
-    if missing:
-        raise ImportError(
-            f"{path} was built from older sources and lacks {', '.join(missing)}: rebuild it (python setup.py "
-            f"build_ext --inplace) or leave it out ({SWITCH}=0)."
-        )
     global compiled
     compiled = module
     _register_fakes()
@@ -72,17 +53,32 @@ def _load(path: Path) -> ModuleType:
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"{path} was built for another torch than {torch.__version__}, or from older sources: rebuild it (python "
-            f"setup.py build_ext --inplace) or leave it out ({SWITCH}=0)."
-        ) from error
+        raise ImportError(f"{path} does not load with torch {torch.__version__} ({error}): {_CURE}.") from error
+    if getattr(module, "SOURCES", "") != _builder().sources_digest():
+        raise ImportError(f"{path} was built from other sources than this package has: {_CURE}.")
     return module
 
 
-def _arguments(name: str) -> int | None:
-    """The number of an op's arguments; None: the library lacks the op."""
-    op = getattr(torch.ops.sglang_dflash, name, None)
-    return None if op is None else len(op.default._schema.arguments)
+def build(say: Callable[[str], None]) -> None:
+    """Builds the library if it is missing and wanted; `isa` then loads it. Without it, torch's ops serve.
+
+    say: is told what is built and how long it took, or in one line why it is not built.
+    """
+    if not enabled() or LIBRARY in os.environ or isa() is not None:
+        return
+    builder = _builder()
+    try:
+        builder.build(say)
+    except builder.CannotBuildError as reason:
+        say(f"{builder.THE_OPS} are not built, so torch's slower ops serve: {reason}.")
+    isa.cache_clear()
+
+
+def _builder() -> Any:
+    """`build_native`, imported late: `python -m` runs it, and warns of a module that has been imported before."""
+    from sglang_dflash.ops import build_native
+
+    return build_native
 
 
 def enabled() -> bool:
@@ -93,8 +89,8 @@ def library_path() -> Path | None:
     """Path of the compiled ops; None if they were not built."""
     if LIBRARY in os.environ:
         return Path(os.environ[LIBRARY])
-    places = (Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES)
-    return next((place for place in places if place.exists()), None)
+    path: Path | None = _builder().built()
+    return path
 
 
 def described() -> str:

@@ -67,11 +67,12 @@ class Server:
         assert self._process is not None, "the server was not started"
         return self._process.pid
 
-    def start(self, timeout_s: float = 240.0, on_wait: Callable[[float], None] = lambda seconds: None) -> Self:
+    def start(self, timeout_s: float = 420.0, on_wait: Callable[[float], None] = lambda seconds: None) -> Self:
         """Starts the server and waits until it answers.
 
         Args:
-            timeout_s: a server that does not answer within this time after its launch is stopped.
+            timeout_s: a server that does not answer within this time after its launch is stopped. The first start on a
+                CPU takes a minute or two longer, because it builds the native ops.
             on_wait: called about twice a second with the seconds waited.
 
         Raises:

@@ -5,11 +5,13 @@ On a plain CPU the host has only torch implementations of them.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any
 
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.layers.attention.mamba.mixer2_rms_norm_gated import Mixer2RMSNormGated
 from sglang.srt.layers.layernorm import Gemma4RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -21,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from sglang_dflash import ops
 
+logger = logging.getLogger(__name__)
 ROTARY = (RotaryEmbedding, Llama3RotaryEmbedding, YaRNScalingRotaryEmbedding)  # they differ only in their tables
 
 
@@ -31,6 +34,24 @@ def _kernels() -> ops.Kernels:
 
 
 def install() -> None:
+    """Registers our forwards, and the building of the native ops where they are missing."""
+    register_forwards()
+    register_resolution_hook("handle_model_specific_adjustments")(_build_ops)
+
+
+def _build_ops(server_args: Any, previous: Any) -> None:
+    """Builds the native ops before the first child exists: only the main process resolves arguments. It is the last
+    step before one asks whether they serve (`deterministic`), so many a refusal comes without the wait."""
+    previous(server_args)
+    if not ops.serves("cpu"):
+        ops.native.build(logger.warning)  # also shown with --log-level warning: it explains a minute of silence
+        try:
+            register_forwards()
+        except (ImportError, RuntimeError) as error:  # such as an unknown SGLANG_DFLASH_ISA
+            raise SystemExit(f"sglang-dflash could not load its native CPU ops: {error}") from None
+
+
+def register_forwards() -> None:
     """Registers our forwards for exactly these classes, and our products with torch. Without native ops it does
     nothing, and the host's forwards stay."""
     if not ops.serves("cpu"):

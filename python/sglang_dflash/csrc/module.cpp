@@ -15,7 +15,7 @@ PYBIND11_MODULE(_native, m) {
     }
   });
   const py::call_guard<py::gil_scoped_release> others_run;  // other Python threads run during the long ops
-  m.attr("REVISION") = 4;  // as in ops/native.py
+  m.attr("SOURCES") = SOURCES;  // their digest, from ops/build_native.py
   m.def("block_layout", block_layout);
   m.def("write_context_kv", write_context_kv, others_run);
   m.def("platt", platt);

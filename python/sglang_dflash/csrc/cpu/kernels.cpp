@@ -1,4 +1,4 @@
-// The kernels of one instruction set. setup.py compiles this file once for each, with ISA and TABLE as its names.
+// The kernels of one instruction set. ops/build_native.py compiles this file once for each: ISA and TABLE are its names.
 #include "attention_kernels.h"
 #include "expert_kernels.h"
 #include "linear_kernels.h"
