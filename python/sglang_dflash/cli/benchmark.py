@@ -20,7 +20,7 @@ def benchmark(options: Options) -> int:
     The last line on standard output is JSON.
 
     Exit code: 0 all cells measured, 1 some cells failed or tokens differ, 2 the benchmark could not run, 130 stopped by
-    Ctrl-C or SIGTERM.
+    Ctrl-C, 143 by SIGTERM.
     """
     from sglang_dflash.cli.benchmark_run import compare, sweep  # loads pandas and matplotlib, which --help must not
 

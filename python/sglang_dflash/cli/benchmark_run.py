@@ -22,7 +22,8 @@ from sglang_dflash.bench.plots import draw
 from sglang_dflash.bench.records import Run
 from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.bench.tables import console, csv, markdown
-from sglang_dflash.serving import TINY_TARGET, stop_on_sigterm
+from sglang_dflash.serving import TINY_TARGET
+from sglang_dflash.serving.lifetime import stopped_by
 from sglang_dflash.serving.rendering import Renderer
 
 
@@ -41,13 +42,14 @@ def sweep(options: Options) -> int:
     if options.resume and results.exists():
         _go_on(run, Run.load(results))
     screen.print(f"logs: {plan.logs}", style="dim")
-    stop_on_sigterm()
     code = 0
     try:
         Sweep(plan, run, renderer, results).go(lambda cells, starts: Board(screen, cells, starts))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if not run.cells:
+            raise
         screen.print(f"stopped; {len(run.done())} finished cells are kept, --resume measures the rest")
-        code = 130
+        code = 128 + stopped_by(error).number
     found = _report(run, options.output_md, screen)
     return code or found
 
