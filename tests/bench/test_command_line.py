@@ -192,7 +192,6 @@ def test_a_run_whose_budget_is_over_can_be_resumed(tmp_path, monkeypatch, capsys
     """Fails where such a run writes nothing, is an error, or does not say what is missing; or cannot be resumed."""
     plan = fakes.make_plan(tmp_path, fakes.fake_arm("off"), fakes.fake_arm("dflash"))
     monkeypatch.setattr(benchmark_run, "make_plan", lambda *_: plan)
-    monkeypatch.setattr(benchmark_run, "stop_on_sigterm", lambda: None)
 
     def run(*words: str) -> tuple[int, dict[str, Any], str]:
         monkeypatch.setattr("sys.argv", ["benchmark_sglang.py", "--output-md", str(tmp_path / "r.md"), *words])

@@ -19,7 +19,6 @@ from sglang_dflash.serving import TINY_DRAFT, Arm, ServerError
 def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Any:
     """Runs the command in this process; returns exit code, standard output and error."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "stop_on_sigterm", lambda: None)
 
     def call(*words: object) -> tuple[Any, str, str]:
         monkeypatch.setattr(sys, "argv", ["sglang-dflash", "check", *map(str, words)])

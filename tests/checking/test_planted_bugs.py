@@ -22,8 +22,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from preloaded import PreloadedServer
-from sglang_dflash.cli import check as command
-from sglang_dflash.cli.check import TINY_FLAGS
 from sglang_dflash.cli.main import run
 from sglang_dflash.serving import (
     PAIRS,
@@ -39,6 +37,7 @@ from sglang_dflash.serving.arms import WHOLE_BLOCKS
 
 pytestmark = pytest.mark.server
 COMMAND = [sys.executable, "-m", "sglang_dflash.cli", "check"]
+TINY_FLAGS = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "16"]
 EVERY_WIDTH = Path(__file__).parents[1] / "e2e" / "plugins"
 CASES = ["plain", "stop", "logprobs", "penalties"]
 PROMPTS = 8
@@ -61,7 +60,6 @@ def check_here(*words: object) -> Checked:
     shown, said = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown), redirect_stderr(said):
         patch.setattr(arms, "Server", PreloadedServer)
-        patch.setattr(command, "stop_on_sigterm", lambda: None)
         patch.setattr(sys, "argv", ["sglang-dflash", "check", *map(str, words)])
         for name, value in TINY_OVERLAPPING.items():
             patch.setenv(name, value)

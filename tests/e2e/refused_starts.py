@@ -1,6 +1,6 @@
-"""Resolves many wrong server argument lists as the launcher does, each in a fork; prints the error of each.
+"""Resolves many wrong server argument lists as the launcher does; prints the error of each.
 
-Standard input: a JSON object, name -> arguments, and code to run before the plugins are loaded.
+Standard input: a JSON object, name -> arguments, and code that damages the host before the plugins are loaded, if any.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins
 
 
-def outcome(arguments: list[str], damage: str) -> str:
+def outcome(arguments: list[str], damage: str = "") -> str:
     try:
         exec(damage, {})
-        load_plugins()
+        load_plugins()  # once in a process
         server_args = sglang.srt.server_args.prepare_server_args(arguments)
         server_args.resolve_once()
     except SystemExit as refusal:
@@ -28,7 +28,7 @@ def outcome(arguments: list[str], damage: str) -> str:
 
 
 def forked(arguments: list[str], damage: str) -> str:
-    """The outcome in a process of its own, which has imported SGLang already: plugins are loaded once in a process."""
+    """The outcome in a process of its own, where no plugin is loaded yet."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -44,4 +44,5 @@ def forked(arguments: list[str], damage: str) -> str:
 
 if __name__ == "__main__":
     cases = json.loads(sys.stdin.read())
-    print(json.dumps({name: forked(*case) for name, case in cases.items()}))
+    damaged = {name: forked(*case) for name, case in cases.items() if case[1]}
+    print(json.dumps(damaged | {name: outcome(case[0]) for name, case in cases.items() if not case[1]}))

@@ -11,7 +11,6 @@ import pytest
 from preloaded import PreloadedServer
 from sglang_dflash.bench.records import Run
 from sglang_dflash.cli import benchmark as command
-from sglang_dflash.cli import benchmark_run
 from sglang_dflash.serving import arms
 
 pytestmark = pytest.mark.server
@@ -22,7 +21,6 @@ def benchmark_here(folder: Path, *words: str) -> None:
     """The command in this process, so that its servers are preloaded ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arms, "Server", PreloadedServer)
-        patch.setattr(benchmark_run, "stop_on_sigterm", lambda: None)
         patch.setattr(
             sys, "argv", [str(SCRIPT), *words, "--output-md", str(folder / "results.md"), "--logs", str(folder)]
         )

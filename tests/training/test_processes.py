@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from sglang_dflash.training.trainer import train
 
 # Runs the command line as torchrun does; each process also writes a digest of its final weights.
 WORKER = """
-import hashlib, os, runpy
+import hashlib, os, runpy, signal
 from sglang_dflash.training import trainer
 
 run = trainer.Trainer.run
@@ -30,28 +31,50 @@ def watched(self):
         file.write(f"{self.accelerator.num_processes} {digest.hexdigest()} {acceptance.steps}")
     return acceptance
 
+step = trainer.Trainer._step
+
+def signalled(self, number, queue):
+    if os.environ["RANK"] == os.environ.get("SIGNALLED") and number == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(self, number, queue)
+
 trainer.Trainer.run = watched
+trainer.Trainer._step = signalled
 runpy.run_module("sglang_dflash.cli", run_name="__main__")
 """
 # Enough anchors for every position: then the anchors do not depend on the process that draws them.
 SAME = {"anchors": 4096, "batch_size": 1, "max_length": 48, "max_steps": 2, "warm_up": 0.0, "save_every": 1}
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory, data_file, datasets_cache) -> Path:
-    """The output folder of two steps in two processes."""
-    folder = tmp_path_factory.mktemp("pair")
+def run_pair(folder: Path, data_file: Path, **changes: Any) -> subprocess.CompletedProcess:
+    """Two processes; the variable SIGNALLED names the one that gets SIGTERM in its second step."""
     (folder / "worker.py").write_text(WORKER)
-    flags = {**SAME, "target": TINY_TARGET, "data": data_file, "output": folder / "draft", "layers": 1}
+    flags = {**SAME, **changes, "target": TINY_TARGET, "data": data_file, "output": folder / "draft", "layers": 1}
     flags |= {"num_taps": 2, "block_size": 4, "log_every": 1, "held_out": 0.1, "held_out_limit": 3}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     command += ["--standalone", str(folder / "worker.py"), "train"]
     for name, value in flags.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIGESTS": str(folder / "rank-")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, data_file, datasets_cache) -> Path:
+    """The output folder of two steps in two processes."""
+    folder = tmp_path_factory.mktemp("pair")
+    done = run_pair(folder, data_file)
     assert done.returncode == 0, done.stderr[-9000:]
     return folder
+
+
+def test_a_signal_to_one_process_stops_both_in_one_step(data_file, tmp_path, monkeypatch):
+    """Fails if the processes part: then one waits for the other for ever, or a checkpoint lacks one's share."""
+    monkeypatch.setenv("SIGNALLED", "1")
+    done = run_pair(tmp_path, data_file, max_steps=6, save_every=100)
+    assert done.returncode and done.stderr.count("Stopped after step 2, which is saved.") == 1, done.stderr[-9000:]
+    saved = tmp_path / "draft" / "checkpoints" / "step-00000002"
+    assert {path.name for path in saved.glob("random_states_*")} == {f"random_states_{n}.pkl" for n in range(2)}
 
 
 def test_both_processes_end_with_the_same_weights(pair):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import Gemma2Config
 from families.models import make_target
 from sglang_dflash.reference import DFlashDraftModel, FeatureTaps
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
+from sglang_dflash.serving.lifetime import Stopped
 from sglang_dflash.training import TrainOptions
 from sglang_dflash.training.conversations import collate, micro_batches
 from sglang_dflash.training.trainer import Trainer, train
@@ -31,6 +34,10 @@ def _rows(folder: Path | str, key: str) -> list[dict[str, Any]]:
 
 def _digest(folder: Path | str) -> str:
     return hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _said(capsys: pytest.CaptureFixture) -> str:
+    return " ".join(capsys.readouterr().err.split())
 
 
 def _eight(folder: Path, make: Any, **changes: Any) -> TrainOptions:
@@ -132,6 +139,32 @@ def test_a_resumed_run_is_the_unbroken_one(unbroken, halfway, options):
     assert _digest(halfway) == _digest(unbroken)
     assert (halfway / "metrics.jsonl").read_bytes() == (unbroken / "metrics.jsonl").read_bytes()
     assert (halfway / "README.md").read_text() == (unbroken / "README.md").read_text()
+
+
+@pytest.mark.parametrize("where", ["_step", "evaluate"])
+def test_a_signal_saves_the_step(where, unbroken, options, tmp_path, monkeypatch, capsys):
+    """Fails if a signal in a step or in an evaluation loses work, or the run that goes on is not the unbroken one."""
+    work = getattr(Trainer, where)
+
+    def signalled(self: Trainer, *given: Any) -> Any:
+        done = work(self, *given)
+        if where == "evaluate" or given[0] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            monkeypatch.undo()
+        return done
+
+    monkeypatch.setattr(Trainer, where, signalled)
+    with pytest.raises(Stopped) as stopped:
+        train(_eight(tmp_path / "draft", options))
+    assert (stopped.value.number, stopped.value.said) == (signal.SIGTERM, "")
+    # The step behind the one in which the signal comes: there all processes learn of it.
+    last = {"_step": 4, "evaluate": 5}[where]
+    assert f"Stopped after step {last}, which is saved. To go on, give the same command with --resume" in _said(capsys)
+    assert not (tmp_path / "draft" / "model.safetensors").exists()
+    train(_eight(tmp_path / "draft", options, resume=True))
+    assert _digest(tmp_path / "draft") == _digest(unbroken)
+    rows = [_rows(folder, "loss") for folder in (tmp_path / "draft", unbroken)]
+    assert rows[0] == rows[1]
 
 
 def test_a_half_written_checkpoint_is_passed_over(unbroken, halfway, options):

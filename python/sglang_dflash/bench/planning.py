@@ -10,9 +10,11 @@ from pathlib import Path
 
 from sglang_dflash.bench.options import RADIX, Options, words
 from sglang_dflash.bench.plan import Plan
+from sglang_dflash.core.device import on_cuda
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 from sglang_dflash.serving.arms import VLLM_ARMS, Models, Serving, arms_of, reference_arm, split_flags
+from sglang_dflash.serving.device import device_flags, tiny_dtype, tiny_flags
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.workloads.agent import AgentShape, agent_sessions, with_tools
 from sglang_dflash.workloads.datasets import load
@@ -20,7 +22,7 @@ from sglang_dflash.workloads.kinds import WORKLOADS
 from sglang_dflash.workloads.script import tools
 
 TINY_DATASETS = "arithmetic,code,chat"
-TINY_FLAGS = ("--max-total-tokens", "32768")
+TINY_TOKENS = 32768  # in the KV pool, on a CPU
 TOOL_PREAMBLE = 200  # tokens with which a chat template may introduce tools
 AGENT_CONTEXT = 32768  # tokens of an agent session at most, if the model's context is longer
 
@@ -112,11 +114,11 @@ def _block_size(draft: str) -> int:
 
 
 def _serving(options: Options, tiny: bool) -> Serving:
-    cuda = _cuda()
+    cuda = on_cuda()
     given = split_flags(options.server_flags)
-    dtype = options.dtype or ("float32" if tiny and not cuda else "")
-    flags = [*(TINY_FLAGS if tiny else ()), *(("--dtype", dtype) if dtype else ())]
-    flags += [] if cuda or "--device" in given else ["--device", "cpu"]
+    dtype = options.dtype or (tiny_dtype() if tiny else "")
+    flags = tiny_flags(TINY_TOKENS, dtype) if tiny else ["--dtype", dtype] if dtype else []
+    flags += device_flags(given)
     environment = options.environment()
     common = environment.pop("", {})
     if not cuda:
@@ -145,9 +147,3 @@ def _vllm_on_cpu(python: str, tiny: bool) -> dict[str, str]:
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     preload = {"LD_PRELOAD": str(openmp)} if openmp.is_file() else {}
     return {"VLLM_CPU_KVCACHE_SPACE": "1" if tiny else "8", **preload}
-
-
-def _cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

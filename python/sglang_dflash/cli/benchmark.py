@@ -22,7 +22,7 @@ def benchmark(options: Options) -> int:
     The last line on standard output is JSON.
 
     Exit code: 0 all cells measured (with --budget-s: those that began in time), 1 some cells failed or tokens differ, 2
-    the benchmark could not run, 130 stopped by Ctrl-C or SIGTERM.
+    the benchmark could not run, 130 stopped by Ctrl-C, 143 by SIGTERM.
     """
     began_s = time.monotonic()
     from sglang_dflash.cli.benchmark_run import sweep  # loads pandas and matplotlib, which --help must not

@@ -22,7 +22,8 @@ from sglang_dflash.bench.plots import draw
 from sglang_dflash.bench.records import Run
 from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.bench.tables import console, csv, markdown
-from sglang_dflash.serving import TINY_TARGET, stop_on_sigterm
+from sglang_dflash.serving import TINY_TARGET
+from sglang_dflash.serving.lifetime import stopped_by
 from sglang_dflash.serving.rendering import Renderer
 
 
@@ -45,14 +46,15 @@ def sweep(options: Options, began_s: float) -> int:
     if options.resume and results.exists():
         _go_on(run, Run.load(results))
     screen.print(f"logs: {plan.logs}", style="dim")
-    stop_on_sigterm()
     code = 0
     deadline_s = math.inf if options.budget_s is None else began_s + options.budget_s
     try:
         Sweep(plan, run, renderer, results, deadline_s).go(lambda cells, starts: Board(screen, cells, starts))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if not run.cells:
+            raise
         screen.print(f"stopped; {len(run.done())} finished cells are kept, --resume measures the rest")
-        code = 130
+        code = 128 + stopped_by(error).number
     missing = Counter(arm.name for arm, keys in plan.servers({cell.key for cell in run.cells}) for _ in keys)
     found = _report(run, options.output_md, screen, missing.total())
     if missing and not code:

@@ -19,10 +19,10 @@ from sglang_dflash.checking.report import Report
 from sglang_dflash.checking.run import Plan
 from sglang_dflash.checking.run import check as run_check
 from sglang_dflash.checking.terminal import show
-from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, Arm, Progress, stop_on_sigterm
+from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, Arm, Progress
+from sglang_dflash.serving.device import device_flags, tiny_flags
 from sglang_dflash.serving.prompts import bundled_prompts, read_prompts
 
-TINY_FLAGS = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "16"]
 # A server that ends at its first leaked slot says less than one that goes on: we count the slots ourselves.
 ENVIRONMENT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
 _models = partial(typer.Option, rich_help_panel="Models and servers")
@@ -121,9 +121,8 @@ def check(options: CheckOptions) -> int:
     command starts both servers in turn, unless --base-url is given.
 
     The last line on standard output is JSON. Exit codes: 0 lossless,
-    1 not lossless, 2 the check could not run, 130 interrupted.
+    1 not lossless, 2 the check could not run, 130 Ctrl-C, 143 SIGTERM.
     """
-    stop_on_sigterm()
     report = run_check(_plan(options), Progress(Console(stderr=True, highlight=False)))
     _print(report, options.json_file)
     return 0 if report.lossless else 1
@@ -168,22 +167,15 @@ def arms_of(options: CheckOptions) -> tuple[Arm | Recording, Arm]:
     if (target is None) != (draft is None):
         raise ValueError("--model-path and --draft belong together: give both, or neither for the embedded pair.")
     ours, speculative = _split(flags)
-    base, environment = ["--model-path", target or str(TINY_TARGET)], ENVIRONMENT
+    base, environment = ["--model-path", target or str(TINY_TARGET), *device_flags(ours)], ENVIRONMENT
     if target is None:
-        base, environment = [*base, *TINY_FLAGS], {**ENVIRONMENT, **TINY_ENVIRONMENT}
-    elif "--device" not in ours:
-        base += _device()
+        base += [*tiny_flags(16384), "--max-running-requests", "16"]
+        environment = {**ENVIRONMENT, **TINY_ENVIRONMENT}
     speculate = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft or str(TINY_DRAFT)]
     alone = [] if "--disable-overlap-schedule" in ours else ["--disable-overlap-schedule"]
     off = Arm("off", arguments=(*base, *ours, *alone), environment=environment)
     on = Arm("on", arguments=(*base, *ours, *speculate, *speculative), environment=environment)
     return recording or off, on
-
-
-def _device() -> list[str]:
-    import torch
-
-    return [] if torch.cuda.is_available() else ["--device", "cpu"]
 
 
 def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:

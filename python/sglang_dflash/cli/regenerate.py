@@ -18,6 +18,7 @@ from rich.console import Console
 
 from sglang_dflash.serving import Client, Completion, Progress, Server, ServerError
 from sglang_dflash.serving.arms import START_S
+from sglang_dflash.serving.device import device_flags
 from sglang_dflash.serving.errors import first_line
 from sglang_dflash.serving.messages import messages_of, tools_of
 from sglang_dflash.serving.prompts import read_rows, session_of
@@ -153,17 +154,14 @@ class Regeneration:
         self._finish(console)
 
     def _ask(self, missing: list[int], concurrency: int, server_args: Sequence[str], console: Console) -> None:
-        import torch
-
-        device = [] if torch.cuda.is_available() or "--device" in server_args else ["--device", "cpu"]
         log = self.output.with_name(self.output.name + ".server.log")
-        server = Server(["--model-path", self.asking.target, *device, *server_args], log)
+        server = Server(["--model-path", self.asking.target, *device_flags(server_args), *server_args], log)
         with Progress(console).waiting(f"Starting {self.asking.target} ...") as on_wait:
             server.start(START_S, on_wait)
         with server, ThreadPoolExecutor(concurrency) as pool, self.partial.open("a", encoding="utf-8") as file:
             client = server.client(timeout_s=_PATIENCE_S)
             asked = {index: self.conversations[index] for index in missing}
-            waiting = {pool.submit(self.answer, client, one.messages, one.tools): index for index, one in asked.items()}
+            waiting: dict[Future[list[dict[str, Any]]], int] = {}
 
             def keep(future: Future[list[dict[str, Any]]]) -> None:
                 index, self.done[waiting[future]] = waiting[future], future.result()
@@ -171,6 +169,8 @@ class Regeneration:
                 file.flush()
 
             try:
+                for index, one in asked.items():
+                    waiting[pool.submit(self.answer, client, one.messages, one.tools)] = index
                 with Progress(console).phase("Asking the target", len(missing)) as advance:
                     for future in as_completed(waiting):
                         keep(future)
@@ -180,6 +180,9 @@ class Regeneration:
                     f"The server stopped answering ({first_line(error)}); see {log}. The answers are kept: start again "
                     "to go on."
                 ) from None
+            except KeyboardInterrupt:
+                server.stop()  # the answers under way end with it
+                raise
             finally:
                 pool.shutdown(cancel_futures=True)
                 for future, index in waiting.items():

@@ -3,7 +3,7 @@
 from sglang_dflash.serving.arms import Arm
 from sglang_dflash.serving.client import Client, greedy_body, with_best
 from sglang_dflash.serving.completion import AcceptanceStats, Completion
-from sglang_dflash.serving.errors import ServerError, exit_code, last_error, sentence, stop_on_sigterm
+from sglang_dflash.serving.errors import ServerError, exit_code, last_error, sentence
 from sglang_dflash.serving.info import ServerInfo, plan_counts
 from sglang_dflash.serving.progress import Progress
 from sglang_dflash.serving.server import Server
@@ -44,6 +44,5 @@ __all__ = [
     "last_error",
     "plan_counts",
     "sentence",
-    "stop_on_sigterm",
     "with_best",
 ]

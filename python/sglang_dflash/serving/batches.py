@@ -16,6 +16,7 @@ from sglang_dflash.serving.arms import Arm
 from sglang_dflash.serving.completion import Completion
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.errors import ServerError
+from sglang_dflash.serving.lifetime import TiedProcess
 
 
 class TransformersProcess:
@@ -23,7 +24,7 @@ class TransformersProcess:
 
     def __init__(self, arm: Arm, log: IO[bytes], stall_s: float) -> None:
         self._stall_s = stall_s
-        self._process = subprocess.Popen(
+        self._process = TiedProcess(
             [*arm.launch, *arm.arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import httpx
 
-STOPPED = 130  # the exit code after Ctrl-C or SIGTERM
+from sglang_dflash.serving.lifetime import stoppable, stopped_by
+
 EXTRAS = {"accelerate": "train", "datasets": "bench,train", "matplotlib": "bench,train", "pandas": "bench"}
 """Package -> the extras of setup.py that bring it; serving needs none of them."""
 
@@ -23,29 +22,25 @@ class ServerError(RuntimeError):
 def exit_code(run: Callable[[], int | None], code: int) -> int:
     """Runs a command; an error becomes one line on standard error. SGLANG_DFLASH_TRACEBACK=1 raises it instead.
 
+    SIGTERM, SIGHUP and Ctrl-C end the command and its servers; then the exit code is 128 and the signal's number.
+
     Args:
         run: returns the exit code, None for 0.
         code: the exit code of an error.
     """
     try:
-        return run() or 0
+        with stoppable():
+            return run() or 0
     except (ValueError, OSError, ImportError, ServerError, httpx.HTTPError) as error:
         if os.environ.get("SGLANG_DFLASH_TRACEBACK") or (isinstance(error, ImportError) and not _extra(error)):
             raise
         print(f"error: {_extra(error) or sentence(error)}", file=sys.stderr)
         return code
-    except KeyboardInterrupt:
-        print("stopped; no server of ours was left running", file=sys.stderr)
-        return STOPPED
-
-
-def stop_on_sigterm() -> None:
-    """From now on SIGTERM does what Ctrl-C does: servers are stopped, finished work is kept."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
+    except KeyboardInterrupt as error:
+        stopped = stopped_by(error)
+        if stopped.said:
+            print(stopped.said, file=sys.stderr)
+        return 128 + stopped.number
 
 
 def sentence(error: object, most: int | None = None) -> str:

@@ -19,6 +19,7 @@ import httpx
 
 from sglang_dflash.serving.client import Client
 from sglang_dflash.serving.errors import ServerError, log_lines
+from sglang_dflash.serving.lifetime import TiedProcess
 
 STOP_SECONDS = 20.0
 PORTS = range(20000, 30000)
@@ -28,7 +29,8 @@ LAUNCH_SGLANG = (sys.executable, "-m", "sglang.launch_server")
 class Server:
     """`python -m sglang.launch_server`, or another server's command, with the given arguments, on 127.0.0.1.
 
-    Use it as a context manager; leaving it stops the server and every process it started.
+    Use it as a context manager; leaving it stops the server and every process it started. If this process is killed,
+    the server ends, too.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Server:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._environment = {**os.environ, **(environment or {})}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: TiedProcess | None = None
         self._launched_s = 0.0
 
     @property
@@ -103,16 +105,15 @@ class Server:
             raise
         return self
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> TiedProcess:
         """Starts the process in a session of its own: stopping its group also stops scheduler and detokenizer."""
         with self.log.open("wb") as output:
-            return subprocess.Popen(
+            return TiedProcess(
                 self.command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env=self._environment,
-                start_new_session=True,
             )
 
     def _answers(self) -> bool:
@@ -183,6 +184,12 @@ class Server:
             raise
         self._process = None
 
+    def let_go(self) -> None:
+        """From now on the server outlives this process; nothing here stops it."""
+        if self._process is not None:
+            self._process.let_go()
+            self._process = None
+
     def __enter__(self) -> Self:
         return self if self._process is not None else self.start()
 
@@ -217,7 +224,7 @@ class RunningServer:
         return f"{self.url} does not answer any more"
 
 
-def _group_alive(process: subprocess.Popen[bytes]) -> bool:
+def _group_alive(process: TiedProcess) -> bool:
     process.poll()  # reap the leader, or it stays in its group as a zombie
     try:
         os.killpg(process.pid, 0)
@@ -226,7 +233,7 @@ def _group_alive(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+def _signal_group(process: TiedProcess, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ def accept_lens(
 def held_out_acceptance(
     draft: DFlashDraftModel,
     target: FrozenTarget,
-    samples: Sequence[Mapping[str, Any]],
+    samples: Iterable[Mapping[str, Any]],
     device: torch.device,
 ) -> Acceptance:
     """Walks each answer as decoding does: the first block starts at its first token, the next commit_len tokens later.

@@ -7,8 +7,10 @@ import json
 import math
 import random
 import shutil
+import signal
 import time
 from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from datasets import Dataset
 from torch import nn
 
 from sglang_dflash.reference import DFlashDraftModel
+from sglang_dflash.serving.lifetime import Held, Stopped, held_back
 from sglang_dflash.training.blocks import Blocks, dense_mask, flex_mask, make_blocks, sample_anchors
 from sglang_dflash.training.conversations import check_ids, collate, lengths, micro_batches, read
 from sglang_dflash.training.evaluation import Acceptance, held_out_acceptance
@@ -77,6 +80,9 @@ class Trainer:
         )
         self.model, self.optimizer = self.accelerator.prepare(self.draft, optimizer)
         self.done = self._resume()
+        self.held = Held()
+        self.stopping = False
+        """Whether a process was told to stop; the same in all of them."""
 
     def _make_draft(self) -> DFlashDraftModel:
         options = self.options
@@ -192,26 +198,41 @@ class Trainer:
         acceptance = self.evaluate() if finished else Acceptance((0,) * self.draft.block_size)
         self.model.train()
         try:
-            for step in range(self.done, self.steps):
-                began = time.perf_counter()
-                loss, rows = self._step(step, queue)
-                seconds = time.perf_counter() - began
-                now, last = step + 1, step + 1 == self.steps
-                if now % options.log_every == 0 or last:
-                    reporter.record({"step": now, "loss": loss, "learning_rate": self.learning_rate(step)})
-                reporter.show(now, loss, rows / seconds)
-                if now % options.eval_every == 0 or last:
-                    acceptance = self.evaluate()
-                    reporter.record({"step": now, "tau": acceptance.tau, "by_position": acceptance.by_position})
-                    reporter.say(f"Step {now}. {_sentence(acceptance)}")
-                if now % options.save_every == 0 or last:
-                    self._save(now)
+            with held_back() as self.held:
+                for step in range(self.done, self.steps):
+                    acceptance = self._advance(step, queue, reporter) or acceptance
         finally:
             reporter.close()
         if accelerator.is_main_process:
             self._publish(acceptance, reporter.history)
             reporter.say(f"The draft is saved in {self.output}. {_sentence(acceptance)}")
         accelerator.wait_for_everyone()
+        return acceptance
+
+    def _advance(self, step: int, queue: Any, reporter: Reporter) -> Acceptance | None:
+        """One step, and the evaluation, if one is due, and the checkpoint behind it.
+
+        Raises:
+            Stopped: a signal came. The checkpoint is saved.
+        """
+        options, acceptance = self.options, None
+        began = time.perf_counter()
+        loss, rows = self._step(step, queue)
+        seconds = time.perf_counter() - began
+        now, last = step + 1, step + 1 == self.steps
+        if now % options.log_every == 0 or last:
+            reporter.record({"step": now, "loss": loss, "learning_rate": self.learning_rate(step)})
+        reporter.show(now, loss, rows / seconds)
+        if not self.stopping and (now % options.eval_every == 0 or last):
+            acceptance = self.evaluate()
+            if not self.stopping:
+                reporter.record({"step": now, "tau": acceptance.tau, "by_position": acceptance.by_position})
+                reporter.say(f"Step {now}. {_sentence(acceptance)}")
+        if now % options.save_every == 0 or last or self.stopping:
+            self._save(now)
+        if self.stopping:
+            reporter.say(f"Stopped after step {now:,}, which is saved. To go on, give the same command with --resume.")
+            raise Stopped(self.held.number or signal.SIGTERM, said="")
         return acceptance
 
     def _step(self, step: int, queue: Any) -> tuple[float, int]:
@@ -235,15 +256,22 @@ class Trainer:
             group["lr"] = self.learning_rate(step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(accelerator.reduce(total, reduction="mean")), block_rows
+        # A signal may reach the processes in different steps, or one of them alone: all learn of it here.
+        told = torch.full_like(total, bool(self.held.number))
+        mean, share = accelerator.reduce(torch.stack((total, told)), reduction="mean").tolist()
+        self.stopping = share > 0
+        return mean, block_rows
 
     def evaluate(self) -> Acceptance:
-        """Held-out acceptance; each process evaluates its share of the held-out conversations."""
+        """Held-out acceptance; each process evaluates its share of the held-out conversations. A signal cuts it."""
         mine = self.held_out.shard(self.accelerator.num_processes, self.accelerator.process_index, contiguous=False)
         with self.accelerator.autocast():
-            here = held_out_acceptance(self.draft, self.target, list(mine), self.device)
-        steps = self.accelerator.reduce(torch.tensor(here.steps, device=self.device), reduction="sum")
-        return Acceptance(tuple(steps.tolist()))
+            until_told = takewhile(lambda _: not self.held.number, mine)
+            here = held_out_acceptance(self.draft, self.target, until_told, self.device)
+        counts = torch.tensor((*here.steps, bool(self.held.number)), device=self.device)
+        *steps, told = self.accelerator.reduce(counts, reduction="sum").tolist()
+        self.stopping = told > 0
+        return Acceptance(tuple(steps))
 
     def _opening(self) -> str:
         config, mixed = self.draft.draft_config, self.accelerator.mixed_precision
