@@ -1,6 +1,7 @@
 """Resolves many wrong server argument lists as the launcher does; prints the error of each.
 
-Standard input: a JSON object, name -> arguments, and code that damages the host before the plugins are loaded, if any.
+Standard input: `{"cases": {name: arguments}, "damages": {name: code}}`. The code of a name, which few cases have, damages
+the host before the plugins are loaded.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ import json
 import os
 import sys
 
-import sglang.srt.server_args
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
 
 
 def outcome(arguments: list[str], damage: str = "") -> str:
     try:
         exec(damage, {})
         load_plugins()  # once in a process
-        server_args = sglang.srt.server_args.prepare_server_args(arguments)
+        server_args = prepare_server_args(arguments)
         server_args.resolve_once()
     except SystemExit as refusal:
         return str(refusal)
@@ -43,6 +44,7 @@ def forked(arguments: list[str], damage: str) -> str:
 
 
 if __name__ == "__main__":
-    cases = json.loads(sys.stdin.read())
-    damaged = {name: forked(*case) for name, case in cases.items() if case[1]}
-    print(json.dumps(damaged | {name: outcome(case[0]) for name, case in cases.items() if not case[1]}))
+    asked = json.loads(sys.stdin.read())
+    cases, damages = asked["cases"], asked.get("damages", {})
+    damaged = {name: forked(cases.pop(name), code) for name, code in damages.items()}
+    print(json.dumps(damaged | {name: outcome(arguments) for name, arguments in cases.items()}))

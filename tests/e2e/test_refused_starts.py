@@ -182,11 +182,10 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         "device cuda": (["--model-path", str(TINY_TARGET), "--device", "cuda"], ["'cuda'", "--device cpu"]),
     }
     damaged = {name: (speculate(good), words) for name, (_, words) in DAMAGES.items()}
-    asked = {name: (arguments, "") for name, (arguments, _) in cases.items()}
-    asked |= {name: (speculate(good), code) for name, (code, _) in DAMAGES.items()}
+    asked = {name: arguments for name, (arguments, _) in (cases | damaged).items()}
     run = subprocess.run(
         [sys.executable, HERE / "refused_starts.py"],
-        input=json.dumps(asked),
+        input=json.dumps({"cases": asked, "damages": {name: code for name, (code, _) in DAMAGES.items()}}),
         capture_output=True,
         text=True,
         timeout=300,

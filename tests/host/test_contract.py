@@ -409,7 +409,7 @@ def test_every_hook_target_is_in_the_contract(probe):
 
 def test_dflash_gets_our_worker(probe):
     """Fails where the hook does not choose our worker for DFLASH, or also acts on other algorithms."""
-    assert probe["worker"] == "sglang_dflash.host.worker"
+    assert probe["worker"] == "sglang_dflash.host.build"
     assert "Cannot create worker for NONE" in probe["none"]
 
 

@@ -71,7 +71,7 @@ def outcomes() -> dict[str, str]:
     cases |= {flags: [*START, *flags.split()] for flags in FOREIGN}
     run = subprocess.run(
         [sys.executable, TESTS / "e2e" / "refused_starts.py"],
-        input=json.dumps(cases),
+        input=json.dumps({"cases": cases}),
         capture_output=True,
         text=True,
         timeout=600,
