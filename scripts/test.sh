@@ -8,10 +8,11 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" dev
 cd "$ROOT"
 
+USUAL="not matrix and not families and not cuda"
 case "${1:-}" in
     --quick)
         shift
-        exec "$PYTHON" -m pytest -m "not server and not slow" -n 2 --dist worksteal "$@"
+        exec "$PYTHON" -m pytest -m "not server and not slow and $USUAL" -n 2 --dist worksteal "$@"
         ;;
     --families)
         shift
@@ -25,5 +26,5 @@ esac
 if [ $# -gt 0 ]; then # somebody looks for certain tests
     exec "$PYTHON" -m pytest "$@"
 fi
-"$PYTHON" -m pytest -m "not server" -n 2 --dist worksteal --durations=15
-exec "$PYTHON" -m pytest -m "server and not matrix and not families" -n 2 --dist loadgroup --no-loadscope-reorder --durations=40
+"$PYTHON" -m pytest -m "not server and $USUAL" -n 2 --dist worksteal --durations=15
+exec "$PYTHON" -m pytest -m "server and $USUAL" -n 2 --dist loadgroup --no-loadscope-reorder --durations=40
