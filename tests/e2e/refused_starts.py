@@ -1,7 +1,7 @@
 """Resolves many wrong server argument lists as the launcher does; prints the error of each.
 
-Standard input: `{"cases": {name: arguments}, "damages": {name: code}}`. The code of a name, which few cases have, damages
-the host before the plugins are loaded.
+Standard input: `{"cases": {name: arguments}, "damages": {name: code}}`. The code of a name, which few cases have,
+damages the host before the plugins are loaded.
 """
 
 from __future__ import annotations
