@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from transformers import AutoTokenizer
 from sglang_dflash.cli import regenerate as module
 from sglang_dflash.cli.regenerate import Asking, RegenerateOptions, Regeneration, regenerate
 from sglang_dflash.serving import TINY_TARGET, Completion, ServerError
+from sglang_dflash.serving.lifetime import Stopped, stoppable
 from sglang_dflash.serving.rendering import Renderer
 
 END = "<|im_end|>"
@@ -63,6 +67,9 @@ class FakeServer:
     def client(self, timeout_s: float) -> FakeClient:
         assert FakeServer.client_of_next is not None
         return FakeServer.client_of_next
+
+    def stop(self) -> None:
+        self.running = False
 
     def __enter__(self) -> FakeServer:
         return self
@@ -425,3 +432,23 @@ def test_equal_lines_are_all_asked(client, tmp_path):
     """Fails if a question that stands twice, to be answered twice at a temperature, is asked once."""
     _run(_lines(tmp_path / "twice.jsonl", {"prompt": "One?"}, {"prompt": "One?"}), tmp_path / "out.jsonl")
     assert len(_samples(tmp_path / "out.jsonl")) == len(client.prompts) == 2
+
+
+def test_a_signal_keeps_finished_answers_alone(client, tmp_path):
+    """Fails if an answer that the server's end cuts off counts as one, a finished one is lost, or more are asked."""
+    data = _lines(tmp_path / "data.jsonl", *({"prompt": f"{word}?"} for word in ("One", "Two", "Three")))
+
+    def odd(prompt: str) -> Completion | None:
+        if "Two?" not in prompt:
+            return None
+        os.kill(os.getpid(), signal.SIGTERM)
+        while FakeServer.made.running:
+            time.sleep(0.01)
+        return client.said("Cut", "abort")
+
+    client.odd = odd
+    with pytest.raises(Stopped), stoppable():
+        _run(data, tmp_path / "out.jsonl", concurrency=1)
+    assert len(client.prompts) == 2
+    _, kept = _samples(tmp_path / "out.jsonl.partial")
+    assert kept["index"] == 0 and len(kept["samples"]) == 1

@@ -168,6 +168,13 @@ class Regeneration:
                 file.write(json.dumps({"index": index, "samples": self.done[index]}) + "\n")
                 file.flush()
 
+            def keep_finished() -> None:
+                """Keeps the answers that came while another request failed or a signal came."""
+                for future, index in waiting.items():
+                    done = future.done() and not future.cancelled() and future.exception() is None
+                    if done and index not in self.done:
+                        keep(future)
+
             try:
                 for index, one in asked.items():
                     waiting[pool.submit(self.answer, client, one.messages, one.tools)] = index
@@ -181,14 +188,14 @@ class Regeneration:
                     "to go on."
                 ) from None
             except KeyboardInterrupt:
-                server.stop()  # the answers under way end with it
+                pool.shutdown(wait=False, cancel_futures=True)
+                keep_finished()
+                waiting.clear()  # the server's end cuts off the answers under way: they are none
+                server.stop()
                 raise
             finally:
                 pool.shutdown(cancel_futures=True)
-                for future, index in waiting.items():
-                    # Keep the answers that came while another request failed or the user interrupted.
-                    if index not in self.done and not future.cancelled() and future.exception() is None:
-                        keep(future)
+                keep_finished()
 
     def answer(
         self, client: Client, messages: Sequence[dict[str, Any]], tools: Mapping[str, Any] | None = None

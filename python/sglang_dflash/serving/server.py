@@ -21,7 +21,7 @@ from sglang_dflash.serving.client import Client
 from sglang_dflash.serving.errors import ServerError, log_lines
 from sglang_dflash.serving.lifetime import TiedProcess
 
-STOP_SECONDS = 20.0
+STOP_SECONDS = 8.0  # SGLang takes five when idle, and waits for its requests; container engines kill after ten
 PORTS = range(20000, 30000)
 LAUNCH_SGLANG = (sys.executable, "-m", "sglang.launch_server")
 
