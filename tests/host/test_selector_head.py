@@ -160,6 +160,6 @@ def test_the_model_is_told_the_width() -> None:
             out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
             draft.runner.forward = lambda _, out=out: out
             batch = decode_batch()
-            block = worker._lay_out(batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, rows)
-            assert draft.propose(block, batch, worker._plan_kv(block, batch)).shape == (BATCH, rows - 1)
+            block = worker.lay_out(batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, rows)
+            assert draft.propose(block, batch, worker.plan_kv(block, batch)).shape == (BATCH, rows - 1)
         assert told == [3, 8, 2]
