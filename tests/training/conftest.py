@@ -40,8 +40,8 @@ def _on_the_cpu() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _new_process() -> Iterator[None]:
-    """Resets accelerate, which otherwise keeps the precision of a process's first run for all later ones; behind a test,
-    too, because fixtures of the next module come before this one."""
+    """Resets accelerate, which otherwise keeps the precision of a process's first run for all later ones. Also behind
+    a test, because fixtures of the next module come before this one."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
