@@ -41,3 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = [*asking[:1], *(name for name in groups if name not in asking), *asking[1:]]
     items[:] = [item for item in items if not item.get_closest_marker("server")]
     items += [item for name in order for item in groups[name]]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fails where xdist does not read the groups: then tests of one server run in both processes, and each starts it."""
+    if getattr(session.config.option, "loadgroup", False):
+        grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
+        assert all("@" in item.nodeid for item in grouped), "this pytest and this xdist do not fit together"
