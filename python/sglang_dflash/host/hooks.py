@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from sglang_dflash.host import propagation
 from sglang_dflash.host.cpu.detect import cpu_platform_in_use
 from sglang_dflash.host.hooking import AROUND, REPLACE, Hook, hook, hooks_of, serves_dflash
 from sglang_dflash.host.version import builtin_worker_requested, require_supported_sglang
@@ -23,6 +24,7 @@ def install() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    propagation.install()
     for ours in registered_hooks().values():
         HookRegistry.register(ours.target, ours.function, HookType[ours.kind])
     if cpu_platform_in_use():
