@@ -7,7 +7,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" dev
 cd "$ROOT"
+unset PYTHONDONTWRITEBYTECODE # or each of some hundred processes would compile the package anew
 
+SERVERS="tests/e2e tests/families tests/rehearsal tests/checking" # tests/conftest.py holds tests with servers to them
 USUAL="not matrix and not families and not cuda"
 case "${1:-}" in
     --quick)
@@ -27,4 +29,4 @@ if [ $# -gt 0 ]; then # somebody looks for certain tests
     exec "$PYTHON" -m pytest "$@"
 fi
 "$PYTHON" -m pytest -m "not server and $USUAL" -n 2 --dist worksteal --durations=15
-exec "$PYTHON" -m pytest -m "server and $USUAL" -n 2 --dist loadgroup --no-loadscope-reorder --durations=40
+exec "$PYTHON" -m pytest -m "server and $USUAL" -n 2 --dist loadgroup --no-loadscope-reorder --durations=40 $SERVERS

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from sglang_dflash.ops import native
+
+WITH_SERVERS = {"e2e", "families", "rehearsal", "checking"}  # the folders where scripts/test.sh looks for such tests
 
 os.environ.setdefault("SGLANG_DFLASH_COMPILE", "0")
 
@@ -21,25 +25,31 @@ def pytest_configure(config: pytest.Config) -> None:
             native.build(lambda line: print(line, file=sys.stderr, flush=True))
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Groups tests with servers for `--dist loadgroup`: those of an arm, of all files, else those of a file.
 
     The first group needs the baseline. Those that need none come next: the other process works on them while the first
     one asks the off arms.
     """
-    groups: dict[str, list[pytest.Item]] = {}
+    group_of = {}
     for item in items:
         if item.get_closest_marker("server"):
+            folder = item.path.relative_to(Path(__file__).parent).parts[0]
+            assert folder in WITH_SERVERS, f"scripts/test.sh does not look for tests with servers in tests/{folder}"
             mark = item.get_closest_marker("xdist_group")
             arm = getattr(item, "callspec", None) and item.callspec.params.get("server")
-            name = mark.args[0] if mark else f"arm {arm}" if arm else item.location[0]
-            if not mark:
-                item.add_marker(pytest.mark.xdist_group(name))
-            groups.setdefault(name, []).append(item)
+            group_of[item] = mark.args[0] if mark else f"arm {arm}" if arm else item.location[0]
+            if not mark:  # before xdist reads the groups
+                item.add_marker(pytest.mark.xdist_group(group_of[item]))
+    yield  # pytest orders tests by their fixtures
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item in group_of:
+            groups.setdefault(group_of[item], []).append(item)
     asking = [name for name, own in groups.items() if any("baseline" in item.fixturenames for item in own)]
     order = [*asking[:1], *(name for name in groups if name not in asking), *asking[1:]]
-    items[:] = [item for item in items if not item.get_closest_marker("server")]
+    items[:] = [item for item in items if item not in group_of]
     items += [item for name in order for item in groups[name]]
 
 

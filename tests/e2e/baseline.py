@@ -24,7 +24,7 @@ from once import once
 from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_TARGET, Client, Completion, held_out_prompts
 
-PER_KIND = 24
+PER_KIND = 16
 TURNS = 5
 
 

@@ -16,10 +16,10 @@ from preloaded import PreloadedServer
 from sglang_dflash.serving import TINY_OVERLAPPING, Client
 
 pytestmark = pytest.mark.server
-REQUESTS, SEED = 600, 20261122
+REQUESTS, SEED = 900, 20261122
 
 # Each of these ended SGLang 0.5.23, with speculation on or off: path, body, words of the answer.
-DEADLY: list[tuple[str, dict[str, Any], str]] = [
+DEADLY: list[tuple[str, dict[str, Any], str]] = [  # those of /generate get the missing fields
     ("/generate", {"return_logprob": True, "logprob_start_len": -7}, "logprob_start_len is -7"),
     ("/generate", {"return_logprob": True, "top_logprobs_num": 1000000}, "top_logprobs_num is 1000000"),
     ("/generate", {"return_hidden_states": []}, "could not be taken in"),
@@ -32,6 +32,11 @@ DEADLY: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("/generate", {"sampling_params": {"temperature": 1e308, "regex": "[0-9]+"}}, "temperature is 1e+308"),
     ("/generate", {"sampling_params": {"n": 2147483647}}, "n is 2147483647 for 1 prompts"),
+    ("/generate", {"input_ids": None, "text": ""}, "The prompt (text) is empty"),
+    ("/generate", {"input_ids": None, "text": ["a", ""]}, "The prompt (text) is empty"),
+    ("/generate", {"input_ids": [[5, 6, 7], []]}, "The prompt (input_ids) is empty"),
+    ("/v1/completions", {"model": "m", "prompt": ["a", ""]}, "The prompt (text) is empty"),
+    ("/v1/completions", {"model": "m", "prompt": [[5], []]}, "The prompt (input_ids) is empty"),
     ("/update_weights_from_disk", {"model_path": "/nowhere", "load_format": "root"}, "load_format is 'root'"),
 ]
 

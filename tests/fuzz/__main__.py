@@ -19,7 +19,7 @@ from sglang_dflash.serving import Progress, exit_code
 def main(
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 2000,
     seed: Annotated[int | None, typer.Option(help="Seed of the requests. Default: the time.")] = None,
-    fields: Annotated[bool, typer.Option("--fields", help="Send extreme values in every field of 15 endpoints.")] = (
+    fields: Annotated[bool, typer.Option("--fields", help="Send extreme values in every field of 19 endpoints.")] = (
         False
     ),
 ) -> None:

@@ -372,7 +372,7 @@ found["missing_after"] = hooks.missing_hooks()
 found["worker"] = SpeculativeAlgorithm.DFLASH.create_worker(None).__module__
 found["check"] = scheduler.validate_dflash_request.__wrapped__.__module__
 params = types.SimpleNamespace(beam_width=3, watermark=None, stop_token_ids=None)
-request = types.SimpleNamespace(sampling_params=params, origin_input_ids_unpadded=[])
+request = types.SimpleNamespace(sampling_params=params, origin_input_ids_unpadded=[0], vocab_size=9)
 found["refusal"] = scheduler.validate_dflash_request(request, True)
 try:
     SpeculativeAlgorithm.NONE.create_worker(types.SimpleNamespace())
@@ -432,7 +432,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
         requests,
         sampler,
         sessions,
-        tool_calls,
+        streamed_text,
         tree_verify,
         turns,
         weights,
@@ -440,7 +440,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
     from sglang_dflash.host.hooking import hooks_of
 
     modules = (block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report)
-    seams = [hooks_of(module) for module in (*modules, fixed_trees, packed_step, turns, tool_calls)]
+    seams = [hooks_of(module) for module in (*modules, fixed_trees, packed_step, turns, streamed_text)]
     declared = {target for seam in seams for target, hook in seam.items() if not hook.always}
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *declared}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")

@@ -51,14 +51,14 @@ def worker_hooks() -> list[Hook]:
         requests,
         sampler,
         sessions,
-        tool_calls,
+        streamed_text,
         tree_verify,
         turns,
         weights,
     )
 
     modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
-    modules += [tree_verify, plan_report, fixed_trees, packed_step, turns, tool_calls]
+    modules += [tree_verify, plan_report, fixed_trees, packed_step, turns, streamed_text]
     return [ours for module in modules for ours in hooks_of(module).values()]
 
 

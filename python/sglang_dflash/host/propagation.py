@@ -21,7 +21,7 @@ class Importers:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, ModuleType] = {}  # by their ids; kept, so that no other module gets one of them
+        self._seen: dict[int, Any] = {}  # by their ids; kept, so that no other module gets one of them
         self._places: defaultdict[int, list[Place]] = defaultdict(list)  # id of a value -> where it is bound
 
     def propagate(self, original: Any, wrapped: Any, source: Any) -> int:
@@ -42,9 +42,9 @@ class Importers:
         return bound
 
     def _look_through_new_modules(self) -> None:
-        for module in list(sys.modules.values()):
-            if isinstance(module, ModuleType) and id(module) not in self._seen:
-                self._seen[id(module)] = module
+        for module in [module for module in list(sys.modules.values()) if id(module) not in self._seen]:
+            self._seen[id(module)] = module
+            if isinstance(module, ModuleType):
                 for name, value in list(vars(module).items()):
                     if callable(value):
                         self._places[id(value)].append((module, name))

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from numbers import Integral, Real
 from typing import Any
 
+from fastapi import HTTPException
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
@@ -49,7 +50,9 @@ def _complaint(req: Any) -> str | None:
     # The host checks no id, and one outside the embedding ends the scheduler. For an image it puts such ids into
     # `origin_input_ids`; what was asked holds image tokens there.
     ids = req.origin_input_ids_unpadded
-    if ids and not 0 <= min(ids) <= max(ids) < req.vocab_size:
+    if not ids:
+        return "its prompt is empty; send one token or more"
+    if not 0 <= min(ids) <= max(ids) < req.vocab_size:
         outside = next(token for token in ids if not 0 <= token < req.vocab_size)
         return f"input_ids has {outside}, and the model's token ids are 0 to {req.vocab_size - 1}"
     params = req.sampling_params
@@ -143,8 +146,9 @@ def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> 
 @hook(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
     AROUND,
-    why="values that end the scheduler pass the host's checks",
+    why="values that end the scheduler pass the host's checks; an empty prompt ends it whatever it serves",
     until="SGLang checks them",
+    always=True,
 )
 def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids: Any) -> None:
     """Checks what the host does not: these values end the scheduler.
@@ -153,7 +157,13 @@ def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids:
         ValueError: the host answers it with HTTP 400.
     """
     original(manager, request, input_ids)
-    if not serves_dflash() or not isinstance(request, GenerateReqInput):
+    if not isinstance(request, GenerateReqInput):
+        return
+    # A request of a session has the session's tokens before it, so SGLang's session looks itself.
+    if not input_ids and not request.input_embeds and not request.session_params:
+        field = "text" if request.text is not None else "input_ids"
+        raise ValueError(f"The prompt ({field}) is empty: it has no tokens. Allowed: one token or more.")
+    if not serves_dflash():
         return
     vocab_size = manager.model_config.vocab_size
     alternatives, start = request.top_logprobs_num, request.logprob_start_len
@@ -164,6 +174,34 @@ def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids:
         raise ValueError("positional_embed_overrides is not served; send text or input_ids.")
     if request.return_logprob and start is not None and not (_is(Integral, start) and start >= -1):
         raise ValueError(f"logprob_start_len is {start!r}; allowed: -1, or 0 and more.")
+
+
+@hook(
+    "sglang.srt.entrypoints.ollama.serving.OllamaServing.handle_chat",
+    AROUND,
+    why="a refused request is answered with HTTP 500",
+    until="SGLang answers with HTTP 400",
+    always=True,
+)
+@hook(
+    "sglang.srt.entrypoints.ollama.serving.OllamaServing.handle_generate",
+    AROUND,
+    why="a refused request is answered with HTTP 500",
+    until="SGLang answers with HTTP 400",
+    always=True,
+)
+async def refuse_as_ollama(original: Any, serving: Any, request: Any, raw_request: Any) -> Any:
+    """Answers a request to Ollama's endpoints that is refused as every other endpoint does.
+
+    Raises:
+        HTTPException: status 400 and the reason.
+    """
+    if getattr(request, "messages", None) == []:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "The prompt (messages) is empty. Allowed: one message or more.")
+    try:
+        return await original(serving, request, raw_request)
+    except ValueError as error:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
 
 
 def _is(kind: type, value: Any) -> bool:

@@ -2,8 +2,9 @@
 
 A random draft is never accepted, so it tests little. A replayed one is accepted up to its next wrong position: every
 commit_len occurs, with any target. Where a row has several candidates, the answer may be any of them, so that trees are
-accepted along every kind of path. The file named by REPLAYED_ANSWERS holds the answers; it is read anew when it
-changes. What the draft reads of the prompt with TAPPED_TOKENS tokens goes to the file named by REPLAYED_TAPS.
+accepted along every kind of path. The file named by REPLAYED_ANSWERS holds the answers, and may hold one to all other
+prompts; it is read anew when it changes. What the draft reads of the prompt with TAPPED_TOKENS tokens goes to the file
+named by REPLAYED_TAPS.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ class Answers:
         self._read_ns = 0
         self._image_token = -1
         self._answers: dict[tuple[int, ...], list[int]] = {}
+        self._otherwise: list[int] = []
 
     def read_anew(self) -> None:
         changed_ns = self._path.stat().st_mtime_ns
         if changed_ns != self._read_ns:
             read = json.loads(self._path.read_text())
             self._image_token = read["image_token"]
+            self._otherwise = read.get("otherwise", [])
             self._answers = {self._text(prompt): answer for prompt, answer in read["answers"]}
             self._read_ns = changed_ns
 
@@ -51,7 +54,7 @@ class Answers:
     def drafts_of(self, req: Any, position: int, count: int, candidates: int = 1) -> list[list[int]]:
         """The candidates for `count` positions of the request's whole sequence, from `position` on."""
         text, length = self._text(req.origin_input_ids_unpadded), len(req.origin_input_ids)
-        answer = self._answers.get(text, [])
+        answer = self._answers.get(text, self._otherwise)
         drafts = []
         for place in range(position - length, position - length + count):
             token = answer[place] if 0 <= place < len(answer) else 0
