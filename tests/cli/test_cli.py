@@ -57,6 +57,7 @@ def test_help_names_the_commands(call):
     assert re.search(r"^.*\bregenerate\b.*Replace every assistant turn", out, re.M)
     assert re.search(r"^.*\bcheck\b.*Prove on your own models", out, re.M)
     assert re.search(r"^.*\bquickstart\b.*Serve an embedded pair", out, re.M)
+    assert re.search(r"^.*\bfetch\b.*Make a published model", out, re.M)
     assert re.search(r"^.*\bbench\b.*Measure how fast", out, re.M)
 
 

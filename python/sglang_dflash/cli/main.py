@@ -8,6 +8,7 @@ from sglang_dflash import __version__
 from sglang_dflash.bench.options import Options as BenchmarkOptions
 from sglang_dflash.cli.benchmark import benchmark
 from sglang_dflash.cli.check import CheckOptions, check
+from sglang_dflash.cli.fetch import fetch
 from sglang_dflash.cli.options import command
 from sglang_dflash.cli.quickstart import quickstart
 from sglang_dflash.cli.regenerate import RegenerateOptions, regenerate
@@ -16,6 +17,7 @@ from sglang_dflash.training import TrainOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.command()(quickstart)
+app.command()(fetch)
 app.command()(command(check, CheckOptions, code=2))
 app.command("bench")(command(benchmark, BenchmarkOptions, code=2))
 app.command()(command(train, TrainOptions, AnswerOptions, code=1))
