@@ -9,7 +9,7 @@ from dataclasses import replace
 from fakes import render
 
 from sglang_dflash.serving import Completion
-from sglang_dflash.serving.endpoint import Sampling
+from sglang_dflash.serving.endpoint import Endpoint, Sampling
 from sglang_dflash.serving.sessions import Edit, Message, Session, Turn
 from sglang_dflash.serving.traffic import Player, prompts_of
 
@@ -104,6 +104,17 @@ def test_a_session_ends_where_the_context_does():
     endpoint = FakeEndpoint(context=50)
     played = asyncio.run(Player(endpoint, render, Sampling(4)).closed([SESSION], 1))
     assert (len(played.records), played.unasked) == (1, 2)
+
+
+def test_a_connection_that_breaks_while_it_is_made_is_a_failed_request(monkeypatch):
+    """Fails where a server that ends at that moment ends the benchmark; anyio then asks None for the peer's name."""
+
+    async def ask():
+        endpoint = Endpoint("http://127.0.0.1:1", "sglang", 9.0)
+        monkeypatch.setattr(endpoint._http, "stream", lambda *_, **__: None.getpeername())
+        return await endpoint.ask([5], Sampling(4), 0.0)
+
+    assert "closed the connection" in asyncio.run(ask()).failure
 
 
 def test_turns_go_on_in_an_open_loop():

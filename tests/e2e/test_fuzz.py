@@ -18,7 +18,8 @@ from sglang_dflash.serving import TINY_OVERLAPPING, Client
 pytestmark = pytest.mark.server
 REQUESTS, SEED = 900, 20261122
 
-# Each of these ended SGLang 0.5.23, with speculation on or off: path, body, words of the answer.
+_OLLAMA = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+# These ended SGLang 0.5.23, with speculation on or off, or were HTTP 500: path, body, words of the answer.
 DEADLY: list[tuple[str, dict[str, Any], str]] = [  # those of /generate get the missing fields
     ("/generate", {"return_logprob": True, "logprob_start_len": -7}, "logprob_start_len is -7"),
     ("/generate", {"return_logprob": True, "top_logprobs_num": 1000000}, "top_logprobs_num is 1000000"),
@@ -37,6 +38,9 @@ DEADLY: list[tuple[str, dict[str, Any], str]] = [  # those of /generate get the 
     ("/generate", {"input_ids": [[5, 6, 7], []]}, "The prompt (input_ids) is empty"),
     ("/v1/completions", {"model": "m", "prompt": ["a", ""]}, "The prompt (text) is empty"),
     ("/v1/completions", {"model": "m", "prompt": [[5], []]}, "The prompt (input_ids) is empty"),
+    ("/api/chat", {"model": "m", "messages": []}, "The prompt (messages) is empty"),
+    ("/api/chat", {**_OLLAMA, "stream": True, "options": {"num_predict": 4000}}, "maximum context length"),
+    ("/api/chat", {**_OLLAMA, "stream": False, "options": {"num_predict": 4000}}, "maximum context length"),
     ("/update_weights_from_disk", {"model_path": "/nowhere", "load_format": "root"}, "load_format is 'root'"),
 ]
 

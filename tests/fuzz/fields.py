@@ -80,8 +80,9 @@ BODIES: list[tuple[int, str, dict[str, Any]]] = [
     (1, "/unload_lora_adapter", {"lora_name": "a"}),
 ]
 
-# Paths' fields that hold the prompt. One of some hundred fields and one of some sixty values are seldom drawn together,
-# so every extreme of a prompt is sent before any is drawn: an empty text ended SGLang 0.5.23, and 600 draws missed it.
+# Path -> the fields that hold its prompt. One of some hundred fields and one of some sixty values are seldom drawn
+# together, so every extreme of a prompt is sent before any is drawn: an empty text ended SGLang 0.5.23, and 600 draws
+# missed it.
 PROMPTS = {
     "/generate": ("text", "input_ids"),
     "/v1/completions": ("prompt",),

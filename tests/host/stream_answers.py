@@ -392,8 +392,6 @@ RESPONSE_TEMPLATE: dict[str, Any] = {
 }
 TOKENIZERS: dict[str, Any] = {"response_template": SimpleNamespace(response_template=RESPONSE_TEMPLATE)}
 """What stands in for the tokenizer, where a parser takes its format from it."""
-LEFT_OUT: dict[str, str] = {}
-"""Parsers without an answer here, and why."""
 
 
 def _plain(start: str, end: str, interrupted: str = "") -> list[str]:

@@ -16,8 +16,10 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.host import requests
+from sglang_dflash.host.hooking import hooks_of
 from sglang_dflash.host.requests import refuse_unsupported
 
+VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 PAGE = Path(__file__).parents[2] / "docs" / "request-fields.md"
 
 # Fields that the host makes for itself; no client sends them.
@@ -187,6 +189,29 @@ def test_what_would_end_the_scheduler_stops_at_the_tokenizer(serving: bool, fiel
     manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
     check = _hook(requests._validate_in_tokenizer)
     _refused_while_serving(serving, named, check, manager, GenerateReqInput(text="Hi", **fields), [5])
+
+
+def test_an_empty_prompt_is_refused_in_the_scheduler() -> None:
+    """Fails where a prompt that only the scheduler knows to be empty is served."""
+    assert "its prompt is empty" in (refuse_unsupported(_request(origin_input_ids_unpadded=array("q", []))) or "")
+
+
+@pytest.mark.parametrize("more", [{}, {"session_params": {"id": None}}, {"session_params": {"rid": "x"}}])
+def test_an_empty_prompt_is_refused_by_any_server(serving: bool, more: dict[str, Any]) -> None:
+    """Fails where a prompt without tokens reaches the scheduler, with DFLASH or without."""
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
+    hook = hooks_of(requests)[VALIDATE]
+    assert hook.always
+    for fields, named in (({"text": ""}, "(text)"), ({"input_ids": []}, "(input_ids)")):
+        with pytest.raises(ValueError, match=re.escape(f"The prompt {named} is empty")):
+            hook.function(lambda *_: None, manager, GenerateReqInput(**fields, **more), [])
+
+
+@pytest.mark.parametrize("more", [{"session_params": {"id": "x"}}, {"need_wait_for_mm_inputs": True}])
+def test_a_prompt_that_the_scheduler_completes_passes(serving: bool, more: dict[str, Any]) -> None:
+    """Fails where a session's turn, or a prompt whose ids an encoder makes, is refused."""
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
+    hooks_of(requests)[VALIDATE].function(lambda *_: None, manager, GenerateReqInput(text="", **more), None)
 
 
 def test_ordinary_logprobs_pass_the_tokenizer(serving: bool) -> None:

@@ -25,7 +25,7 @@ SPECIAL = (
     r"|minimax:tool_call|dots_function_call)>|</?ifm\|\w+>|\[/?(?:TOOL_CALLS|ARGS|THINK)\]|◁/?think▷|\n</rfl:parameter>"
 )
 WORD = (
-    r"[^\r\n\w]?[^\W\d_\u2e80-\uffff]{1,5}|[\u2e80-\u9fff\uac00-\ud7ff]|\d{1,3}| ?[^\s\w]{1,4}[\r\n]*|_+|\s*[\r\n]+"
+    r"[^\r\n\w]?[^\W\d_\u2e80-\uffff]{1,5}|[\u2e80-\u9fff\uac00-\ud7ff]|\d{1,3}| ?(?:[^\s\w]|_){1,4}[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s|."
 )
 # Parsers of thoughts, and the parsers of calls that models have beside them.
@@ -37,7 +37,7 @@ PAIRS = {
 }
 ARRAYS = [json.dumps([{"name": name, "parameters": given} for name, given in calls]) for calls in (CALLS, [TYPED])]
 # A parser must not take them for calls. After a lone `{`, llama3's drops the rest of an answer.
-PROSE = 'In `a[0]` we write {"k": 1}, ({x: 2}) and <b>好😀</b> [NOTE]:\n\n{\n "name": "x"\n}\nDone.'
+PROSE = 'In `a[0]`, `{k}` and x_{i} we write {"k": 1}, ({x: 2}) and <b>好😀</b> [NOTE]:\n\n{\n "name": "x"\n}\nDone.'
 
 Answer = tuple[str, str, list[tuple[str, str]]]  # thought, text, and the name and arguments of each call
 

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from fastapi import HTTPException
+from jinja2 import TemplateError
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
@@ -146,7 +147,7 @@ def _verify_sampling(original: Any, params: SamplingParams, vocab_size: int) -> 
 @hook(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
     AROUND,
-    why="values that end the scheduler pass the host's checks; an empty prompt ends it whatever it serves",
+    why="values that end the scheduler pass the host's checks; an empty prompt ends it with any worker",
     until="SGLang checks them",
     always=True,
 )
@@ -159,8 +160,10 @@ def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids:
     original(manager, request, input_ids)
     if not isinstance(request, GenerateReqInput):
         return
-    # A request of a session has the session's tokens before it, so SGLang's session looks itself.
-    if not input_ids and not request.input_embeds and not request.session_params:
+    # A session adds its history in the scheduler, which checks the length there; so does an encoder on its own.
+    session = request.session_params
+    in_session = isinstance(session, dict) and session.get("id") is not None
+    if not (input_ids or request.input_embeds or in_session or request.need_wait_for_mm_inputs):
         field = "text" if request.text is not None else "input_ids"
         raise ValueError(f"The prompt ({field}) is empty: it has no tokens. Allowed: one token or more.")
     if not serves_dflash():
@@ -191,7 +194,7 @@ def _validate_in_tokenizer(original: Any, manager: Any, request: Any, input_ids:
     always=True,
 )
 async def refuse_as_ollama(original: Any, serving: Any, request: Any, raw_request: Any) -> Any:
-    """Answers a request to Ollama's endpoints that is refused as every other endpoint does.
+    """Answers a refused request with HTTP 400, as the other endpoints do.
 
     Raises:
         HTTPException: status 400 and the reason.
@@ -200,7 +203,7 @@ async def refuse_as_ollama(original: Any, serving: Any, request: Any, raw_reques
         raise HTTPException(HTTPStatus.BAD_REQUEST, "The prompt (messages) is empty. Allowed: one message or more.")
     try:
         return await original(serving, request, raw_request)
-    except ValueError as error:
+    except (ValueError, TemplateError) as error:  # a chat template refuses messages, too
         raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
 
 

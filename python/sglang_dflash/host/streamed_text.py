@@ -11,17 +11,19 @@ from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 
+from fastapi import HTTPException
+
 from sglang_dflash.host.hooking import AROUND, hook, serves_dflash
 from sglang_dflash.host.protocols import Req
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 _MARK = r"<[^<>\s]*>|\[[A-Z_/]+\]"
-_OTHER = r"[^\w\s`<\[]"
-_PIECES = re.compile(rf"{_MARK}| ?\w+| ?{_OTHER}+[\r\n]*|[<\[]{_OTHER}*[\r\n]*|[`\s]")
+_OTHER = r"(?:[^\w\s`<\[]|_)"
+_PIECES = re.compile(rf"{_MARK}| ?[^\W_]+| ?{_OTHER}+[\r\n]*|[`<\[]{_OTHER}*[\r\n]*|\s")
 """Marks such as <tool_call> and [TOOL_CALLS]; then what tokenizers cut a text to first: words, and runs of other
-characters, each with the space before it and the line's end behind. A mark's first character begins a piece, as a step
-may end inside the mark. Single characters are no pieces: the parser of llama3 takes a `{` alone for a call, and drops
-the answer after it. A backtick is: three of them, which are a token, are no text for deepseekv3's."""
+characters, each with the space before it and the line's end behind. A mark's first character begins a piece, because a
+step may end inside the mark; so does a backtick, because deepseekv3's parser drops three of them that come together.
+A brace is not cut off what stands before it: llama3's parser takes a lone one for a call, and drops the text after."""
 _answer: ContextVar[tuple[str, list[str]]] = ContextVar("answer", default=("", []))
 """Of a request's step: the answer as the parser of thoughts gave it, and what it gave for each piece. The parser of
 calls gets the same parts: for one token, <|call|>, gpt-oss's parser of thoughts gives a whole call."""
@@ -125,7 +127,10 @@ class _Ollama:
 
     def __init__(self, serving: Any, first: dict[str, Any], others: AsyncIterator[dict[str, Any]]) -> None:
         self._serving, self._first, self._others = serving, first, others
-        self.tokenizer_manager = self
+
+    @property
+    def tokenizer_manager(self) -> _Ollama:  # no attribute: a cycle would keep the request of a client that has left
+        return self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._serving, name)
@@ -134,7 +139,8 @@ class _Ollama:
         text, chunk = "", self._first
         while True:
             incremental = self._serving.tokenizer_manager.incremental_streaming_output
-            text = text + chunk["text"] if incremental else chunk["text"]
+            whole = not incremental or (_aborted(chunk) and chunk["text"].startswith(text))
+            text = chunk["text"] if whole else text + chunk["text"]
             if chunk["meta_info"].get("finish_reason") is not None:
                 yield {**chunk, "text": text, "meta_info": {**chunk["meta_info"], "finish_reason": None}}
             yield {**chunk, "text": text}
@@ -142,6 +148,10 @@ class _Ollama:
                 chunk = await anext(self._others)
             except StopAsyncIteration:
                 return
+
+
+def _aborted(chunk: dict[str, Any]) -> bool:
+    return (chunk["meta_info"].get("finish_reason") or {}).get("type") == "abort"
 
 
 @hook(
@@ -156,13 +166,16 @@ class _Ollama:
     why="the text of a stream's last step is lost, and a refused stream is cut off",
     until="SGLang sends both",
 )
-async def stream_to_ollama(original: Any, serving: Any, request: Any, *more: Any) -> Any:
+async def stream_to_ollama(original: Any, serving: Any, request: Any, raw_request: Any, model: str) -> Any:
     """Sends an Ollama client the text of all steps.
 
     Raises:
-        ValueError: the request is refused; nothing is sent yet.
+        ValueError, HTTPException: the request is refused before anything is sent.
     """
     if not serves_dflash():
-        return await original(serving, request, *more)
-    chunks = serving.tokenizer_manager.generate_request(request, *more[:1])
-    return await original(_Ollama(serving, await anext(chunks), chunks), request, *more)
+        return await original(serving, request, raw_request, model)
+    chunks = serving.tokenizer_manager.generate_request(request, raw_request)
+    first = await anext(chunks)
+    if _aborted(first) and (status := first["meta_info"]["finish_reason"].get("status_code")):
+        raise HTTPException(status, first["meta_info"]["finish_reason"]["message"])
+    return await original(_Ollama(serving, first, chunks), request, raw_request, model)

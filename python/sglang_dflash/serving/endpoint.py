@@ -144,6 +144,10 @@ class Endpoint:
             self.stalled = time.perf_counter() - self._heard_at >= self.stall_s
         except (httpx.HTTPError, ValueError) as error:
             failure = sentence(error, 300)
+        except AttributeError as error:
+            if error.name != "getpeername":
+                raise
+            failure = "the server closed the connection while it was made"  # anyio 4.16 asks a socket that is gone
         completion = stream.completion(failure, time.perf_counter() - begin)
         foreign = chat is not None and completion.answered and not stream.rendered_as(prompt_ids)
         return replace(completion, foreign_prompt=foreign)
