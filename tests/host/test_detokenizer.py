@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from random_groups import random_groups
 from sglang.srt.managers import detokenizer_manager
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -62,19 +62,6 @@ def streamed(tokenizer: PreTrainedTokenizerFast, prompt: list[int], steps: list[
     return sent
 
 
-def splits(ids: list[int], seed: str) -> list[list[list[int]]]:
-    """The ids in steps of 1 to 16."""
-    chance, found = random.Random(seed), []
-    for _ in range(SPLITS):
-        left, steps = list(ids), []
-        while left:
-            size = chance.randint(1, 16)
-            steps.append(left[:size])
-            left = left[size:]
-        found.append(steps)
-    return found
-
-
 @pytest.fixture
 def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_text, "serves_dflash", lambda: True)
@@ -93,7 +80,7 @@ def test_any_steps_bring_the_whole_text(make: Any, text: str, hooked: None) -> N
     prompt, ids = tokenizer("hello", add_special_tokens=False)["input_ids"], tokenizer.encode(text)
     whole = "".join(streamed(tokenizer, prompt, [[token] for token in ids]))
     assert whole.strip() == text.strip()
-    for steps in splits(ids, text):
+    for steps in random_groups(ids, text, SPLITS):
         assert "".join(streamed(tokenizer, prompt, steps)) == whole, steps
 
 
@@ -101,7 +88,7 @@ def test_without_the_hook_characters_are_repeated() -> None:
     """Fails where SGLang's detokenizer no longer needs the hook."""
     tokenizer = byte_level()
     ids = tokenizer.encode(TEXTS[0])
-    assert any("".join(streamed(tokenizer, [5], steps)) != TEXTS[0] for steps in splits(ids, TEXTS[0]))
+    assert any("".join(streamed(tokenizer, [5], steps)) != TEXTS[0] for steps in random_groups(ids, TEXTS[0], SPLITS))
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from random_groups import random_groups
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
@@ -58,15 +58,9 @@ def tokens_of(text: str) -> list[str]:
 
 def groupings(tokens: list[str], count: int = GROUPINGS) -> list[list[str]]:
     """The tokens in random groups of 1 to 16; all at once; one by one."""
-    chance, found = random.Random("".join(tokens)), [["".join(tokens)], tokens]
-    for _ in range(count):
-        left, chunks = list(tokens), []
-        while left:
-            size = chance.randint(1, 16)
-            chunks.append("".join(left[:size]))
-            left = left[size:]
-        found.append(chunks)
-    return found
+    answer = "".join(tokens)
+    drawn = random_groups(tokens, answer, count)
+    return [[answer], tokens, *(["".join(group) for group in groups] for groups in drawn)]
 
 
 def put_together(thoughts: list[str | None], parts: list[tuple[str | None, list[Any]]]) -> Answer:

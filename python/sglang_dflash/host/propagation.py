@@ -22,7 +22,7 @@ class Importers:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Any, int]] = {}  # id -> the module, kept so that none gets its id; number of names
-        self._places: defaultdict[int, list[Place]] = defaultdict(list)  # id of a value -> where it is bound
+        self._places: defaultdict[int, dict[Place, None]] = defaultdict(dict)  # id of a value -> where it is bound
 
     def propagate(self, original: Any, wrapped: Any, source: Any) -> int:
         """Binds `wrapped` wherever `original` is bound, but for `source`, where SGLang has bound it already.
@@ -31,7 +31,7 @@ class Importers:
         """
         self._look_through_new_modules()
         bound = 0
-        for module, name in self._places.pop(id(original), []):
+        for module, name in self._places.pop(id(original), {}):
             value = vars(module).get(name)
             if value is original and module is not source:
                 try:
@@ -41,7 +41,7 @@ class Importers:
                 bound += 1
                 value = wrapped
             if value is original or value is wrapped:  # perhaps the target of a later hook
-                self._places[id(value)].append((module, name))
+                self._places[id(value)][module, name] = None
         return bound
 
     def _look_through_new_modules(self) -> None:
@@ -52,8 +52,8 @@ class Importers:
             if self._seen.get(id(module), (None, -1))[1] != len(names):
                 self._seen[id(module)] = module, len(names)
                 for name, value in list(names.items()):
-                    if callable(value) and (module, name) not in self._places[id(value)]:
-                        self._places[id(value)].append((module, name))
+                    if callable(value):
+                        self._places[id(value)][module, name] = None
 
 
 def install() -> None:
