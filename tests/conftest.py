@@ -32,24 +32,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     The first group needs the baseline. Those that need none come next: the other process works on them while the first
     one asks the off arms.
     """
-    group_of = {}
     for item in items:
         if item.get_closest_marker("server"):
             folder = item.path.relative_to(Path(__file__).parent).parts[0]
             assert folder in WITH_SERVERS, f"scripts/test.sh does not look for tests with servers in tests/{folder}"
-            mark = item.get_closest_marker("xdist_group")
-            arm = getattr(item, "callspec", None) and item.callspec.params.get("server")
-            group_of[item] = mark.args[0] if mark else f"arm {arm}" if arm else item.location[0]
-            if not mark:  # before xdist reads the groups
-                item.add_marker(pytest.mark.xdist_group(group_of[item]))
-    yield  # pytest orders tests by their fixtures
+            if not item.get_closest_marker("xdist_group"):
+                arm = getattr(item, "callspec", None) and item.callspec.params.get("server")
+                item.add_marker(pytest.mark.xdist_group(f"arm {arm}" if arm else item.location[0]))
+    yield  # pytest orders tests by their fixtures; xdist reads the groups and renames the tests: their hash changes
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item in group_of:
-            groups.setdefault(group_of[item], []).append(item)
+        if item.get_closest_marker("server"):
+            groups.setdefault(item.get_closest_marker("xdist_group").args[0], []).append(item)
     asking = [name for name, own in groups.items() if any("baseline" in item.fixturenames for item in own)]
     order = [*asking[:1], *(name for name in groups if name not in asking), *asking[1:]]
-    items[:] = [item for item in items if item not in group_of]
+    items[:] = [item for item in items if not item.get_closest_marker("server")]
     items += [item for name in order for item in groups[name]]
 
 
