@@ -11,10 +11,19 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.reference import LayerAttention
-from sglang_dflash.training.blocks import IGNORED, Blocks, dense_mask, flex_mask, make_blocks, sample_anchors
+from sglang_dflash.training.blocks import (
+    IGNORED,
+    Blocks,
+    dense_mask,
+    flex_mask,
+    make_blocks,
+    sample_anchors,
+    split_attention,
+)
 
 M, NO = 999, IGNORED
 CONTEXT = 12
+_QKV = ((6, 8), (2, 20), (2, 20))  # heads and rows of q, k and v: two blocks of 4 rows behind 12 tokens
 
 # Two conversations: 12 tokens, prompt 0 to 4 and answer 5 to 11; and 7 tokens, answer 3 to 6, then padding.
 IDS = [[100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111], [200, 201, 202, 203, 204, 205, 206, 0, 0, 0, 0, 0]]
@@ -262,3 +271,19 @@ def test_flex_masks_are_never_held_as_a_whole():
     with _Largest() as largest:
         flex_mask(blocks, 2048, SLIDING)
     assert 0 < largest.numel < rows * (2048 + rows) * len(IDS) / 4
+
+
+@pytest.mark.parametrize("kind", [FULL, CAUSAL, SLIDING, SLIDING_BOTH_WAYS], ids=str)
+def test_split_attention_is_that_of_the_dense_mask(kind):
+    """Fails if a row sees other keys than in the dense mask, or a gradient differs."""
+    blocks = _example()
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(2, heads, length, 8, generator=generator, requires_grad=True) for heads, length in _QKV)
+    factors = torch.randn(2, 6, 8, 8, generator=generator)
+    found = []
+    for out in (
+        F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(blocks, CONTEXT, kind), enable_gqa=True),
+        split_attention(blocks, CONTEXT, kind)(q, k, v),
+    ):
+        found.append((out, *torch.autograd.grad((out * factors).sum(), (q, k, v))))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

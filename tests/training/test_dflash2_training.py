@@ -94,9 +94,9 @@ def test_every_weight_learns(options):
     """Fails if a part of the head gets no gradient from where it starts: at zero influence."""
     trainer = Trainer(options(**{**HEAD, "selector_top_k": 1792}))  # every label is a candidate
     ids = torch.randint(1700, (2, 24), generator=torch.Generator().manual_seed(1))
-    blocks = trainer.blocks(ids, torch.ones_like(ids, dtype=torch.bool), 0)
+    blocks = trainer.blocks(ids, torch.ones_like(ids, dtype=torch.bool), trainer.generator(0))
     assert not trainer.draft.candidate_selector.successor_codebook.any()
-    trainer.loss(trainer.model, ids, blocks).backward()
+    trainer.loss(trainer.model, ids, trainer.features([], ids), blocks).backward()
     still = {"candidate_selector.predecessor_codebook", "candidate_selector.hidden_projection.weight"}
     for name, weight in trainer.draft.named_parameters():
         assert bool(weight.grad.abs().max() > 0) != (name in still), name  # these two follow once B is not zero

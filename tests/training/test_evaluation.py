@@ -48,6 +48,10 @@ def _answered(draft: Any, frozen: FrozenTarget, prompt: list[int], max_new_token
     return {"input_ids": prompt + answer, "spans": [[len(prompt), len(prompt) + len(answer)]]}, lens
 
 
+def _held_out(draft: Any, frozen: FrozenTarget, samples: list[dict[str, Any]]) -> Acceptance:
+    return held_out_acceptance(draft, frozen, samples, lambda _, ids: frozen.features(ids, draft.target_layer_ids), CPU)
+
+
 def _prompts(tokenizer: Any, per_kind: int) -> list[list[int]]:
     texts = [
         tokenizer.apply_chat_template(
@@ -78,7 +82,7 @@ def test_every_step_is_the_one_that_decoding_takes(draft, frozen, tokenizer):
         expected.update(lens)
         lengths.add(sample["input_ids"][-1] in frozen.end_ids)
     assert lengths == {True, False}
-    found = held_out_acceptance(draft, frozen, samples, CPU)
+    found = _held_out(draft, frozen, samples)
     assert found.steps == tuple(expected[n] for n in range(draft.block_size))
     # The comparison must include both right and wrong drafts.
     assert sum(found.steps) > 20 and found.steps[0] and found.steps[-1] and found.tau > 2
@@ -93,7 +97,7 @@ def test_every_answer_of_a_conversation_counts(draft, frozen, tokenizer):
     talk = {"input_ids": second["input_ids"], "spans": first["spans"] + second["spans"]}
     assert lens and more
     steps = Counter(lens + more)
-    assert held_out_acceptance(draft, frozen, [talk], CPU).steps == tuple(steps[n] for n in range(draft.block_size))
+    assert _held_out(draft, frozen, [talk]).steps == tuple(steps[n] for n in range(draft.block_size))
 
 
 def test_more_blocks_than_run_at_a_time(draft, frozen, tokenizer, monkeypatch):
@@ -110,14 +114,14 @@ def test_more_blocks_than_run_at_a_time(draft, frozen, tokenizer, monkeypatch):
 
 def test_an_answer_of_one_token_has_no_step(draft, frozen):
     """Fails if a step is counted that decoding does not take: the prefill gives the only token."""
-    assert held_out_acceptance(draft, frozen, [{"input_ids": [5, 6, 7], "spans": [[2, 3]]}], CPU).steps == (0,) * 8
+    assert _held_out(draft, frozen, [{"input_ids": [5, 6, 7], "spans": [[2, 3]]}]).steps == (0,) * 8
 
 
 def test_evaluation_leaves_the_draft_as_it_was(draft, frozen):
     """Fails if an evaluation changes weights, gradients or the training mode."""
     before = {name: weight.clone() for name, weight in draft.named_parameters()}
     draft.train()
-    held_out_acceptance(draft, frozen, [{"input_ids": [5, 6, 7, 8, 9], "spans": [[1, 5]]}], CPU)
+    _held_out(draft, frozen, [{"input_ids": [5, 6, 7, 8, 9], "spans": [[1, 5]]}])
     assert draft.training
     assert all(torch.equal(before[name], weight) and weight.grad is None for name, weight in draft.named_parameters())
     draft.eval()

@@ -87,7 +87,7 @@ def test_a_folded_sample_has_the_loss_and_gradient_of_its_parts(changes: dict[st
         tokens, learned = collate(list(samples), torch.device("cpu"))
         draft = trainer.draft
         blocks = make_blocks(tokens, learned, torch.tensor(anchors), draft.block_size, draft.mask_token_id)
-        loss = trainer.loss(draft, tokens, blocks)
+        loss = trainer.loss(draft, tokens, trainer.features(samples, tokens), blocks)
         gradients = torch.autograd.grad(loss, list(draft.parameters()))
         return loss.detach(), torch.cat([one.flatten() for one in gradients])
 
@@ -109,4 +109,4 @@ def test_a_run_says_what_it_folded(options, tmp_path, data_file):
                 file.write(json.dumps({"messages": messages}) + "\n")
     trainer = Trainer(options(data=(str(path),), max_length=3072))
     assert f"shared beginnings: {2 * len(rows)} samples folded into {len(rows)}" in trainer._opening()
-    assert len(trainer.data) + 4 == len(rows)
+    assert len(trainer.data.learned) + 4 == len(rows)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.training import loss as loss_module
 from sglang_dflash.training.blocks import IGNORED, make_blocks
-from sglang_dflash.training.loss import decay_weights, dpace_weights, row_losses, weighted_mean
+from sglang_dflash.training.loss import ShortLoss, decay_weights, dpace_weights, row_losses, weighted_mean
 from sglang_dflash.training.trainer import Trainer
 
 NO = IGNORED
@@ -148,7 +148,8 @@ def test_the_whole_loss_is_that_of_each_block_alone(shape, kind, options, target
     expected.backward()
     gradients = {name: weight.grad.clone() for name, weight in draft.named_parameters()}
     draft.zero_grad()
-    loss = trainer.loss(trainer.model, ids, make_blocks(ids, learned, torch.tensor(ANCHORS), 4, draft.mask_token_id))
+    blocks = make_blocks(ids, learned, torch.tensor(ANCHORS), 4, draft.mask_token_id)
+    loss = trainer.loss(trainer.model, ids, trainer.features([], ids), blocks)
     loss.backward()
     torch.testing.assert_close(loss, expected)
     for name, weight in draft.named_parameters():
@@ -158,13 +159,69 @@ def test_the_whole_loss_is_that_of_each_block_alone(shape, kind, options, target
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
-def test_flex_attention_gives_the_same_loss(shape, options):
-    """Fails if flex attention gives another loss than the dense mask (forward only: a CPU has no backward pass)."""
+def test_every_attention_gives_the_same_loss(shape, options):
+    """Fails if flex or split attention gives another loss than the dense mask (forward only: flex has no backward)."""
     trainer = Trainer(options(**shape))
     ids, learned = _example()
     blocks = make_blocks(ids, learned, torch.tensor(ANCHORS), 4, trainer.draft.mask_token_id)
     trainer.draft.requires_grad_(False)
     losses = []
-    for trainer.flex in (False, True):
-        losses.append(trainer.loss(trainer.model, ids, blocks))
-    torch.testing.assert_close(*losses)
+    for trainer.attention in ("dense", "flex", "split"):
+        losses.append(trainer.loss(trainer.model, ids, trainer.features([], ids), blocks))
+    torch.testing.assert_close(losses[1:], losses[:1] * 2)
+
+
+def _short(size: int, labels: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss over fewer ids of rows with the given labels, and the gradient of their hidden states."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(40, 8, generator=generator)
+    hidden = torch.randn(*labels.shape, 8, generator=generator, requires_grad=True)
+    counts = torch.arange(40, 0, -1)  # id 0 is the most frequent one
+    drawn = torch.Generator().manual_seed(seed)
+    head, wanted = ShortLoss(counts, size).drawn(labels, lambda ids: lambda x: x @ weight[ids].T, drawn)
+    losses = row_losses(hidden, wanted, head)
+    whole = row_losses(hidden, labels, lambda x: x @ weight.T)
+    return losses, whole
+
+
+LABELS = torch.tensor([[NO, 3, 39, 0], [NO, 38, 38, NO]])
+
+
+@pytest.mark.parametrize("size", [40, 54])
+def test_a_loss_over_enough_ids_is_the_whole_one(size):
+    """Fails if ids are mapped to other rows of the head, or a label is lost: with all 40 ids, nothing is drawn."""
+    losses, whole = _short(size, LABELS)
+    if size == 54:  # 41 frequent ones are more than there are
+        torch.testing.assert_close(losses, whole)
+    assert losses.isfinite().all() and ((losses == 0) == (LABELS == NO)).all()
+
+
+def test_the_drawn_ids_stand_for_all_others():
+    """Fails if rare labels are left out, or the drawn ids do not weigh as much as the ids that they stand for."""
+    whole = _short(16, LABELS)[1]
+    sums = torch.stack([(_short(16, LABELS, seed)[0] - whole).exp() for seed in range(400)])
+    learned = LABELS != NO
+    torch.testing.assert_close(sums.mean(0)[learned], torch.ones(int(learned.sum())), rtol=0.1, atol=0)
+    assert (sums.std(0)[learned] > 0.01).all()  # other ids each time
+
+
+def test_a_run_with_fewer_ids_learns(options):
+    """Fails if a draft that learns by the loss over fewer ids gets no better by the whole loss."""
+    trainer = Trainer(options(loss_ids=256, learning_rate=3e-3, max_steps=40))
+    ids, learned = _example()
+    blocks = make_blocks(ids, learned, torch.tensor(ANCHORS), 4, trainer.draft.mask_token_id)
+    features = trainer.features([], ids)
+
+    def whole() -> float:
+        short, trainer.short_loss = trainer.short_loss, None
+        with torch.no_grad():
+            loss = trainer.loss(trainer.draft, ids, features, blocks).item()
+        trainer.short_loss = short
+        return loss
+
+    before = whole()
+    for step in range(20):
+        trainer.loss(trainer.draft, ids, features, blocks, trainer.generator(step)).backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+    assert whole() < 0.7 * before

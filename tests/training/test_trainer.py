@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from matplotlib import image
 from transformers import Gemma2Config
 
@@ -34,6 +36,11 @@ def _rows(folder: Path | str, key: str) -> list[dict[str, Any]]:
 
 def _digest(folder: Path | str) -> str:
     return hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _timeless(path: Path) -> str:
+    """A file's text without the hours that the run took, and the draft's name, which is the folder's."""
+    return re.sub(rf'(tokens in |"hours": )[\d.]+|name: {path.parent.name}', "", path.read_text())
 
 
 def _said(capsys: pytest.CaptureFixture) -> str:
@@ -78,7 +85,7 @@ def learning_run(options: Any, **changes: Any) -> tuple[Path, float, list[float]
         max_steps=40,
         learning_rate=3e-3,
         eval_every=20,
-        held_out_data=str(options().data[0]),
+        held_out_data=options().data,
         held_out_limit=3,
     )
     acceptance = train(made)
@@ -137,8 +144,8 @@ def test_a_resumed_run_is_the_unbroken_one(unbroken, halfway, options):
     """Fails if order, anchors, optimizer, learning rate or metrics do not continue bit for bit."""
     train(_eight(halfway, options, resume=True))
     assert _digest(halfway) == _digest(unbroken)
-    assert (halfway / "metrics.jsonl").read_bytes() == (unbroken / "metrics.jsonl").read_bytes()
-    assert (halfway / "README.md").read_text() == (unbroken / "README.md").read_text()
+    for name in ("metrics.jsonl", "README.md"):
+        assert _timeless(halfway / name) == _timeless(unbroken / name)
 
 
 @pytest.mark.parametrize("where", ["_step", "evaluate"])
@@ -181,8 +188,9 @@ def test_resuming_a_finished_run_changes_nothing(unbroken, tmp_path, options):
     shutil.copytree(unbroken, folder)
     acceptance = train(_eight(folder, options, resume=True))
     assert acceptance.tau == _rows(unbroken, "tau")[-1]["tau"]
-    for name in ("model.safetensors", "metrics.jsonl", "README.md", "config.json"):
+    for name in ("model.safetensors", "metrics.jsonl", "config.json"):
         assert (folder / name).read_bytes() == (unbroken / name).read_bytes(), name
+    assert _timeless(folder / "README.md") == _timeless(unbroken / "README.md")
 
 
 @pytest.mark.parametrize(
@@ -303,12 +311,13 @@ def test_a_step_by_hand(options):
     not AdamW's at the scheduled learning rate."""
     made = options(accumulate=2, max_steps=10, warm_up=0.5, clip=0.5, learning_rate=1e-2, weight_decay=0.1)
     ours, plain = Trainer(made), Trainer(made)
-    queue = micro_batches([len(ids) for ids in plain.data["input_ids"]], 2, 0, 0, 1, 0)
-    recorded = ours._step(0, micro_batches([len(ids) for ids in ours.data["input_ids"]], 2, 0, 0, 1, 0))[0]
+    queue = micro_batches([len(ids) for ids in plain.data.learned["input_ids"]], 2, 0, 0, 1, 0)
+    recorded = ours._step(0, micro_batches([len(ids) for ids in ours.data.learned["input_ids"]], 2, 0, 0, 1, 0))[0]
     losses = []
     for micro in range(2):
-        ids, learned = collate([plain.data[index] for index in next(queue)], torch.device("cpu"))
-        losses.append(plain.loss(plain.draft, ids, plain.blocks(ids, learned, micro)))
+        ids, learned = collate([plain.data.learned[index] for index in next(queue)], torch.device("cpu"))
+        blocks = plain.blocks(ids, learned, plain.generator(micro))
+        losses.append(plain.loss(plain.draft, ids, plain.features([], ids), blocks))
     mean = sum(losses) / 2
     weights = dict(plain.draft.named_parameters())
     gradients = dict(zip(weights, torch.autograd.grad(mean, list(weights.values())), strict=True))
@@ -397,14 +406,14 @@ def test_one_conversation_is_refused(options, tmp_path):
     data.write_text(json.dumps({"prompt": "Compute 9 * 7.", "response": "The answer is 63."}) + "\n")
     with pytest.raises(ValueError, match="holds 1 conversation; one is held out"):
         Trainer(options(data=(str(data),)))
-    assert len(Trainer(options(data=(str(data),), held_out_data=str(data))).data) == 1
+    assert len(Trainer(options(data=(str(data),), held_out_data=(str(data),))).data.learned) == 1
 
 
 def test_every_micro_batch_draws_its_own_anchors(options):
     """Fails if a conversation gets the same anchors in every micro-step, or one micro-step gets different anchors."""
     trainer = Trainer(options())
     ids, learned = torch.arange(90)[None], torch.ones(1, 90, dtype=torch.bool)
-    drawn = [trainer.blocks(ids, learned, place).anchors.tolist() for place in (0, 1, 2, 0)]
+    drawn = [trainer.blocks(ids, learned, trainer.generator(place)).anchors.tolist() for place in (0, 1, 2, 0)]
     assert drawn[0] == drawn[3] and drawn[0] != drawn[1] != drawn[2] != drawn[0]
 
 
@@ -414,3 +423,31 @@ def test_a_target_that_scales_its_logits_is_refused(options, tokenizer, tmp_path
     tokenizer.save_pretrained(tmp_path / "gemma")
     with pytest.raises(ValueError, match=r"scales embeddings or logits \(final_logit_softcapping\)"):
         Trainer(options(target=str(tmp_path / "gemma")))
+
+
+def test_held_out_files_are_told_apart(options, tmp_path):
+    """Fails if metrics, card or the whole tau mix up the kinds of held-out text."""
+    lines = Path(options().data[0]).read_text().splitlines(keepends=True)
+    files = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    for path, some in zip(files, (lines[:3], lines[3:4]), strict=True):
+        path.write_text("".join(some))
+    made = options(held_out_data=tuple(map(str, files)), max_steps=1, held_out_limit=2)
+    whole = train(made)
+    (row,) = _rows(made.output, "tau")
+    taus = {}
+    for path in files:
+        alone = options(held_out_data=(str(path),), output=str(tmp_path / path.stem), max_steps=1, held_out_limit=2)
+        taus[path.stem] = train(alone).tau
+    assert row["by_kind"] == taus and row["tau"] == whole.tau
+    card = (Path(made.output) / "README.md").read_text()
+    head = yaml.safe_load(card.split("---")[1])
+    results = {one["dataset"]["name"]: one["metrics"][0]["value"] for one in head["model-index"][0]["results"]}
+    assert results == {kind: round(tau, 2) for kind, tau in taus.items()}
+    assert f"| first | 2 | {taus['first']:.2f} |" in card and "| second | 1 |" in card
+
+
+def test_the_curve_counts_learned_tokens(unbroken):
+    """Fails if the tokens of the curve are not those of the answers, over all epochs."""
+    first, last = _rows(unbroken, "tau")
+    assert 0 < first["tokens"] < last["tokens"] and 0 <= first["hours"] <= last["hours"]
+    assert f"{last['tokens']:,} learned tokens in " in (unbroken / "README.md").read_text()

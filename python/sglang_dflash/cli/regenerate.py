@@ -16,6 +16,7 @@ import httpx
 import typer
 from rich.console import Console
 
+from sglang_dflash.cli.synthesis import Questions, Synthesis
 from sglang_dflash.serving import Client, Completion, Progress, Server, ServerError
 from sglang_dflash.serving.arms import START_S
 from sglang_dflash.serving.device import device_flags
@@ -70,6 +71,10 @@ class RegenerateOptions:
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 64
     server_args: Annotated[str, typer.Option(help="More flags of sglang.launch_server, as one quoted string.")] = ""
     chat_template_kwargs: Annotated[str, typer.Option(help='JSON object, such as {"enable_thinking": false}.')] = "{}"
+    synthesize: Annotated[
+        int, typer.Option(help="First let the target write so many questions of its own to DATA; 0: DATA is there.")
+    ] = 0
+    seed: Annotated[int, typer.Option(help="With --synthesize: seed of the questions.")] = 0
 
     def __post_init__(self) -> None:
         """
@@ -82,20 +87,29 @@ class RegenerateOptions:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
         if self.temperature < 0:
             raise ValueError(f"--temperature is {self.temperature}; it must be 0 or more.")
-        if not self.data.is_file():
+        if self.synthesize < 0:
+            raise ValueError(f"--synthesize is {self.synthesize}; it must be 0 or more.")
+        if self.synthesize and not 0 <= self.seed < 1 << 30:
+            raise ValueError(f"--seed is {self.seed}; it must be from 0 to {(1 << 30) - 1}.")
+        if not self.synthesize and not self.data.is_file():
             raise ValueError(f"DATA is {self.data}; it must be an existing JSONL file.")
 
 
 def regenerate(options: RegenerateOptions) -> None:
     """Replace every assistant turn of DATA by the target's own answer.
 
+    With --synthesize, the target writes the questions to DATA first.
+
     Starts an SGLang server for the target. After an interruption, the same
     command goes on where it stopped.
     """
     template = json.dumps(dict(template_kwargs(options.chat_template_kwargs)), sort_keys=True)
+    server_args = shlex.split(options.server_args)
+    if options.synthesize:
+        _write_questions(options, template, server_args)
     digest = hashlib.sha256(options.data.read_bytes()).hexdigest()
     asking = Asking(options.target, digest, options.max_new_tokens, options.temperature, template)
-    Regeneration(options.data, options.output, asking).run(options.concurrency, shlex.split(options.server_args))
+    Regeneration(options.data, options.output, asking).run(options.concurrency, server_args)
 
 
 class Regeneration:
@@ -155,9 +169,7 @@ class Regeneration:
 
     def _ask(self, missing: list[int], concurrency: int, server_args: Sequence[str], console: Console) -> None:
         log = self.output.with_name(self.output.name + ".server.log")
-        server = Server(["--model-path", self.asking.target, *device_flags(server_args), *server_args], log)
-        with Progress(console).waiting(f"Starting {self.asking.target} ...") as on_wait:
-            server.start(START_S, on_wait)
+        server = _started(self.asking.target, server_args, log, console)
         with server, ThreadPoolExecutor(concurrency) as pool, self.partial.open("a", encoding="utf-8") as file:
             client = server.client(timeout_s=_PATIENCE_S)
             asked = {index: self.conversations[index] for index in missing}
@@ -271,6 +283,33 @@ class Regeneration:
             + (f", {empty:,} refused by the chat template or the server." if empty else "."),
             highlight=False,
         )
+
+
+def _started(target: str, server_args: Sequence[str], log: Path, console: Console) -> Server:
+    server = Server(["--model-path", target, *device_flags(server_args), *server_args], log)
+    with Progress(console).waiting(f"Starting {target} ...") as on_wait:
+        server.start(START_S, on_wait)
+    return server
+
+
+def _write_questions(options: RegenerateOptions, template: str, server_args: Sequence[str]) -> None:
+    """Makes DATA of the target's own questions, or goes on with it."""
+    console = Console(stderr=True)
+    renderer = Renderer(options.target, json.loads(template), "--target")
+    questions = Questions(options.data, Synthesis(options.target, template, options.seed), renderer)
+    if len(questions.keys) >= options.synthesize:
+        return
+    log = options.data.with_name(options.data.name + ".server.log")
+    seeded = ["--random-seed", str(questions.random_seed), *server_args]
+    with _started(options.target, seeded, log, console) as server:
+        client = server.client(timeout_s=_PATIENCE_S)
+        try:
+            questions.write(client, options.synthesize, options.concurrency, Progress(console))
+        except httpx.HTTPError as error:
+            raise ServerError(
+                f"The server stopped answering ({first_line(error)}); see {log}. The questions are kept: start again "
+                "to go on."
+            ) from None
 
 
 def _read_conversations(data: Path) -> list[Conversation]:

@@ -39,7 +39,7 @@ def train(options: TrainOptions, answers: AnswerOptions) -> None:
     if answers.regenerated:
         _check_before_asking(options)
         data = tuple(_own_answers(path, options, answers) for path in options.data)
-        held_out = options.held_out_data and _own_answers(options.held_out_data, options, answers)
+        held_out = tuple(_own_answers(path, options, answers) for path in options.held_out_data)
         options = replace(options, data=data, held_out_data=held_out)
     from sglang_dflash.training.trainer import train as run
 
@@ -53,7 +53,7 @@ def _check_before_asking(options: TrainOptions) -> None:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("--regenerate runs in one process; under torchrun, first run `sglang-dflash regenerate`.")
-    names = [Path(path).name for path in (*options.data, *filter(None, [options.held_out_data]))]
+    names = [Path(path).name for path in (*options.data, *options.held_out_data)]
     if len(set(names)) < len(names):
         raise ValueError(
             f"--data has files of the same name: {', '.join(names)}; with --regenerate, names must differ."

@@ -4,12 +4,13 @@ from sglang_dflash.core.draft_config import PLAIN_ARCHITECTURE, LayerAttention, 
 from sglang_dflash.core.draft_heads import DFLASH2_ARCHITECTURES
 from sglang_dflash.reference.dflash2 import CandidateSelector
 from sglang_dflash.reference.generation import Generation, spec_generate
-from sglang_dflash.reference.modeling import DFlashConfig, DFlashDraftModel, block_mask
+from sglang_dflash.reference.modeling import Attend, DFlashConfig, DFlashDraftModel, block_mask
 from sglang_dflash.reference.target import FeatureTaps, decoder_layers, end_token_ids, text_config
 
 __all__ = [
     "DFLASH2_ARCHITECTURES",
     "PLAIN_ARCHITECTURE",
+    "Attend",
     "CandidateSelector",
     "DFlashConfig",
     "DFlashDraftModel",

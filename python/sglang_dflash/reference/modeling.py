@@ -26,7 +26,9 @@ from sglang_dflash.reference.dflash2 import CandidateSelector, GroupedConvolutio
 from sglang_dflash.reference.domino import domino_projector, domino_weights
 from sglang_dflash.reference.generation import Generation, spec_generate
 
-Mask = torch.Tensor | BlockMask | None
+# Attention over keys that it knows: q [B, Hq, Q, D], k and v [B, Hkv, S, D] -> [B, Hq, Q, D].
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Mask = torch.Tensor | BlockMask | Attend | None
 _compiled_flex_attention = torch.compile(flex_attention)
 
 
@@ -103,7 +105,8 @@ class DFlashAttention(nn.Module):
             x: [B, Q, H]; input-normed block rows.
             context: [B, T, H]; context features, not input-normed.
             rope: cosines and sines, each [B, T + Q, D], context first.
-            mask: [B or 1, 1, Q, S] bool (True: sees), a flex BlockMask, or None if every key is seen.
+            mask: [B or 1, 1, Q, S] bool (True: sees), a flex BlockMask, attention of its own, or None if every key is
+                seen.
             past_key_values: a cache with the `update` of transformers', or None.
         """
         rows = torch.cat((context, x), dim=1)  # [B, T+Q, H]
@@ -123,6 +126,8 @@ class DFlashAttention(nn.Module):
         if isinstance(mask, BlockMask):
             attend = _compiled_flex_attention if q.is_cuda else flex_attention
             out = attend(q, k, v, block_mask=mask, enable_gqa=True)
+        elif callable(mask):
+            out = mask(q, k, v)
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -134,9 +139,9 @@ class DFlashAttention(nn.Module):
 def with_sinks(
     k: torch.Tensor, v: torch.Tensor, mask: Mask, sinks: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`ops.with_sink` with one score for each head; sinks: [Hq], rows: Q. A BlockMask is refused with ValueError."""
-    if isinstance(mask, BlockMask):
-        raise ValueError("A draft with attention sinks takes dense masks only, no BlockMask.")
+    """`ops.with_sink` with one score for each head; sinks: [Hq], rows: Q. Other than dense masks raise ValueError."""
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise ValueError("A draft with attention sinks takes dense masks only.")
     return ops.with_sink(k, v, mask, sinks.to(k.dtype).view(1, -1, 1, 1).expand(-1, -1, rows, -1))
 
 

@@ -149,6 +149,23 @@ def check_ids(data: Dataset, vocab_size: int, where: str) -> None:
         )
 
 
+def seen_ids(*data: Dataset) -> set[int]:
+    """All token ids of the samples."""
+    found: set[int] = set()
+    for one in data:
+        found.update(pyarrow.compute.unique(pyarrow.compute.list_flatten(one.data.column("input_ids"))).to_pylist())
+    return found
+
+
+def learned_counts(data: Dataset, vocab_size: int) -> torch.Tensor:
+    """[V] int64; how often each id stands in an answer."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for sample in data:
+        for start, end in sample["spans"]:
+            counts += torch.bincount(torch.tensor(sample["input_ids"][start:end]), minlength=vocab_size)
+    return counts
+
+
 def _samples(
     line: str, tokenizer: Any, end_ids: set[int], template: Mapping[str, Any], where: str
 ) -> Iterable[Mapping[str, Any]]:

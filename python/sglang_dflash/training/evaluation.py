@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sglang_dflash.reference import DFlashDraftModel
-from sglang_dflash.training.blocks import IGNORED, dense_mask, make_blocks
+from sglang_dflash.training.blocks import IGNORED, make_blocks, split_attention
 from sglang_dflash.training.conversations import collate
 from sglang_dflash.training.frozen import FrozenTarget
 
@@ -36,6 +36,30 @@ class Acceptance:
         return [sum(self.steps[k:]) / total for k in range(1, len(self.steps))]
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Held-out acceptance by kind of text."""
+
+    by_kind: Mapping[str, Acceptance]
+
+    @property
+    def whole(self) -> Acceptance:
+        """Of all kinds together."""
+        return Acceptance(tuple(map(sum, zip(*(one.steps for one in self.by_kind.values()), strict=True))))
+
+    def row(self) -> dict[str, Any]:
+        """As metrics.jsonl has it."""
+        kinds = {"by_kind": {kind: one.tau for kind, one in self.by_kind.items()}} if len(self.by_kind) > 1 else {}
+        return {"tau": self.whole.tau, "by_position": self.whole.by_position, **kinds}
+
+    def __str__(self) -> str:
+        shares = " ".join(f"{share:.0%}" for share in self.whole.by_position)
+        rows = f"block rows 1 to {len(self.whole.by_position)}"
+        kinds = ", ".join(f"{kind} {one.tau:.2f}" for kind, one in self.by_kind.items())
+        kinds = f" ({kinds})" if len(self.by_kind) > 1 else ""
+        return f"Held-out tau: {self.whole.tau:.2f}{kinds}. Share of steps that accept {rows}: {shares}"
+
+
 @torch.no_grad()
 def accept_lens(
     draft: DFlashDraftModel,
@@ -58,7 +82,7 @@ def accept_lens(
     found: list[int] = []
     for some in anchors.split(_BLOCKS_AT_ONCE):
         blocks = make_blocks(ids, learned, some[None], draft.block_size, draft.mask_token_id)
-        masks = {kind: dense_mask(blocks, ids.shape[1], kind) for kind in set(draft.draft_config.attention)}
+        masks = {kind: split_attention(blocks, ids.shape[1], kind) for kind in set(draft.draft_config.attention)}
         positions = torch.cat((context, blocks.positions), 1)
         hidden = draft(target.embed(blocks.ids), features, positions, masks, block_size=draft.block_size)
         hidden = hidden.view(len(some), draft.block_size, -1)
@@ -73,22 +97,26 @@ def held_out_acceptance(
     draft: DFlashDraftModel,
     target: FrozenTarget,
     samples: Iterable[Mapping[str, Any]],
+    features: Callable[[Sequence[Mapping[str, Any]], torch.Tensor], torch.Tensor],
     device: torch.device,
 ) -> Acceptance:
     """Walks each answer as decoding does: the first block starts at its first token, the next commit_len tokens later.
 
     Exact if the answers are the target's greedy ones (`--regenerate`); an estimate for other text.
+
+    Args:
+        features: samples and their ids [B, T] -> context features [B, T, taps * H].
     """
     steps = [0] * draft.block_size
     draft.eval()
     for sample in samples:
         ids, _ = collate([sample], device)
-        features = target.features(ids, draft.target_layer_ids)
+        known = features([sample], ids)
         for start, end in sample["spans"]:
             if end - start < 2:
                 continue  # the answer's first token comes from the prefill, without a verify step
             anchors = torch.arange(start, end - 1, device=device)
-            lens = accept_lens(draft, target, ids, features, anchors, end)
+            lens = accept_lens(draft, target, ids, known, anchors, end)
             anchor = start
             while anchor < end - 1:
                 accept_len = lens[anchor - start]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,11 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.reference import FeatureTaps, end_token_ids, text_config
 from sglang_dflash.training.layout import new_config
-from sglang_dflash.training.options import TrainOptions
+from sglang_dflash.training.options import OF_TARGET, TrainOptions
 
 _DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+# Number of values of each weight that tell one checkpoint from another.
+_DIGESTED = 256
 # Config keys by which a target scales embeddings or logits.
 _SCALINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "embedding_multiplier", "lm_head_multiplier")
 
@@ -50,6 +54,14 @@ class FrozenTarget:
             )
         self._head_weight = head.weight
 
+    def digest(self, taps: tuple[int, ...]) -> str:
+        """Names the features of these taps: equal for equal weights, config and dtype."""
+        found = hashlib.sha256(f"{self.config.to_json_string()} {taps} {self._head_weight.dtype}".encode())
+        for weight in self.model.parameters():
+            some = weight.detach().flatten()[:: weight.numel() // _DIGESTED + 1]
+            found.update(some.float().cpu().numpy().tobytes())
+        return found.hexdigest()[:16]
+
     def _exact(self) -> torch.autocast:
         """Turns autocast off: the target runs in its own dtype, whatever the draft's precision is."""
         return torch.autocast(self._head_weight.device.type, enabled=False)
@@ -70,8 +82,16 @@ class FrozenTarget:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits: [N, H] -> [N, V]; gradients flow to `hidden` only."""
+        return self._logits(hidden, self._head_weight)
+
+    def head_of(self, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Like `head`, of `ids` [M] int64 alone: [N, H] -> [N, M]."""
+        weight = self._head_weight[ids]
+        return lambda hidden: self._logits(hidden, weight)
+
+    def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         with self._exact():
-            return F.linear(hidden.to(self._head_weight.dtype), self._head_weight)
+            return F.linear(hidden.to(weight.dtype), weight)
 
 
 def check_target(options: TrainOptions) -> None:
@@ -99,29 +119,57 @@ def check_target(options: TrainOptions) -> None:
         raise ValueError(
             f"The target {options.target} has no fast tokenizer; the trainer needs its offsets to locate the answers."
         )
-    if options.init is None:
+    if options.init in (None, OF_TARGET):
         new_config(config, options, mask_token_id(tokenizer, config.vocab_size, options.mask_token_id))
 
 
-def mask_token_id(tokenizer: Any, rows: int, chosen: int | None) -> int:
+def mask_token_id(tokenizer: Any, rows: int, chosen: int | str | None, seen: Iterable[int] = ()) -> int:
     """The mask token's id: as given, else the tokenizer's mask token, else the id after the tokenizer's last one.
 
     Args:
         rows: number of rows of the target's embedding.
-        chosen: --mask-token-id.
+        chosen: --mask-token-id; "auto" falls back to a special token that no text of the data has.
+        seen: the ids of the data. Without them, those of a chat.
 
     Raises:
         ValueError: there is no such id, or it is outside the embedding.
     """
-    if chosen is None:
-        chosen = tokenizer.mask_token_id
-    if chosen is None:
-        chosen = max(tokenizer.get_vocab().values()) + 1
-        if chosen >= rows:
-            raise ValueError(
-                f"The target's tokenizer uses all {rows} rows of the embedding and has no mask token; "
-                "give --mask-token-id, a token that occurs in no text."
-            )
-    if not 0 <= chosen < rows:
-        raise ValueError(f"--mask-token-id is {chosen}; it must be a row of the target's embedding, 0 to {rows - 1}.")
-    return chosen
+    found = tokenizer.mask_token_id if chosen in (None, "auto") else chosen
+    if found is None:
+        found = max(tokenizer.get_vocab().values()) + 1
+        if found >= rows:
+            unused = _unused(tokenizer, seen)
+            if chosen is None or not unused:
+                candidates = (
+                    f"; the data does not have {_runs(unused)}, of which auto takes the first" if unused else ""
+                )
+                raise ValueError(
+                    f"The target's tokenizer uses all {rows} rows of the embedding and has no mask token; "
+                    f"give --mask-token-id, a token that occurs in no text{candidates}."
+                )
+            found = unused[0]
+    if not 0 <= int(found) < rows:
+        raise ValueError(f"--mask-token-id is {found}; it must be a row of the target's embedding, 0 to {rows - 1}.")
+    return int(found)
+
+
+def _unused(tokenizer: Any, seen: Iterable[int]) -> list[int]:
+    """The special tokens that are not `seen`, that end no text, and that the chat template does not write."""
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    used = {
+        *seen,
+        *(getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk", "sep", "cls")),
+    }
+    template = str(tokenizer.chat_template or "")
+    return sorted(one for one in special - used if tokenizer.added_tokens_decoder[one].content not in template)
+
+
+def _runs(numbers: list[int]) -> str:
+    """Rising numbers as words: 3 to 16, 20."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

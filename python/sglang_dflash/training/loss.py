@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -59,6 +60,53 @@ def row_losses(
         return F.cross_entropy(head(rows).float(), wanted, reduction="none")[None]
 
     return _labelled_rows(some, labels, hidden)[0]
+
+
+class ShortLoss:
+    """A softmax over fewer ids than all: the frequent ones, the labels, and drawn ones that stand for the others.
+
+    The logit of a drawn id is raised by the log of how many ids it stands for, so the sum below the softmax is the
+    whole one in the mean (sampled softmax, arXiv 1412.2007).
+    """
+
+    def __init__(self, counts: torch.Tensor, size: int) -> None:
+        """
+        Args:
+            counts: [V] int64; how often each id is a label.
+            size: ids of the loss, labels that are not frequent left out; a quarter of them is drawn.
+        """
+        order = counts.argsort(descending=True, stable=True)
+        frequent = min(len(counts), size - size // 4)
+        self._frequent, self._others = order[:frequent].sort().values, order[frequent:]
+        self._drawn = min(size // 4, len(self._others))
+        self._vocab_size = len(counts)
+
+    def drawn(
+        self,
+        labels: torch.Tensor,
+        head_of: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]],
+        generator: torch.Generator | None,
+    ) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+        """The head over the ids of one micro-batch, and the labels as places among them.
+
+        Args:
+            labels: [...] int64.
+            head_of: the target's head of some ids [M] int64.
+            generator: a CPU generator.
+        """
+        wanted = labels[labels != IGNORED].unique().cpu()
+        rare = wanted[torch.isin(wanted, self._others)]
+        others = self._others[~torch.isin(self._others, rare)]
+        drawn = others[torch.randperm(len(others), generator=generator)[: self._drawn]]
+        ids = torch.cat((self._frequent, rare, drawn)).to(labels.device)
+        raised = torch.zeros(len(ids), device=labels.device)
+        if len(drawn):
+            raised[-len(drawn) :] = math.log(len(others) / len(drawn))
+        place = torch.full((self._vocab_size,), IGNORED, device=labels.device)
+        place[ids] = torch.arange(len(ids), device=labels.device)
+        head = head_of(ids)
+        known = place[labels.clamp(min=0)].masked_fill(labels == IGNORED, IGNORED)
+        return lambda hidden: head(hidden) + raised, known
 
 
 def selected_losses(

@@ -13,12 +13,13 @@ import typer
 
 HEADS = ("dflash", "dflash2")
 LOSSES = ("decay", "dpace")
-ATTENTIONS = ("auto", "flex", "dense")
+ATTENTIONS = ("auto", "flex", "split", "dense")
+OF_TARGET = "target"  # the value of --init that takes the target's own layers
 PRECISIONS = ("auto", "bf16", "float32")
 # Block size -> the paper's gamma (appendix A.1).
 _GAMMAS = {8: 4.0, 10: 5.0, 16: 7.0}
 # A resumed run may change these: they do not change what the run computes.
-_FREE = ("output", "resume", "eval_every", "save_every", "log_every", "keep_checkpoints")
+_FREE = ("output", "cache", "resume", "eval_every", "save_every", "log_every", "keep_checkpoints")
 
 
 _data = partial(typer.Option, rich_help_panel="Target and data")
@@ -33,6 +34,13 @@ def layer_list(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"--taps is {text!r}; it must be layer numbers separated by commas, such as 1,9,17.") from None
+
+
+def mask_token(text: str) -> int | str:
+    """The value of --mask-token-id; raises ValueError if it is neither an id nor auto."""
+    if text != "auto" and not text.isdecimal():
+        raise ValueError(f"--mask-token-id is {text!r}; it must be a token id or auto.")
+    return text if text == "auto" else int(text)
 
 
 def template_kwargs(text: str) -> tuple[tuple[str, Any], ...]:
@@ -97,11 +105,19 @@ class TrainOptions:
         _shape(help="Whether rows see no later rows of their block, in all layers. Default: only in sliding layers."),
     ] = None
     mask_token_id: Annotated[
-        int | None, _shape(help="Mask token. Default: the tokenizer's mask token, else the id after its last one.")
+        int | str | None,
+        _shape(
+            help="Mask token. Default: the tokenizer's mask token, else the id after its last one. auto: else a "
+            "special token that the data does not have."
+        ),
+        mask_token,
     ] = None
     init: Annotated[
         str | None,
-        _shape(help="Draft to start from: folder or hub name. Its config overrides the flags of this group."),
+        _shape(
+            help="Draft to start from: folder or hub name, whose config overrides the flags of this group; target: the "
+            "target's own last layers."
+        ),
     ] = None
     loss: Annotated[str, _learning(help="Loss weights: decay (the paper's) or dpace.")] = "decay"
     gamma: Annotated[
@@ -111,6 +127,10 @@ class TrainOptions:
     selector_weight: Annotated[
         float, _learning(help="With --head dflash2: weight of the selector's loss beside the plain one.")
     ] = 1.0
+    loss_ids: Annotated[
+        int,
+        _learning(help="Ids in the softmax of the loss: the frequent ones, and drawn ones for the others. 0: all."),
+    ] = 0
     anchors: Annotated[int, _learning(help="Maximum blocks per conversation and step.")] = 512
     batch_size: Annotated[int, _learning(help="Conversations per micro-batch and process.")] = 1
     accumulate: Annotated[int, _learning(help="Micro-batches per step.")] = 1
@@ -123,9 +143,13 @@ class TrainOptions:
     max_length: Annotated[int, _data(help="Maximum tokens per conversation; longer ones are cut.")] = 3072
     held_out: Annotated[float, _data(help="Share of the data kept to measure held-out tau.")] = 0.02
     held_out_data: Annotated[
-        str | None, _data(help="JSONL file for held-out tau, instead of a share of --data.", metavar="PATH")
-    ] = None
-    held_out_limit: Annotated[int, _data(help="Maximum conversations per evaluation.")] = 64
+        tuple[str, ...],
+        _data(
+            help="JSONL file for held-out tau, instead of a share of --data; given several times: tau of each.",
+            metavar="PATH",
+        ),
+    ] = ()
+    held_out_limit: Annotated[int, _data(help="Maximum conversations per evaluation, of each file.")] = 64
     chat_template_kwargs: Annotated[
         tuple[tuple[str, Any], ...],
         _data(help='JSON object, such as {"enable_thinking": false}. Default: {}.', show_default=False),
@@ -137,9 +161,14 @@ class TrainOptions:
     target_dtype: Annotated[
         str, _run(help="bfloat16, float16, float32, or auto (the checkpoint's; float32 on a CPU).")
     ] = "auto"
-    attention: Annotated[str, _run(help="flex (holds no dense mask), dense, or auto (flex on CUDA, else dense).")] = (
-        "auto"
-    )
+    attention: Annotated[
+        str,
+        _run(help="flex (no dense mask), split (no scores between blocks), dense; auto: flex on CUDA, else split."),
+    ] = "auto"
+    cache: Annotated[
+        str | None,
+        _run(help="Folder that keeps the target's features for later epochs and runs. Default: none.", metavar="PATH"),
+    ] = None
     seed: Annotated[int, _run(help="Seed of data order, anchors and initial weights.")] = 0
     eval_every: Annotated[int, _run(help="Steps between evaluations.")] = 200
     save_every: Annotated[int, _run(help="Steps between checkpoints.")] = 500
@@ -155,6 +184,9 @@ class TrainOptions:
             _need(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _need(self.conv_kernel_size >= 0, "conv_kernel_size", self.conv_kernel_size, "0 (no convolution) or more")
         _need(self.selector_weight > 0, "selector_weight", self.selector_weight, "above 0")
+        _need(self.loss_ids == 0 or self.loss_ids >= 64, "loss_ids", self.loss_ids, "0 (all) or at least 64")
+        if self.loss_ids and self.head == "dflash2":
+            raise ValueError("--loss-ids is for --head dflash: DFlash2's selector needs the candidates of all ids.")
         _need(self.block_size >= 2, "block_size", self.block_size, "at least 2")
         _need(self.max_length >= 4, "max_length", self.max_length, "at least 4")
         _need(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
@@ -187,7 +219,9 @@ class TrainOptions:
                 f"--num-taps is {self.num_taps}, but --taps names {len(self.taps)} layers; give one of them."
             )
         files = [("data", path) for path in self.data]
-        files += [("held_out_data", self.held_out_data)] if self.held_out_data is not None else []
+        files += [("held_out_data", path) for path in self.held_out_data]
+        stems = [Path(path).stem for path in self.held_out_data]
+        _need(len(set(stems)) == len(stems), "held_out_data", ", ".join(stems), "files of different names")
         for name, path in files:
             _need(Path(path).is_file(), name, path, "an existing JSONL file")
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
@@ -18,21 +19,28 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
-from datasets import Dataset
 from torch import nn
 
-from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.serving.lifetime import Held, Stopped, held_back
-from sglang_dflash.training.blocks import Blocks, dense_mask, flex_mask, make_blocks, sample_anchors
-from sglang_dflash.training.conversations import check_ids, collate, lengths, micro_batches, read
-from sglang_dflash.training.evaluation import Acceptance, held_out_acceptance
-from sglang_dflash.training.folding import fold
-from sglang_dflash.training.frozen import FrozenTarget, check_target, mask_token_id
-from sglang_dflash.training.layout import new_config, save_draft, with_dflash2_head
-from sglang_dflash.training.loss import decay_weights, dpace_weights, row_losses, selected_losses, weighted_mean
+from sglang_dflash.training.blocks import MASKS, Blocks, make_blocks, sample_anchors
+from sglang_dflash.training.conversations import collate, learned_counts, lengths, micro_batches, seen_ids
+from sglang_dflash.training.data import HELD_OUT, read_data
+from sglang_dflash.training.evaluation import Acceptance, Evaluation, held_out_acceptance
+from sglang_dflash.training.feature_cache import FeatureCache
+from sglang_dflash.training.frozen import FrozenTarget, check_target
+from sglang_dflash.training.initial import first_draft
+from sglang_dflash.training.layout import save_draft
+from sglang_dflash.training.loss import (
+    ShortLoss,
+    decay_weights,
+    dpace_weights,
+    row_losses,
+    selected_losses,
+    weighted_mean,
+)
 from sglang_dflash.training.options import TrainOptions, default_gamma
 from sglang_dflash.training.progress import Reporter
-from sglang_dflash.training.report import digest, draw_curves, write_card
+from sglang_dflash.training.report import Card, digest, draw_curves, write_card
 
 _STATE = "run.json"
 # Flex attention is compiled per shape: tokens and anchors are padded to multiples of these, which keeps shapes few.
@@ -60,102 +68,88 @@ class Trainer:
         self.accelerator = _accelerator(options.precision)
         self.device = self.accelerator.device
         if options.attention == "flex" and self.device.type == "cpu":
-            raise ValueError("--attention is flex; on a CPU it must be dense or auto: flex has no backward pass there.")
+            raise ValueError("--attention is flex; on a CPU it must be split, dense or auto: flex cannot learn there.")
+        self.attention = options.attention
+        if options.attention == "auto":
+            self.attention = "flex" if self.device.type == "cuda" else "split"
         set_seed(options.seed)
         check_target(options)
         check_output(options)
         self.target = FrozenTarget(options.target, options.target_dtype, self.device)
-        self.draft = self._make_draft().float().to(self.device)
+        with self.accelerator.main_process_first():
+            self.data = read_data(options, self.target)
+        self.draft = first_draft(options, self.target, seen_ids(*self.data.all())).to(self.device)
         self.gamma = default_gamma(self.draft.block_size) if options.gamma is None else options.gamma
-        self.flex = options.attention == "flex" or (options.attention == "auto" and self.device.type == "cuda")
+        self.flex = self.attention == "flex"
         if self.flex:
             # Beyond the limit, torch would fall back to code that holds all scores in memory: fail instead.
             torch._dynamo.config.recompile_limit = 64
             torch._dynamo.config.fail_on_recompile_limit_hit = True
-        with self.accelerator.main_process_first():
-            self.data, self.held_out, self.folded = self._read()
+        self.short_loss: ShortLoss | None = None
+        if options.loss_ids:
+            counts = learned_counts(self.data.learned, self.target.config.vocab_size)
+            self.short_loss = ShortLoss(counts, options.loss_ids)
+        self.cache = self._open_cache()
         self.steps = self._count_steps()
         optimizer = torch.optim.AdamW(
             self.draft.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
         )
         self.model, self.optimizer = self.accelerator.prepare(self.draft, optimizer)
+        self.tokens, self.seconds, self.began_at = 0, 0.0, time.monotonic()
         self.done = self._resume()
         self.held = Held()
         self.stopping = False
         """Whether a process was told to stop; the same in all of them."""
 
-    def _make_draft(self) -> DFlashDraftModel:
-        options = self.options
-        if options.init is None:
-            config = new_config(
-                self.target.config,
-                options,
-                mask_token_id(self.target.tokenizer, self.target.config.vocab_size, options.mask_token_id),
-            )
-            return DFlashDraftModel(config)
-        try:
-            draft = DFlashDraftModel.from_pretrained(options.init, dtype=torch.float32)
-        except OSError as error:
-            raise ValueError(f"--init {options.init} cannot be loaded: {str(error).splitlines()[0]}") from None
-        if draft.mask_embedding is not None or draft.draft_config.attention_sinks:
-            raise ValueError(
-                f"--init {options.init} has a mask embedding of its own or attention sinks, which are not trained here."
-            )
-        if draft.draft_config.domino is not None:
-            raise ValueError(f"--init {options.init} is a Domino draft; allowed: a DFlash or a DFlash2 draft.")
-        target = self.target.config
-        if options.head == "dflash2" and draft.draft_config.selector is None:
-            draft = with_dflash2_head(draft, target.vocab_size, options)
-        draft.draft_config.check_target(target.num_hidden_layers, target.hidden_size, target.vocab_size)
-        return draft
+    def _open_cache(self) -> FeatureCache | None:
+        if self.options.cache is None:
+            return None
+        cache = FeatureCache(Path(self.options.cache), self.target, self.draft.target_layer_ids)
+        cache.check_space([ids for some in self.data.all() for ids in some["input_ids"]])
+        return cache
 
-    def _read(self) -> tuple[Dataset, Dataset, tuple[int, int]]:
-        """Samples to train on, held-out ones, and the numbers of --data's samples before and after folding."""
-        options = self.options
-        arguments = (self.target.tokenizer, self.target.end_ids, options.max_length, dict(options.chat_template_kwargs))
-        data = read(options.data, *arguments)
-        check_ids(data, self.target.config.vocab_size, "--data")
-        found, data = len(data), fold(data)
-        folded = found, len(data)
-        if options.held_out_data is not None:
-            held_out = read([options.held_out_data], *arguments)
-            check_ids(held_out, self.target.config.vocab_size, "--held-out-data")
-            held_out = fold(held_out)
-        else:
-            if len(data) < 2:
-                raise ValueError(
-                    f"--data holds {len(data)} conversation; one is held out, so there must be at least 2."
-                )
-            count = min(len(data) - 1, max(1, round(len(data) * options.held_out)))
-            split = data.train_test_split(test_size=count, seed=options.seed)
-            data, held_out = split["train"], split["test"]
-        return data, held_out.select(range(min(len(held_out), options.held_out_limit))), folded
+    def features(self, samples: Sequence[Mapping[str, Any]], ids: torch.Tensor) -> torch.Tensor:
+        """Context features of a batch: of the cache, or computed."""
+        if self.cache is not None:
+            return self.cache.features(samples, ids)
+        return self.target.features(ids, self.draft.target_layer_ids)
 
     def _count_steps(self) -> int:
         options, ranks = self.options, self.accelerator.num_processes
-        batches = max(1, math.ceil(len(self.data) / options.batch_size) // ranks)
+        batches = max(1, math.ceil(len(self.data.learned) / options.batch_size) // ranks)
         steps = max(1, batches * options.epochs // options.accumulate)
         return steps if options.max_steps is None else min(steps, options.max_steps)
 
-    def blocks(self, ids: torch.Tensor, learned: torch.Tensor, micro_step: int) -> Blocks:
-        """Blocks at random anchors, which depend only on the seed, the micro-step and the process."""
+    def generator(self, micro_step: int) -> torch.Generator:
+        """Draws what is random in a micro-step: it depends only on the seed, the micro-step and the process."""
         place = f"{self.options.seed}-{micro_step}-{self.accelerator.process_index}"
-        generator = torch.Generator().manual_seed(random.Random(place).getrandbits(63))
+        return torch.Generator().manual_seed(random.Random(place).getrandbits(63))
+
+    def blocks(self, ids: torch.Tensor, learned: torch.Tensor, generator: torch.Generator) -> Blocks:
+        """Blocks at random anchors."""
         anchors = sample_anchors(learned, self.options.anchors, generator)
         if self.flex:
             anchors = F.pad(anchors, (-anchors.shape[1] % _FLEX_ANCHORS, 0), value=-1)
         return make_blocks(ids, learned, anchors, self.draft.block_size, self.draft.mask_token_id)
 
-    def loss(self, model: nn.Module, ids: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    def loss(
+        self,
+        model: nn.Module,
+        ids: torch.Tensor,
+        features: torch.Tensor,
+        blocks: Blocks,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
         """The weighted loss of one micro-batch, a scalar.
 
         Args:
             model: the draft, plain or wrapped for data parallelism.
             ids: [B, T] int64; clean tokens.
+            features: [B, T, taps * H]; the target's, of `ids`.
+            generator: draws the ids of a loss over few ids.
         """
-        features = self.target.features(ids, self.draft.target_layer_ids)
         context = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
-        make_mask = flex_mask if self.flex else dense_mask
+        make_mask = MASKS[self.attention]
         masks = {kind: make_mask(blocks, ids.shape[1], kind) for kind in set(self.draft.draft_config.attention)}
         positions = torch.cat((context, blocks.positions), dim=1)
         hidden = model(
@@ -163,11 +157,14 @@ class Trainer:
         ).unflatten(1, (-1, blocks.block_size))
         labels = blocks.labels.view(hidden.shape[:-1])
         selector = self.draft.candidate_selector
-        if selector is None:
-            losses = row_losses(hidden, labels, self.target.head)
-            chosen = torch.zeros_like(losses)
-        else:
+        if selector is not None:
             losses, chosen = selected_losses(hidden, labels, blocks.previous_ids(), self.target.head, selector)
+        else:
+            head, wanted = self.target.head, labels
+            if self.short_loss is not None:
+                head, wanted = self.short_loss.drawn(labels, self.target.head_of, generator)
+            losses = row_losses(hidden, wanted, head)
+            chosen = torch.zeros_like(losses)
         if self.options.loss == "dpace":
             weights = dpace_weights(labels, losses, self.options.dpace_alpha)
         else:
@@ -186,7 +183,7 @@ class Trainer:
         reporter = Reporter(self.output / "metrics.jsonl", self.steps, self.done, not accelerator.is_main_process)
         reporter.say(self._opening())
         queue = micro_batches(
-            lengths(self.data),
+            lengths(self.data.learned),
             options.batch_size,
             options.seed,
             accelerator.process_index,
@@ -195,27 +192,29 @@ class Trainer:
         )
         # A finished run that is resumed has no step left: its draft is evaluated again.
         finished = self.done == self.steps
-        acceptance = self.evaluate() if finished else Acceptance((0,) * self.draft.block_size)
+        evaluation = self.evaluate() if finished else Evaluation({HELD_OUT: Acceptance((0,) * self.draft.block_size)})
         self.model.train()
         try:
             with held_back() as self.held:
                 for step in range(self.done, self.steps):
-                    acceptance = self._advance(step, queue, reporter) or acceptance
+                    evaluation = self._advance(step, queue, reporter) or evaluation
         finally:
             reporter.close()
+            if self.cache is not None:
+                self.cache.close()
         if accelerator.is_main_process:
-            self._publish(acceptance, reporter.history)
-            reporter.say(f"The draft is saved in {self.output}. {_sentence(acceptance)}")
+            self._publish(evaluation, reporter.history)
+            reporter.say(f"The draft is saved in {self.output}. {evaluation}")
         accelerator.wait_for_everyone()
-        return acceptance
+        return evaluation.whole
 
-    def _advance(self, step: int, queue: Any, reporter: Reporter) -> Acceptance | None:
+    def _advance(self, step: int, queue: Any, reporter: Reporter) -> Evaluation | None:
         """One step, and the evaluation, if one is due, and the checkpoint behind it.
 
         Raises:
             Stopped: a signal came. The checkpoint is saved.
         """
-        options, acceptance = self.options, None
+        options, evaluation = self.options, None
         began = time.perf_counter()
         loss, rows = self._step(step, queue)
         seconds = time.perf_counter() - began
@@ -224,32 +223,40 @@ class Trainer:
             reporter.record({"step": now, "loss": loss, "learning_rate": self.learning_rate(step)})
         reporter.show(now, loss, rows / seconds)
         if not self.stopping and (now % options.eval_every == 0 or last):
-            acceptance = self.evaluate()
+            evaluation = self.evaluate()
             if not self.stopping:
-                reporter.record({"step": now, "tau": acceptance.tau, "by_position": acceptance.by_position})
-                reporter.say(f"Step {now}. {_sentence(acceptance)}")
+                reporter.record({"step": now, **self._progress(), **evaluation.row()})
+                reporter.say(f"Step {now}. {evaluation}")
         if now % options.save_every == 0 or last or self.stopping:
             self._save(now)
         if self.stopping:
             reporter.say(f"Stopped after step {now:,}, which is saved. To go on, give the same command with --resume.")
             raise Stopped(self.held.number or signal.SIGTERM, said="")
-        return acceptance
+        return evaluation
+
+    def _progress(self) -> dict[str, float]:
+        """Learned tokens so far, of all processes and epochs, and the hours that it took."""
+        return {"tokens": self.tokens, "hours": round((self.seconds + time.monotonic() - self.began_at) / 3600, 4)}
 
     def _step(self, step: int, queue: Any) -> tuple[float, int]:
         """One optimizer step; returns the mean loss of all processes and the number of this one's block rows."""
         options, accelerator = self.options, self.accelerator
         total, block_rows = torch.zeros((), device=self.device), 0
+        tokens = torch.zeros_like(total)
         for micro in range(options.accumulate):
-            rows = self.data[next(queue)]
+            rows = self.data.learned[next(queue)]
             samples = [{"input_ids": a, "spans": b} for a, b in zip(rows["input_ids"], rows["spans"], strict=True)]
             ids, learned = collate(samples, self.device, _FLEX_TOKENS if self.flex else 1)
-            blocks = self.blocks(ids, learned, step * options.accumulate + micro)
+            features = self.features(samples, ids)
+            generator = self.generator(step * options.accumulate + micro)
+            blocks = self.blocks(ids, learned, generator)
             waits = micro + 1 < options.accumulate
             with accelerator.no_sync(self.model) if waits else contextlib.nullcontext(), accelerator.autocast():
-                loss = self.loss(self.model, ids, blocks) / options.accumulate
+                loss = self.loss(self.model, ids, features, blocks, generator) / options.accumulate
             with accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
                 accelerator.backward(loss)
             total += loss.detach()
+            tokens += learned.sum()
             block_rows += blocks.ids.numel()
         accelerator.clip_grad_norm_(self.model.parameters(), options.clip)
         for group in self.optimizer.param_groups:
@@ -258,35 +265,39 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         # A signal may reach the processes in different steps, or one of them alone: all learn of it here.
         told = torch.full_like(total, bool(self.held.number))
-        mean, share = accelerator.reduce(torch.stack((total, told)), reduction="mean").tolist()
+        mean, share, each = accelerator.reduce(torch.stack((total, told, tokens)), reduction="mean").tolist()
+        self.tokens += round(each * accelerator.num_processes)
         self.stopping = share > 0
         return mean, block_rows
 
-    def evaluate(self) -> Acceptance:
+    def evaluate(self) -> Evaluation:
         """Held-out acceptance; each process evaluates its share of the held-out conversations. A signal cuts it."""
-        mine = self.held_out.shard(self.accelerator.num_processes, self.accelerator.process_index, contiguous=False)
-        with self.accelerator.autocast():
-            until_told = takewhile(lambda _: not self.held.number, mine)
-            here = held_out_acceptance(self.draft, self.target, until_told, self.device)
-        counts = torch.tensor((*here.steps, bool(self.held.number)), device=self.device)
-        *steps, told = self.accelerator.reduce(counts, reduction="sum").tolist()
-        self.stopping = told > 0
-        return Acceptance(tuple(steps))
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        counts = []
+        for samples in self.data.held_out.values():
+            mine = takewhile(lambda _: not self.held.number, samples.shard(ranks, rank, contiguous=False))
+            with self.accelerator.autocast():
+                here = held_out_acceptance(self.draft, self.target, mine, self.features, self.device)
+            counts.append((*here.steps, bool(self.held.number)))
+        found = self.accelerator.reduce(torch.tensor(counts, device=self.device), reduction="sum").tolist()
+        self.stopping = any(told for *_, told in found)
+        kinds = zip(self.data.held_out, found, strict=True)
+        return Evaluation({kind: Acceptance(tuple(steps)) for kind, (*steps, _) in kinds})
 
     def _opening(self) -> str:
         config, mixed = self.draft.draft_config, self.accelerator.mixed_precision
-        before, after = self.folded
+        before, after = self.data.found, self.data.folded
         lines = [
             f"Training a draft for {self.options.target}",
             f"  draft: {'plain DFlash' if config.selector is None else 'DFlash2'}, {config.num_layers} layers, "
             f"block size {config.block_size}",
             f"  target layers read: {', '.join(map(str, config.target_layer_ids))}",
-            f"  data: {len(self.data):,} samples to train on, {len(self.held_out)} held out",
+            f"  data: {len(self.data.learned):,} samples to train on, {self.data.held_out_count} held out",
             *([f"  shared beginnings: {before:,} samples folded into {after:,}"] if after < before else []),
             f"  steps: {self.steps:,}" + (f", resumed after step {self.done:,}" if self.done else ""),
             f"  processes: {self.accelerator.num_processes}",
             f"  device: {self.device.type}",
-            f"  attention: {'flex' if self.flex else 'dense'}",
+            f"  attention: {self.attention}",
             f"  draft precision: {'float32' if mixed == 'no' else mixed}",
         ]
         return "\n".join(lines)
@@ -298,7 +309,7 @@ class Trainer:
         self.accelerator.save_state(str(partial))
         self.accelerator.wait_for_everyone()  # each process writes its own random state
         if self.accelerator.is_main_process:
-            (partial / _STATE).write_text(json.dumps({"step": step, **self._identity()}))
+            (partial / _STATE).write_text(json.dumps({"step": step, **self._progress(), **self._identity()}))
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
             for old in _checkpoints(self.output)[: -self.options.keep_checkpoints]:
@@ -328,12 +339,14 @@ class Trainer:
                 "give the same values, or another --output."
             )
         self.accelerator.load_state(str(found[-1]))
-        return state["step"]
+        self.tokens, self.seconds = state["tokens"], state["hours"] * 3600
+        return int(state["step"])
 
-    def _publish(self, acceptance: Acceptance, history: list[dict[str, Any]]) -> None:
+    def _publish(self, evaluation: Evaluation, history: list[dict[str, Any]]) -> None:
         save_draft(self.draft, self.output)
         draw_curves(history, self.output / "curves.png")
-        write_card(self.output / "README.md", self.options, self.draft, acceptance, len(self.data), len(self.held_out))
+        card = Card(self.options, self.draft, self.data, evaluation, **self._progress())
+        write_card(self.output / "README.md", card)
 
 
 def check_output(options: TrainOptions) -> None:
@@ -354,9 +367,3 @@ def _accelerator(precision: str) -> Accelerator:
 
 def _checkpoints(output: Path) -> list[Path]:
     return sorted((output / "checkpoints").glob("step-*"))
-
-
-def _sentence(acceptance: Acceptance) -> str:
-    shares = " ".join(f"{share:.0%}" for share in acceptance.by_position)
-    rows = f"block rows 1 to {len(acceptance.by_position)}"
-    return f"Held-out tau: {acceptance.tau:.2f}. Share of steps that accept {rows}: {shares}"

@@ -1,0 +1,139 @@
+"""Questions that the target writes itself: it completes the opening of a user turn of its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.serving import Client, Completion, Progress
+from sglang_dflash.serving.messages import render
+from sglang_dflash.serving.rendering import Renderer
+
+_MARK = "THE-QUESTION"
+_SHORTEST = 4  # tokens: "Hello!" teaches nothing
+_LONGEST = 384  # tokens: a question without an end is none
+_DISTINCT = 0.4  # share of distinct tokens; below it a text repeats itself
+_TRIES = 20  # sampled texts per question that is wanted, at most
+_SAMPLING = {"temperature": 0.9, "max_new_tokens": _LONGEST}  # top_p sorts all logits: half the speed on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Synthesis:
+    """What decides which questions are written; a file that is gone on with must have the same."""
+
+    target: str
+    chat_template_kwargs: str
+    seed: int
+
+
+class Questions:
+    """A JSONL file of the target's own questions (Magpie, arXiv 2406.08464); each is written as soon as it is there."""
+
+    def __init__(self, path: Path, synthesis: Synthesis, renderer: Renderer) -> None:
+        """
+        Raises:
+            ValueError: the file was not written by a run with the same settings, or the chat template has no place for
+                a question.
+        """
+        self.path, self.synthesis, self.tokenizer = path, synthesis, renderer.tokenizer
+        self.opening, self.end_id = _around(renderer)
+        self.special = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self.keys = {_key(question) for question in self._recover()}
+
+    def _recover(self) -> Iterator[str]:
+        side = self.path.with_name(self.path.name + ".synthesis.json")
+        begun = json.loads(side.read_text(encoding="utf-8")) if side.is_file() else None
+        if self.path.is_file():
+            if begun != asdict(self.synthesis):
+                raise ValueError(
+                    f"DATA is {self.path}, which exists and was not written by --synthesize with this target, seed and "
+                    "template; name a file to write the questions to."
+                )
+            whole = [line for line in self.path.open(encoding="utf-8") if line.endswith("\n")]
+            self.path.write_text("".join(whole), encoding="utf-8")
+            yield from (json.loads(line)["prompt"] for line in whole)
+        else:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            side.write_text(json.dumps(asdict(self.synthesis)), encoding="utf-8")
+
+    @property
+    def random_seed(self) -> int:
+        """For SGLang's --random-seed: a run that goes on must not sample the same questions."""
+        return self.synthesis.seed + len(self.keys)
+
+    def write(self, client: Client, count: int, concurrency: int, progress: Progress) -> None:
+        """Asks until the file has `count` questions.
+
+        Raises:
+            ValueError: too few of the sampled texts are questions.
+            httpx.HTTPError: the server does not answer.
+        """
+        missing = count - len(self.keys)
+        tries = range(_TRIES * missing + 8 * concurrency)
+        pool = ThreadPoolExecutor(concurrency)
+        try:
+            with self.path.open("a", encoding="utf-8") as file, progress.phase("Writing questions", missing) as advance:
+                for answer in _as_they_come(pool, lambda: self._sample(client), len(tries), concurrency):
+                    if (question := self._accepted(answer)) is not None:
+                        file.write(json.dumps({"prompt": question}) + "\n")
+                        file.flush()
+                        advance()
+                    if len(self.keys) >= count:
+                        return
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        raise ValueError(
+            f"--synthesize is {count}, but only {len(self.keys)} of {len(tries):,} sampled texts are questions that "
+            "differ; ask for fewer."
+        )
+
+    def _sample(self, client: Client) -> Completion:
+        return client.generate(self.opening, stop_token_ids=[self.end_id], **_SAMPLING)
+
+    def _accepted(self, answer: Completion) -> str | None:
+        """The question, if the text ends as a user turn ends, does not repeat itself and is a new one."""
+        ids = [one for one in answer.ids if one not in (self.end_id, self.tokenizer.eos_token_id)]
+        looped = len(set(ids)) < _DISTINCT * len(ids)
+        if answer.finish_reason != "stop" or len(ids) < _SHORTEST or looped:
+            return None
+        if not self.special.isdisjoint(ids):
+            return None
+        question = str(self.tokenizer.decode(ids)).strip()
+        key = _key(question)
+        if not key or key in self.keys or "\ufffd" in question:
+            return None
+        self.keys.add(key)
+        return question
+
+
+def _around(renderer: Renderer) -> tuple[list[int], int]:
+    """The token ids before the question of a chat, and the first one behind it."""
+    text = render(renderer.tokenizer, [{"role": "user", "content": _MARK}], True, **renderer.template)
+    opening, mark, closing = text.partition(_MARK)
+
+    def ids(part: str) -> list[int]:
+        return list(renderer.tokenizer(part, add_special_tokens=False)["input_ids"])
+
+    if not mark or not opening or not closing.strip():
+        raise ValueError("--synthesize: the target's chat template does not open and end a user turn.")
+    return ids(opening), ids(closing.lstrip())[0]
+
+
+def _key(question: str) -> str:
+    """Equal for questions that differ in case, spaces and punctuation only."""
+    return "".join(filter(str.isalnum, question.casefold()))
+
+
+def _as_they_come(pool: ThreadPoolExecutor, sample: Any, count: int, concurrency: int) -> Iterator[Completion]:
+    """`count` results of `sample`, with twice as many of them waiting as run at once."""
+    waiting: set[Future[Completion]] = set()
+    while count or waiting:
+        while count and len(waiting) < 2 * concurrency:
+            waiting.add(pool.submit(sample))
+            count -= 1
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        yield from (future.result() for future in done)
