@@ -452,3 +452,51 @@ def test_a_signal_keeps_finished_answers_alone(client, tmp_path):
     assert len(client.prompts) == 2
     _, kept = _samples(tmp_path / "out.jsonl.partial")
     assert kept["index"] == 0 and len(kept["samples"]) == 1
+
+
+def test_the_target_asks_and_answers(client, tmp_path):
+    """Fails if the questions are not those of the target, are not answered, or a finished file is asked for again."""
+    numbers = iter(range(100, 999))
+
+    def odd(text: str) -> Completion | None:
+        return None if text.endswith("assistant\n") else client.said(f"Compute {next(numbers)} * 7.")
+
+    client.odd = odd
+    data, output = tmp_path / "own.jsonl", tmp_path / "out.jsonl"
+    _run(data, output, synthesize=3, seed=4, concurrency=1)
+    questions = [json.loads(line)["prompt"] for line in data.read_text().splitlines()]
+    assert len(set(questions)) == 3 and all(question.startswith("Compute ") for question in questions)
+    assert [row["messages"][0]["content"] for row in _samples(output)] == questions
+    asked = len(client.prompts)
+    _run(data, output, synthesize=3, seed=4)
+    assert len(client.prompts) == asked
+    with pytest.raises(ValueError, match=r"--synthesize is 4, but .*out\.jsonl has the answers to the 3 questions"):
+        _run(data, output, synthesize=4, seed=4)
+
+
+def test_questions_are_kept_when_the_server_fails(client, tmp_path):
+    """Fails if a server that ends while it writes questions gives a traceback, or takes the questions along."""
+    numbers = iter(range(100, 102))
+
+    def odd(text: str) -> Completion:
+        if (number := next(numbers, None)) is None:
+            raise httpx.ConnectError("gone")
+        return client.said(f"Compute {number} * 7.")
+
+    client.odd = odd
+    with pytest.raises(ServerError, match=r"stopped answering \(.*gone.*\); see .*own\.jsonl\.server\.log"):
+        _run(tmp_path / "own.jsonl", tmp_path / "out.jsonl", synthesize=3, seed=4, concurrency=1)
+    assert len((tmp_path / "own.jsonl").read_text().splitlines()) == 2
+    assert FakeServer.made is not None and "--random-seed" in FakeServer.made.arguments
+    assert not FakeServer.made.running
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"synthesize": -1}, "--synthesize is -1"), ({"synthesize": 1, "seed": -1}, "--seed is -1")],
+    ids=str,
+)
+def test_wrong_numbers_of_questions(changes, said, tmp_path):
+    """Fails if a wrong value is found only by SGLang."""
+    with pytest.raises(ValueError, match=said):
+        RegenerateOptions(**{"data": tmp_path / "own", "output": tmp_path / "out", "target": "T", **changes})

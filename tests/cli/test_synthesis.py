@@ -79,12 +79,13 @@ def test_a_stopped_run_goes_on(renderer, tmp_path):
     """Fails if questions get lost, come twice, or a run that goes on samples with the seed that it began with."""
     path = tmp_path / "questions.jsonl"
     first = Questions(path, SYNTHESIS, renderer)
-    assert first.random_seed == 3
+    seed = first.random_seed
     _write(first, _numbers(0), 3)
     with path.open("a") as file:
         file.write('{"prompt": "half wri')
     again = Questions(path, SYNTHESIS, renderer)
-    assert (len(again.keys), again.random_seed) == (3, 6)
+    assert len(again.keys) == 3
+    assert again.random_seed not in (seed, Questions(tmp_path / "other", SYNTHESIS, renderer).random_seed)
     _write(again, _numbers(0), 5)  # the same texts come again
     kept = _kept(path)
     assert len(kept) == len(set(kept)) == 5
@@ -107,14 +108,21 @@ def test_a_file_of_another_run_is_not_overwritten(other, renderer, tmp_path):
 def test_a_target_that_asks_nothing_ends_the_run(renderer, tmp_path):
     """Fails if a target that writes the same text for ever keeps the command running."""
     questions = Questions(tmp_path / "questions.jsonl", SYNTHESIS, renderer)
-    with pytest.raises(ValueError, match=r"--synthesize is 2, but only 1 of 48 sampled texts"):
+    with pytest.raises(ValueError, match=r"--synthesize is 2, but of 48 sampled texts only 1 are questions that were"):
         _write(questions, lambda: ("Compute 12 * 7 now." + END, "stop"), 2)
 
 
-def test_a_template_without_a_user_turn_is_refused(renderer, tmp_path):
-    """Fails if the target is asked to go on with nothing."""
+@pytest.mark.parametrize("template", ["{{ messages[0]['content'] }}", "USER: {{ messages[0]['content'] }} ASSISTANT:"])
+def test_a_template_without_marks_is_refused(template, renderer, tmp_path):
+    """Fails if the target is asked to go on with nothing, or a question ends at a word that questions have, too."""
     bare = Renderer(str(TINY_TARGET), {}, "--target")
     bare.tokenizer = AutoTokenizer.from_pretrained(TINY_TARGET)
-    bare.tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    with pytest.raises(ValueError, match="does not open and end a user turn"):
+    bare.tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="must open a user turn, and end it with a special token"):
         Questions(tmp_path / "questions.jsonl", SYNTHESIS, bare)
+
+
+def test_a_folder_is_no_file(renderer, tmp_path):
+    """Fails if a folder as DATA ends in a traceback after the server has started."""
+    with pytest.raises(ValueError, match="must be a file to write the questions to"):
+        Questions(tmp_path, SYNTHESIS, renderer)

@@ -68,7 +68,19 @@ def test_kept_features_are_the_computed_ones(frozen, tmp_path, monkeypatch):
     expected = _computed(frozen, samples, ids)
     monkeypatch.setattr(FrozenTarget, "features", None)
     _check(again.features(samples, ids), expected)
-    assert len(list((_closed(again)).iterdir())) == 2  # it computed nothing, so it leaves nothing
+    assert len(list(_closed(again).iterdir())) == 2  # it computed nothing, so it leaves nothing
+
+
+def test_processes_share_what_they_compute(frozen, tmp_path, monkeypatch):
+    """Fails if a process computes again what another one has written since both began."""
+    samples = _samples(9, 6)
+    one, other = (FeatureCache(tmp_path, frozen, TAPS) for _ in range(2))
+    ids, _ = collate(samples, CPU)
+    expected = one.features(samples, ids)
+    monkeypatch.setattr(FrozenTarget, "features", None)
+    assert torch.equal(other.features(samples, ids), expected)
+    for cache in (one, other):
+        cache.close()
 
 
 def test_a_sample_twice_in_a_batch(frozen, tmp_path):
@@ -149,8 +161,10 @@ def test_a_second_run_computes_nothing_and_learns_the_same(options, tmp_path, mo
 
 
 def test_a_resumed_run_may_use_another_cache(options, tmp_path):
-    """Fails if --cache, which changes nothing that is learned, keeps a run from going on."""
+    """Fails if the place of the cache keeps a run from going on, or a run goes on without the rounding of a cache."""
     made = options(cache=str(tmp_path / "one"), save_every=1)
     train(made)
     shutil.rmtree(tmp_path / "one")
     assert Trainer(options(cache=str(tmp_path / "two"), resume=True, save_every=1)).done == 2
+    with pytest.raises(ValueError, match="made with other values of --cache"):
+        Trainer(options(resume=True, save_every=1))

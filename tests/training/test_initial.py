@@ -13,6 +13,7 @@ from families.models import make_target
 from sglang_dflash.reference import FeatureTaps, decoder_layers
 from sglang_dflash.serving import TINY_TARGET
 from sglang_dflash.training.frozen import check_target, mask_token_id
+from sglang_dflash.training.initial import copy_target
 from sglang_dflash.training.trainer import Trainer
 
 
@@ -37,6 +38,7 @@ def test_a_draft_of_the_targets_own_layers(family, options, tmp_path):
         for name, weight in own.state_dict().items():
             assert torch.equal(weight, given.get(name, torch.ones_like(weight))), name
     assert torch.equal(draft.norm.weight, model.get_decoder().norm.weight)
+    assert torch.equal(draft.hidden_norm.weight, decoder_layers(model)[-2].input_layernorm.weight)
     ids = torch.arange(20, 28)[None]
     with FeatureTaps(model, [2]) as taps, torch.no_grad():
         model.get_decoder()(input_ids=ids)
@@ -44,11 +46,29 @@ def test_a_draft_of_the_targets_own_layers(family, options, tmp_path):
     torch.testing.assert_close(draft.fc(trainer.features([], ids)), last)
 
 
-def test_layers_of_other_shapes_are_refused(options, tmp_path):
-    """Fails if a draft keeps random weights where the target has none of that kind."""
-    target = str(make_target("Qwen3 MoE", tmp_path / "target"))
-    with pytest.raises(ValueError, match=r"--init target: the target's layers have no mlp\.gate_proj\.weight"):
-        Trainer(options(target=target, init="target", num_taps=None, taps=(0, 2)))
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("Qwen3 MoE", {}, r"not built as Llama's or Qwen3's are \(mlp\."),
+        ("Qwen2", {}, r"not built as Llama's or Qwen3's are \(self_attn\.k_proj\.bias"),
+        ("Qwen3 MoE", {"layers": 5}, r"the target has 4 layers; --layers is 5"),
+    ],
+    ids=str,
+)
+def test_other_layers_are_refused(family, changes, said, options, tmp_path):
+    """Fails if a draft keeps random weights, or loses weights of the target."""
+    target = str(make_target(family, tmp_path / "target"))
+    with pytest.raises(ValueError, match=f"--init target: .*{said}"):
+        Trainer(options(target=target, init="target", num_taps=None, taps=(0, 2), mask_token_id=5, **changes))
+
+
+def test_norms_that_compute_otherwise_are_refused(options, tmp_path):
+    """Fails if weights of the same names and shapes are taken from layers that use them otherwise."""
+    trainer = Trainer(options(init="target", num_taps=None, taps=(0, 2)))
+    its = decoder_layers(trainer.target.model)[-1]
+    its.input_layernorm.forward = lambda x: x * (1 + its.input_layernorm.weight)
+    with pytest.raises(ValueError, match="not built as Llama's or Qwen3's are"):
+        copy_target(trainer.draft, trainer.target.model)
 
 
 class Full:
@@ -69,7 +89,7 @@ class Full:
 
 def test_a_full_vocabulary_names_its_candidates():
     """Fails if an end token, one of the chat template, one of the data or an ordinary one is offered as mask."""
-    said = r"uses all 20 rows .* the data does not have 4 to 5, 7, of which auto takes the first\."
+    said = r"uses all 20 rows .*; 4 to 5, 7 may do: auto takes the first that the data does not have\."
     with pytest.raises(ValueError, match=said):
         mask_token_id(Full(), 20, None, {6, 10})
     assert mask_token_id(Full(), 20, "auto", {6, 10}) == 4

@@ -446,8 +446,13 @@ def test_held_out_files_are_told_apart(options, tmp_path):
     assert f"| first | 2 | {taus['first']:.2f} |" in card and "| second | 1 |" in card
 
 
-def test_the_curve_counts_learned_tokens(unbroken):
-    """Fails if the tokens of the curve are not those of the answers, over all epochs."""
+def test_the_curve_counts_learned_tokens(unbroken, options):
+    """Fails if the tokens of the curve are not those of the answers that were learned, over all steps."""
+    data = Trainer(options()).data.learned
+    learned = [sum(end - start for start, end in spans) for spans in data["spans"]]
+    queue = micro_batches([len(ids) for ids in data["input_ids"]], 2, 0, 0, 1, 0)
+    counts = [sum(learned[index] for index in next(queue)) for _ in range(8)]
     first, last = _rows(unbroken, "tau")
-    assert 0 < first["tokens"] < last["tokens"] and 0 <= first["hours"] <= last["hours"]
+    assert (first["tokens"], last["tokens"]) == (sum(counts[:4]), sum(counts))
+    assert 0 <= first["hours"] <= last["hours"]
     assert f"{last['tokens']:,} learned tokens in " in (unbroken / "README.md").read_text()

@@ -72,7 +72,8 @@ class RegenerateOptions:
     server_args: Annotated[str, typer.Option(help="More flags of sglang.launch_server, as one quoted string.")] = ""
     chat_template_kwargs: Annotated[str, typer.Option(help='JSON object, such as {"enable_thinking": false}.')] = "{}"
     synthesize: Annotated[
-        int, typer.Option(help="First let the target write so many questions of its own to DATA; 0: DATA is there.")
+        int,
+        typer.Option(help="First let the target write so many questions to DATA, a new file; 0: none."),
     ] = 0
     seed: Annotated[int, typer.Option(help="With --synthesize: seed of the questions.")] = 0
 
@@ -121,10 +122,15 @@ class Regeneration:
             ValueError: DATA is not a JSONL of conversations, or OUTPUT was started with other data or options.
         """
         self.output, self.asking = output, asking
-        self.partial = output.with_name(output.name + ".partial")
+        self.partial = self.partial_of(output)
         self.conversations = _continued_by_none(_read_conversations(data))
         self.done = self._recover()
         self.renderer = Renderer(asking.target, json.loads(asking.chat_template_kwargs), "--target")
+
+    @staticmethod
+    def partial_of(output: Path) -> Path:
+        """Where the answers are kept until all are there."""
+        return output.with_name(output.name + ".partial")
 
     def _recover(self) -> dict[int, list[dict[str, Any]]]:
         """Conversations that are already answered: index -> samples."""
@@ -299,6 +305,12 @@ def _write_questions(options: RegenerateOptions, template: str, server_args: Seq
     questions = Questions(options.data, Synthesis(options.target, template, options.seed), renderer)
     if len(questions.keys) >= options.synthesize:
         return
+    begun = [path for path in (options.output, Regeneration.partial_of(options.output)) if path.exists()]
+    if begun:
+        raise ValueError(
+            f"--synthesize is {options.synthesize}, but {begun[0]} has the answers to the {len(questions.keys)} "
+            f"questions of {options.data}; for more, name other files and another --seed."
+        )
     log = options.data.with_name(options.data.name + ".server.log")
     seeded = ["--random-seed", str(questions.random_seed), *server_args]
     with _started(options.target, seeded, log, console) as server:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from sglang_dflash.serving import Client, Completion, Progress
 from sglang_dflash.serving.messages import render
@@ -42,28 +43,33 @@ class Questions:
         self.path, self.synthesis, self.tokenizer = path, synthesis, renderer.tokenizer
         self.opening, self.end_id = _around(renderer)
         self.special = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        if path.exists() and not path.is_file():
+            raise ValueError(f"DATA is {path}; with --synthesize it must be a file to write the questions to.")
         self.keys = {_key(question) for question in self._recover()}
 
-    def _recover(self) -> Iterator[str]:
+    def _recover(self) -> list[str]:
         side = self.path.with_name(self.path.name + ".synthesis.json")
         begun = json.loads(side.read_text(encoding="utf-8")) if side.is_file() else None
-        if self.path.is_file():
-            if begun != asdict(self.synthesis):
-                raise ValueError(
-                    f"DATA is {self.path}, which exists and was not written by --synthesize with this target, seed and "
-                    "template; name a file to write the questions to."
-                )
-            whole = [line for line in self.path.open(encoding="utf-8") if line.endswith("\n")]
-            self.path.write_text("".join(whole), encoding="utf-8")
-            yield from (json.loads(line)["prompt"] for line in whole)
-        else:
+        if not self.path.is_file():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             side.write_text(json.dumps(asdict(self.synthesis)), encoding="utf-8")
+            return []
+        if begun != asdict(self.synthesis):
+            raise ValueError(
+                f"DATA is {self.path}, which exists and was not written by --synthesize with this target, seed and "
+                "template; name a file to write the questions to."
+            )
+        written = self.path.read_bytes()
+        whole = written[: written.rfind(b"\n") + 1]
+        if len(whole) < len(written):  # the process stopped while it wrote the last line
+            os.truncate(self.path, len(whole))
+        return [json.loads(line)["prompt"] for line in whole.decode().splitlines()]
 
     @property
     def random_seed(self) -> int:
         """For SGLang's --random-seed: a run that goes on must not sample the same questions."""
-        return self.synthesis.seed + len(self.keys)
+        place = f"{self.synthesis.seed}-{len(self.keys)}"
+        return int(hashlib.sha256(place.encode()).hexdigest()[:7], 16)
 
     def write(self, client: Client, count: int, concurrency: int, progress: Progress) -> None:
         """Asks until the file has `count` questions.
@@ -72,12 +78,13 @@ class Questions:
             ValueError: too few of the sampled texts are questions.
             httpx.HTTPError: the server does not answer.
         """
-        missing = count - len(self.keys)
-        tries = range(_TRIES * missing + 8 * concurrency)
+        before = len(self.keys)
+        missing = count - before
+        tries = _TRIES * missing + 8 * concurrency
         pool = ThreadPoolExecutor(concurrency)
         try:
             with self.path.open("a", encoding="utf-8") as file, progress.phase("Writing questions", missing) as advance:
-                for answer in _as_they_come(pool, lambda: self._sample(client), len(tries), concurrency):
+                for answer in _as_they_come(pool, lambda: self._sample(client), tries, concurrency):
                     if (question := self._accepted(answer)) is not None:
                         file.write(json.dumps({"prompt": question}) + "\n")
                         file.flush()
@@ -87,8 +94,8 @@ class Questions:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         raise ValueError(
-            f"--synthesize is {count}, but only {len(self.keys)} of {len(tries):,} sampled texts are questions that "
-            "differ; ask for fewer."
+            f"--synthesize is {count}, but of {tries:,} sampled texts only {len(self.keys) - before} are questions "
+            f"that were not there before; {self.path} has {len(self.keys)}."
         )
 
     def _sample(self, client: Client) -> Completion:
@@ -118,9 +125,13 @@ def _around(renderer: Renderer) -> tuple[list[int], int]:
     def ids(part: str) -> list[int]:
         return list(renderer.tokenizer(part, add_special_tokens=False)["input_ids"])
 
-    if not mark or not opening or not closing.strip():
-        raise ValueError("--synthesize: the target's chat template does not open and end a user turn.")
-    return ids(opening), ids(closing.lstrip())[0]
+    end_id = (ids(closing.lstrip()) or [-1])[0]
+    ends = renderer.tokenizer.added_tokens_decoder.get(end_id)  # an ordinary token stands in questions, too
+    if not mark or not opening or ends is None or not ends.special:
+        raise ValueError(
+            "--synthesize: the target's chat template must open a user turn, and end it with a special token."
+        )
+    return ids(opening), end_id
 
 
 def _key(question: str) -> str:
@@ -128,7 +139,9 @@ def _key(question: str) -> str:
     return "".join(filter(str.isalnum, question.casefold()))
 
 
-def _as_they_come(pool: ThreadPoolExecutor, sample: Any, count: int, concurrency: int) -> Iterator[Completion]:
+def _as_they_come(
+    pool: ThreadPoolExecutor, sample: Callable[[], Completion], count: int, concurrency: int
+) -> Iterator[Completion]:
     """`count` results of `sample`, with twice as many of them waiting as run at once."""
     waiting: set[Future[Completion]] = set()
     while count or waiting:

@@ -26,7 +26,7 @@ from sglang_dflash.reference.dflash2 import CandidateSelector, GroupedConvolutio
 from sglang_dflash.reference.domino import domino_projector, domino_weights
 from sglang_dflash.reference.generation import Generation, spec_generate
 
-# Attention over keys that it knows: q [B, Hq, Q, D], k and v [B, Hkv, S, D] -> [B, Hq, Q, D].
+# A function that computes the attention itself: q [B, Hq, Q, D], k and v [B, Hkv, S, D] -> [B, Hq, Q, D].
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Mask = torch.Tensor | BlockMask | Attend | None
 _compiled_flex_attention = torch.compile(flex_attention)
@@ -105,8 +105,8 @@ class DFlashAttention(nn.Module):
             x: [B, Q, H]; input-normed block rows.
             context: [B, T, H]; context features, not input-normed.
             rope: cosines and sines, each [B, T + Q, D], context first.
-            mask: [B or 1, 1, Q, S] bool (True: sees), a flex BlockMask, attention of its own, or None if every key is
-                seen.
+            mask: [B or 1, 1, Q, S] bool (True: sees), a flex BlockMask, a function that computes the attention itself,
+                or None if every key is seen.
             past_key_values: a cache with the `update` of transformers', or None.
         """
         rows = torch.cat((context, x), dim=1)  # [B, T+Q, H]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class FeatureCache:
     """Features in bfloat16, found by a sample's token ids; samples that are not there are computed and added.
 
     A folder serves any data, target and taps: each target with its taps has a subfolder. Each process writes a pair of
-    files of its own, NAME.features and NAME.index, and reads those of all earlier ones.
+    files of its own, NAME.features and NAME.index, and reads those of all.
     """
 
     def __init__(self, folder: Path, target: FrozenTarget, taps: Sequence[int]) -> None:
@@ -43,49 +43,47 @@ class FeatureCache:
         self._target, self._taps = target, tuple(taps)
         self._width = len(self._taps) * target.config.hidden_size
         self.folder = folder / target.digest(self._taps)
-        own = self.folder / uuid.uuid4().hex
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._features = own.with_suffix(".features").open("wb")
-            self._index = own.with_suffix(".index").open("w")
         except OSError as error:
             raise ValueError(f"--cache {folder} cannot be written to: {error.strerror}.") from None
+        self._own: tuple[BinaryIO, TextIO] | None = None  # features and index, once there is something to write
         self._end = 0
         self._mapped: dict[Path, np.ndarray[Any, Any]] = {}
         self._places: dict[str, _Place] = {}
-        for index in sorted(self.folder.glob("*.index")):
-            self._read(index)
+        self._read_to: dict[Path, int] = {}
+        self._refresh()
 
     @property
     def _token_bytes(self) -> int:
         return self._width * 2
 
-    def _read(self, index: Path) -> None:
-        file = index.with_suffix(".features")
-        tokens = file.stat().st_size // self._token_bytes if file.is_file() else 0
-        for line in index.read_text().splitlines(keepends=True):
-            key, *numbers = line.split()
-            if line.endswith("\n") and int(numbers[1]) <= tokens:  # else a process stopped while it wrote
-                self._places[key] = _Place(file, *map(int, numbers))
+    def _refresh(self) -> None:
+        """Reads what other processes have written since the last time."""
+        for index in sorted(self.folder.glob("*.index")):
+            file = index.with_suffix(".features")
+            tokens = file.stat().st_size // self._token_bytes
+            with index.open() as lines:
+                lines.seek(self._read_to.get(index, 0))
+                while (line := lines.readline()).endswith("\n"):  # else its process is writing it, or was stopped
+                    key, start, end = line.split()
+                    if int(end) > tokens:
+                        break
+                    self._places.setdefault(key, _Place(file, int(start), int(end)))
+                    self._read_to[index] = lines.tell()
 
-    def close(self) -> None:
-        """Ends writing; a process that computed nothing leaves no files."""
-        for file in (self._features, self._index):
-            file.close()
-            if not self._end:
-                Path(file.name).unlink(missing_ok=True)
-
-    def check_space(self, samples: Sequence[Sequence[int]]) -> int:
+    def check_space(self, samples: Iterable[Sequence[int]]) -> int:
         """The bytes that the samples' token ids still need.
 
         Raises:
             ValueError: the disk has not as many.
         """
-        missing = sum(len(ids) for ids in samples if _key(ids) not in self._places) * self._token_bytes
+        lengths = {_key(ids): len(ids) for ids in samples}
+        missing = sum(length for key, length in lengths.items() if key not in self._places) * self._token_bytes
         free = shutil.disk_usage(self.folder).free
         if missing > free:
             raise ValueError(
-                f"--cache {self.folder.parent} needs {missing / 1e9:.1f} GB for the features of {len(samples):,} "
+                f"--cache {self.folder.parent} needs {missing / 1e9:.1f} GB for the features of {len(lengths):,} "
                 f"samples, and {free / 1e9:.1f} GB are free; give fewer --taps or less data, or leave it out."
             )
         return missing
@@ -98,6 +96,8 @@ class FeatureCache:
         """
         rows = [sample["input_ids"] for sample in samples]
         keys = list(map(_key, rows))
+        if not self._places.keys() >= set(keys):
+            self._refresh()
         missing = [row for row, key in enumerate(keys) if key not in self._places]
         if missing:
             computed = self._target.features(ids[missing], self._taps).to("cpu", torch.bfloat16)
@@ -109,17 +109,25 @@ class FeatureCache:
     def _add(self, key: str, features: torch.Tensor) -> None:
         if key in self._places:  # twice in one batch
             return
+        if self._own is None:
+            own = self.folder / uuid.uuid4().hex
+            self._own = own.with_suffix(".features").open("wb"), own.with_suffix(".index").open("w")
+        file, index = self._own
         start, self._end = self._end, self._end + len(features)
-        self._features.write(features.contiguous().view(torch.uint8).numpy().tobytes())
-        self._features.flush()
-        self._index.write(f"{key} {start} {self._end}\n")
-        self._index.flush()
-        self._places[key] = _Place(Path(self._features.name), start, self._end)
+        file.write(features.contiguous().view(torch.uint8).numpy().tobytes())
+        file.flush()
+        index.write(f"{key} {start} {self._end}\n")  # behind the features: who reads the line finds them
+        index.flush()
+        self._places[key] = _Place(Path(file.name), start, self._end)
+
+    def close(self) -> None:
+        for file in self._own or ():
+            file.close()
 
     def _stored(self, key: str) -> torch.Tensor:
         place = self._places[key]
         mapped = self._mapped.get(place.file)
-        if mapped is None or len(mapped) < place.end:  # this process's own file grows
+        if mapped is None or len(mapped) < place.end:  # a file may grow
             tokens = place.file.stat().st_size // self._token_bytes
             mapped = self._mapped[place.file] = np.memmap(place.file, np.int16, "r", shape=(tokens, self._width))
         return torch.from_numpy(mapped[place.start : place.end].copy()).view(torch.bfloat16)

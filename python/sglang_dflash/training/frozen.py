@@ -128,8 +128,8 @@ def mask_token_id(tokenizer: Any, rows: int, chosen: int | str | None, seen: Ite
 
     Args:
         rows: number of rows of the target's embedding.
-        chosen: --mask-token-id; "auto" falls back to a special token that no text of the data has.
-        seen: the ids of the data. Without them, those of a chat.
+        chosen: --mask-token-id; "auto" falls back to a special token that is not `seen`.
+        seen: the ids of the data, and those that end the target's answers.
 
     Raises:
         ValueError: there is no such id, or it is outside the embedding.
@@ -140,12 +140,10 @@ def mask_token_id(tokenizer: Any, rows: int, chosen: int | str | None, seen: Ite
         if found >= rows:
             unused = _unused(tokenizer, seen)
             if chosen is None or not unused:
-                candidates = (
-                    f"; the data does not have {_runs(unused)}, of which auto takes the first" if unused else ""
-                )
+                may = f"; {_runs(unused)} may do: auto takes the first that the data does not have" if unused else ""
                 raise ValueError(
                     f"The target's tokenizer uses all {rows} rows of the embedding and has no mask token; "
-                    f"give --mask-token-id, a token that occurs in no text{candidates}."
+                    f"give --mask-token-id, a token that occurs in no text{may}."
                 )
             found = unused[0]
     if not 0 <= int(found) < rows:
@@ -154,12 +152,10 @@ def mask_token_id(tokenizer: Any, rows: int, chosen: int | str | None, seen: Ite
 
 
 def _unused(tokenizer: Any, seen: Iterable[int]) -> list[int]:
-    """The special tokens that are not `seen`, that end no text, and that the chat template does not write."""
+    """The special tokens that are not `seen`, have no role of their own and do not stand in the chat template."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    used = {
-        *seen,
-        *(getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk", "sep", "cls")),
-    }
+    roles = ("bos", "eos", "pad", "unk", "sep", "cls")
+    used = {*seen, *(getattr(tokenizer, f"{role}_token_id", None) for role in roles)}
     template = str(tokenizer.chat_template or "")
     return sorted(one for one in special - used if tokenizer.added_tokens_decoder[one].content not in template)
 

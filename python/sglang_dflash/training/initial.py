@@ -24,7 +24,7 @@ def first_draft(options: TrainOptions, target: FrozenTarget, seen: Iterable[int]
     """
     if options.init not in (None, OF_TARGET):
         return _continued(options, target)
-    mask_id = mask_token_id(target.tokenizer, target.config.vocab_size, options.mask_token_id, seen)
+    mask_id = mask_token_id(target.tokenizer, target.config.vocab_size, options.mask_token_id, {*seen, *target.end_ids})
     draft = DFlashDraftModel(new_config(target.config, options, mask_id)).float()
     if options.init == OF_TARGET:
         copy_target(draft, target.model)
@@ -54,26 +54,36 @@ def copy_target(draft: DFlashDraftModel, target: nn.Module) -> None:
     """Gives the draft the target's last layers and final norm; the context is the last tap alone.
 
     Raises:
-        ValueError: a layer of the target has weights of other names or shapes.
+        ValueError: the target has too few layers, or they are not built as the draft's are.
     """
-    layers = decoder_layers(target)
+    layers, norm = decoder_layers(target), getattr(target.get_decoder(), "norm", None)
+    if len(layers) < len(draft.layers):
+        raise ValueError(f"--init target: the target has {len(layers)} layers; --layers is {len(draft.layers)}.")
     for own, its in zip(draft.layers, layers[-len(draft.layers) :], strict=True):
-        given = its.state_dict()
-        wanted = {name: weight for name, weight in own.state_dict().items() if not name.startswith(_NEW)}
-        wrong = [name for name, weight in wanted.items() if name not in given or given[name].shape != weight.shape]
-        if wrong:
-            raise ValueError(
-                f"--init target: the target's layers have no {wrong[0]} of the shape {tuple(wanted[wrong[0]].shape)}; "
-                "layers as Llama's and Qwen3's can be copied."
-            )
-        norms = {name: given[name] for name in own.state_dict() if name in _HEAD_NORMS and name in given}
-        own.load_state_dict({name: given[name] for name in wanted} | norms, strict=False)
+        given, wanted = its.state_dict(), own.state_dict()
+        optional = {name for name in wanted if name.startswith(_NEW)}
+        other = (wanted.keys() - given.keys() - optional) | (given.keys() - wanted.keys())
+        other |= {name for name in wanted.keys() & given.keys() if wanted[name].shape != given[name].shape}
+        if not other:
+            own.load_state_dict(given, strict=False)
+        if other or norm is None or not _alike(own, its):
+            where = f" ({min(other)})" if other else ""
+            raise ValueError(f"--init target: the target's layers are not built as Llama's or Qwen3's are{where}.")
     hidden = draft.config.hidden_size
     draft.fc.weight.zero_()
     draft.fc.weight[:, -hidden:] = torch.eye(hidden)
     draft.hidden_norm.weight.copy_(layers[-len(draft.layers)].input_layernorm.weight)
-    draft.norm.weight.copy_(target.get_decoder().norm.weight)
+    draft.norm.weight.copy_(norm.weight)
 
 
-_HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-_NEW = (*_HEAD_NORMS, "attention_conv.", "mlp_conv.")  # in a layer of the draft, and not in every target's
+_NEW = ("self_attn.q_norm.", "self_attn.k_norm.", "attention_conv.", "mlp_conv.")  # the draft's, and not every target's
+
+
+def _alike(own: nn.Module, its: nn.Module) -> bool:
+    """Whether norm and MLP compute the same: those of other families may have weights of the same names."""
+    weight = its.input_layernorm.weight
+    x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    return all(
+        torch.allclose(getattr(own, name)(x.float()), getattr(its, name)(x).float(), rtol=0.05, atol=0.05)
+        for name in ("input_layernorm", "mlp")
+    )

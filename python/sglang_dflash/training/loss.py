@@ -73,7 +73,7 @@ class ShortLoss:
         """
         Args:
             counts: [V] int64; how often each id is a label.
-            size: ids of the loss, labels that are not frequent left out; a quarter of them is drawn.
+            size: number of ids, a quarter of them drawn; labels that are not frequent come on top.
         """
         order = counts.argsort(descending=True, stable=True)
         frequent = min(len(counts), size - size // 4)

@@ -234,7 +234,9 @@ class TrainOptions:
 
     def fingerprint(self) -> str:
         """All options that decide what a run computes, as JSON; a resumed run must have the same."""
-        return json.dumps({k: v for k, v in asdict(self).items() if k not in _FREE}, sort_keys=True)
+        kept = {k: v for k, v in asdict(self).items() if k not in _FREE}
+        # Where the cache lies is free. Whether there is one is not: it keeps bfloat16.
+        return json.dumps({**kept, "cache": self.cache is not None}, sort_keys=True)
 
     def difference(self, fingerprint: str) -> list[str]:
         """The flags whose values differ from those in the fingerprint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -80,7 +81,7 @@ def write_card(path: Path, card: Card) -> None:
     index = "".join(
         f"""
   - task: {{type: text-generation}}
-    dataset: {{name: {kind}, type: {kind}}}
+    dataset: {{name: {json.dumps(kind)}, type: {json.dumps(kind)}}}
     metrics: [{{type: tau, name: Held-out tau, value: {one.tau:.2f}}}]"""
         for kind, one in card.evaluation.by_kind.items()
     )
@@ -101,7 +102,7 @@ def write_card(path: Path, card: Card) -> None:
 base_model: {options.target}
 tags: [dflash, speculative-decoding]
 model-index:
-- name: {path.parent.name}
+- name: {json.dumps(path.parent.name)}
   results:{index}
 ---
 

@@ -24,7 +24,7 @@ from torch import nn
 from sglang_dflash.serving.lifetime import Held, Stopped, held_back
 from sglang_dflash.training.blocks import MASKS, Blocks, make_blocks, sample_anchors
 from sglang_dflash.training.conversations import collate, learned_counts, lengths, micro_batches, seen_ids
-from sglang_dflash.training.data import HELD_OUT, read_data
+from sglang_dflash.training.data import read_data
 from sglang_dflash.training.evaluation import Acceptance, Evaluation, held_out_acceptance
 from sglang_dflash.training.feature_cache import FeatureCache
 from sglang_dflash.training.frozen import FrozenTarget, check_target
@@ -105,7 +105,7 @@ class Trainer:
         if self.options.cache is None:
             return None
         cache = FeatureCache(Path(self.options.cache), self.target, self.draft.target_layer_ids)
-        cache.check_space([ids for some in self.data.all() for ids in some["input_ids"]])
+        cache.check_space(sample["input_ids"] for some in self.data.all() for sample in some)
         return cache
 
     def features(self, samples: Sequence[Mapping[str, Any]], ids: torch.Tensor) -> torch.Tensor:
@@ -190,14 +190,14 @@ class Trainer:
             accelerator.num_processes,
             self.done * options.accumulate,
         )
-        # A finished run that is resumed has no step left: its draft is evaluated again.
-        finished = self.done == self.steps
-        evaluation = self.evaluate() if finished else Evaluation({HELD_OUT: Acceptance((0,) * self.draft.block_size)})
         self.model.train()
+        evaluation: Evaluation | None = None
         try:
             with held_back() as self.held:
                 for step in range(self.done, self.steps):
                     evaluation = self._advance(step, queue, reporter) or evaluation
+                if evaluation is None:  # a finished run that is resumed: its draft is evaluated again
+                    evaluation = self.evaluate()
         finally:
             reporter.close()
             if self.cache is not None:
