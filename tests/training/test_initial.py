@@ -13,7 +13,7 @@ from families.models import make_target
 from sglang_dflash.reference import FeatureTaps, decoder_layers
 from sglang_dflash.serving import TINY_TARGET
 from sglang_dflash.training.frozen import check_target, mask_token_id
-from sglang_dflash.training.initial import copy_target
+from sglang_dflash.training.initial import copy_last_norm, copy_target
 from sglang_dflash.training.trainer import Trainer
 
 
@@ -69,6 +69,17 @@ def test_norms_that_compute_otherwise_are_refused(options, tmp_path):
     its.input_layernorm.forward = lambda x: x * (1 + its.input_layernorm.weight)
     with pytest.raises(ValueError, match="not built as Llama's or Qwen3's are"):
         copy_target(trainer.draft, trainer.target.model)
+
+
+def test_a_new_draft_has_the_targets_last_norm(options):
+    """Fails if a draft begins with another scale than the target's head expects, or takes another kind of norm."""
+    trainer = Trainer(options())
+    norm = trainer.target.model.get_decoder().norm
+    assert torch.equal(trainer.draft.norm.weight, norm.weight) and (norm.weight != 1).any()
+    trainer.draft.norm.weight.data.fill_(1)
+    norm.forward = lambda x: x * (1 + norm.weight)
+    copy_last_norm(trainer.draft, trainer.target.model)
+    assert (trainer.draft.norm.weight == 1).all()
 
 
 class Full:

@@ -45,7 +45,7 @@ def dpace_weights(labels: torch.Tensor, losses: torch.Tensor, alpha: float) -> t
 def row_losses(
     hidden: torch.Tensor, labels: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """-log p(label) of every labelled row, zero elsewhere. The backward pass computes the logits again.
+    """-log p(label) of every labelled row, zero elsewhere. The backward pass computes the logits of many rows again.
 
     Args:
         hidden: [..., H]; the draft's final hidden states.
@@ -143,10 +143,13 @@ def _labelled_rows(
     losses: Callable[..., torch.Tensor], labels: torch.Tensor, hidden: torch.Tensor, *more: torch.Tensor
 ) -> list[torch.Tensor]:
     """Each kind of loss of every labelled row, zero elsewhere. `losses` maps some rows' hidden states, labels and so on
-    to [kinds, N]."""
+    to [kinds, N]. Rows that fit into one part keep their logits for the backward pass."""
     labelled = labels != IGNORED
     values = [value[labelled].split(_ROWS_AT_ONCE) for value in (hidden, labels, *more)]
-    parts = [checkpoint(losses, *part, use_reentrant=False) for part in zip(*values, strict=True)]
+    if len(values[0]) == 1:
+        parts = [losses(*(value for (value,) in values))]
+    else:
+        parts = [checkpoint(losses, *part, use_reentrant=False) for part in zip(*values, strict=True)]
     out = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
     return [out.masked_scatter(labelled, found) for found in torch.cat(parts, dim=1)]
 

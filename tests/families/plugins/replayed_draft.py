@@ -4,12 +4,13 @@ A random draft is never accepted, so it tests little. A replayed one is accepted
 commit_len occurs, with any target. Where a row has several candidates, the answer may be any of them, so that trees are
 accepted along every kind of path. The file named by REPLAYED_ANSWERS holds the answers, and may hold one to all other
 prompts; it is read anew when it changes. What the draft reads of the prompt with TAPPED_TOKENS tokens goes to the file
-named by REPLAYED_TAPS.
+named by REPLAYED_TAPS. REPLAYED_WRONG_PERCENT sets how many drafts are wrong, and tells the planner so.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import Any
 ANSWERS = "REPLAYED_ANSWERS"
 TAPS = "REPLAYED_TAPS"
 TAPPED_TOKENS = 17  # of the first prompt that has so many; a later one has an image
-WRONG_PERCENT = 16
+WRONG = "REPLAYED_WRONG_PERCENT"
+WRONG_PERCENT = 16.0
 
 
 def activate() -> None:
@@ -35,6 +37,7 @@ class Answers:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_ns = 0
+        self._wrong_percent = float(os.environ.get(WRONG, WRONG_PERCENT))
         self._image_token = -1
         self._answers: dict[tuple[int, ...], list[int]] = {}
         self._otherwise: list[int] = []
@@ -60,10 +63,18 @@ class Answers:
             token = answer[place] if 0 <= place < len(answer) else 0
             seed = zlib.crc32(f"{text[:4]} {len(text)} {place}".encode())
             ids = [token + other if token < candidates else token - other for other in range(candidates + 1)]
-            if seed % 100 < WRONG_PERCENT:  # then it comes later, or not at all
+            if seed % 100 + seed // 100 % 100 / 100 < self._wrong_percent:  # then it comes later, or not at all
                 ids.insert(1 + seed // 100 % candidates, ids.pop(0))
             drafts.append(ids[:candidates])
         return drafts
+
+    def log_probs_like(self, own: Any) -> Any:
+        """The draft's own [B, K-1, k]; where REPLAYED_WRONG_PERCENT is set, what is true of the replayed ones."""
+        if WRONG not in os.environ:
+            return own
+        told = own.new_full(own.shape, math.log(max(self._wrong_percent, 1e-3) / 100 / max(1, own.shape[-1])))
+        told[..., 0] = math.log1p(-self._wrong_percent / 100)
+        return told
 
 
 def _replay(*_: Any) -> None:
@@ -105,7 +116,8 @@ def _replay(*_: Any) -> None:
         answers.read_anew()
         asked = zip(block.req_pool_indices.tolist(), block.prefix_lens.tolist(), strict=True)
         drafts = [answers.drafts_of(running[row], start + 1, own.ids.shape[1], count) for row, start in asked]
-        return ops.Proposal(torch.tensor(drafts, dtype=torch.int64).view(own.ids.shape), own.log_probs)
+        ids = torch.tensor(drafts, dtype=torch.int64).view(own.ids.shape)
+        return ops.Proposal(ids, answers.log_probs_like(own.log_probs))
 
     PlannedStep.propose, DraftRunner.propose_candidates = planned, replayed_candidates
     verify = DFlashWorker._verify
