@@ -17,7 +17,7 @@ from sglang_dflash.training.blocks import IGNORED, make_blocks
 from sglang_dflash.training.evaluation import accept_lens
 from sglang_dflash.training.frozen import FrozenTarget
 from sglang_dflash.training.layout import with_dflash2_head
-from sglang_dflash.training.loss import decay_weights, row_losses, selected_losses, weighted_mean
+from sglang_dflash.training.loss import LossHead, decay_weights, row_losses, selected_losses, weighted_mean
 from sglang_dflash.training.trainer import Trainer
 
 HEAD: dict[str, Any] = {"head": "dflash2", "selector_rank": 8, "selector_top_k": 4, "conv_group_size": 32}
@@ -46,8 +46,8 @@ def test_the_selector_s_loss_against_loops(rows_at_once, monkeypatch):
     def head(rows: torch.Tensor) -> torch.Tensor:
         return rows @ weight.T
 
-    plain, chosen = selected_losses(hidden, labels, previous, head, selector)
-    torch.testing.assert_close(plain, row_losses(hidden, labels, head))
+    plain, chosen = selected_losses(hidden, LossHead(head, labels), previous, selector)
+    torch.testing.assert_close(plain, row_losses(hidden, LossHead(head, labels)))
     reached = 0
     for place, label in enumerate(labels.flatten().tolist()):
         row = hidden.view(-1, WIDTH)[place]
@@ -68,13 +68,31 @@ def test_the_selector_s_loss_against_loops(rows_at_once, monkeypatch):
     assert reached >= 3
 
 
+def test_fewer_ids_have_the_same_loss():
+    """Fails if candidates among fewer ids read other rows of the tables, or are raised like drawn ids: the best ones of
+    all ids are among the few, so both losses must be what they are over all."""
+    selector, generator = _selector(), torch.Generator().manual_seed(2)
+    hidden = torch.randn(2, 3, WIDTH, generator=generator)
+    weight = torch.randn(VOCAB, WIDTH, generator=generator)
+    labels, previous = torch.randint(VOCAB, (2, 2, 3), generator=generator).unbind(0)
+    logits = hidden @ weight.T
+    best = logits.topk(TOP_K).indices.flatten()
+    ids = torch.cat((best, labels.flatten())).unique()
+    raised = torch.rand(len(ids), generator=generator)
+    few = LossHead(lambda rows: rows @ weight[ids].T, torch.searchsorted(ids, labels), ids, raised)
+    plain, chosen = selected_losses(hidden, few, previous, selector)
+    _, expected = selected_losses(hidden, LossHead(lambda rows: rows @ weight.T, labels), previous, selector)
+    torch.testing.assert_close(chosen, expected)
+    below = (logits[..., ids] + raised).logsumexp(-1)
+    torch.testing.assert_close(plain, below - logits.gather(-1, labels[..., None])[..., 0] - raised[few.labels])
+
+
 def test_nothing_labelled():
     """Fails if a micro-batch without labels gives NaN, or no gradient."""
     hidden, labels = torch.randn(1, 2, 4, WIDTH, requires_grad=True), torch.full((1, 2, 4), IGNORED)
     selector = _selector()
-    losses = selected_losses(
-        hidden, labels, labels.clamp(min=0), lambda rows: rows @ torch.ones(WIDTH, VOCAB), selector
-    )
+    over = LossHead(lambda rows: rows @ torch.ones(WIDTH, VOCAB), labels)
+    losses = selected_losses(hidden, over, labels.clamp(min=0), selector)
     loss = weighted_mean(sum(losses), decay_weights(labels, 4.0))
     loss.backward()
     assert loss.item() == 0.0 and (hidden.grad == 0).all()

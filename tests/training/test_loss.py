@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.training import loss as loss_module
 from sglang_dflash.training.blocks import IGNORED, make_blocks
-from sglang_dflash.training.loss import ShortLoss, decay_weights, dpace_weights, row_losses, weighted_mean
+from sglang_dflash.training.loss import LossHead, ShortLoss, decay_weights, dpace_weights, row_losses, weighted_mean
 from sglang_dflash.training.trainer import Trainer
 
 NO = IGNORED
@@ -65,7 +65,7 @@ def test_row_losses_are_cross_entropy(rows_at_once, monkeypatch):
             logits = (x @ weight.T).flatten(0, 2)
             losses = F.cross_entropy(logits, labels.flatten(), ignore_index=NO, reduction="none").view(labels.shape)
         else:
-            losses = row_losses(x, labels, lambda rows: rows @ weight.T)
+            losses = row_losses(x, LossHead(lambda rows: rows @ weight.T, labels))
         (losses * factors).sum().backward()
         found.append(losses.detach())
         gradients.append(x.grad)
@@ -84,7 +84,7 @@ def test_weighted_mean_by_hand():
 def test_nothing_labelled(kind):
     """Fails if a micro-batch without labels gives NaN, or no gradient, for which other processes would wait."""
     hidden, labels = torch.randn(1, 2, 4, 8, requires_grad=True), torch.full((1, 2, 4), NO)
-    losses = row_losses(hidden, labels, lambda rows: rows @ torch.ones(8, 5))
+    losses = row_losses(hidden, LossHead(lambda rows: rows @ torch.ones(8, 5), labels))
     weights = decay_weights(labels, 4.0) if kind == "decay" else dpace_weights(labels, losses, 0.5)
     loss = weighted_mean(losses, weights)
     loss.backward()
@@ -178,9 +178,9 @@ def _short(size: int, labels: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor
     hidden = torch.randn(*labels.shape, 8, generator=generator, requires_grad=True)
     counts = torch.arange(40, 0, -1)  # id 0 is the most frequent one
     drawn = torch.Generator().manual_seed(seed)
-    head, wanted = ShortLoss(counts, size).drawn(labels, lambda ids: lambda x: x @ weight[ids].T, drawn)
-    losses = row_losses(hidden, wanted, head)
-    whole = row_losses(hidden, labels, lambda x: x @ weight.T)
+    few = ShortLoss(counts, size).drawn(labels, lambda ids: lambda x: x @ weight[ids].T, drawn)
+    losses = row_losses(hidden, few)
+    whole = row_losses(hidden, LossHead(lambda x: x @ weight.T, labels))
     return losses, whole
 
 

@@ -38,7 +38,6 @@ REFUSED = [
     ({"held_out_data": ("/nowhere.jsonl",)}, "--held-out-data is /nowhere.jsonl; it must be an existing JSONL file."),
     ({"held_out_data": ("/a/x.jsonl", "/b/x.jsonl")}, "--held-out-data is x, x; it must be files of different names."),
     ({"loss_ids": 8}, "--loss-ids is 8; it must be 0 (all) or at least 64."),
-    ({"loss_ids": 64, "head": "dflash2"}, "--loss-ids is for --head dflash: DFlash2's selector needs the"),
     ({"loss": "kl"}, "--loss is kl; it must be one of decay, dpace."),
     ({"attention": "sdpa"}, "--attention is sdpa; it must be one of auto, flex, split, dense."),
     ({"precision": "fp8"}, "--precision is fp8; it must be one of auto, bf16, float32."),

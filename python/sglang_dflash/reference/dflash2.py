@@ -85,9 +85,18 @@ class CandidateSelector(nn.Module):
         tables = (self.predecessor_codebook, self.successor_codebook)
         return ops.greedy_walk(candidates, self.hidden_projection(hidden).flatten(0, 1), anchor_ids, *tables).ids
 
-    def scored(self, hidden: torch.Tensor, logits: torch.Tensor, previous_ids: torch.Tensor) -> Scored:
-        """hidden: [N, H]; logits: [N, V]; previous_ids: [N] int64, the tokens before the rows."""
+    def scored(
+        self, hidden: torch.Tensor, logits: torch.Tensor, previous_ids: torch.Tensor, ids: torch.Tensor | None = None
+    ) -> Scored:
+        """
+        Args:
+            hidden: [N, H].
+            logits: [N, V], or [N, M] of `ids` [M] int64, rising.
+            previous_ids: [N] int64, the tokens before the rows.
+        """
         candidates = self._candidates(logits)
+        if ids is not None:
+            candidates = ops.Candidates(candidates.values, ids[candidates.ids])
         tables = (self.predecessor_codebook, self.successor_codebook)
         scores = ops.pair_scores(candidates, self.hidden_projection(hidden), previous_ids[:, None], *tables)
         return Scored(scores[:, 0], candidates.ids)

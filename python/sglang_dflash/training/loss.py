@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -42,24 +43,37 @@ def dpace_weights(labels: torch.Tensor, losses: torch.Tensor, alpha: float) -> t
     return running.flip(-1).cumsum(-1).flip(-1) * labelled
 
 
-def row_losses(
-    hidden: torch.Tensor, labels: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class LossHead:
+    """The target's head as a loss uses it: over all ids, or over M of them.
+
+    Fields:
+        head: [N, H] -> [N, M].
+        labels: [...] int64; the columns of the rows' labels, IGNORED where there is none.
+        ids: [M] int64, rising, the ids of the columns; None: column i is id i.
+        raised: [M] float32, what the softmax adds to the logits.
+    """
+
+    head: Callable[[torch.Tensor], torch.Tensor]
+    labels: torch.Tensor
+    ids: torch.Tensor | None = None
+    raised: torch.Tensor | float = 0.0
+
+
+def row_losses(hidden: torch.Tensor, over: LossHead) -> torch.Tensor:
     """-log p(label) of every labelled row, zero elsewhere. The backward pass computes the logits of many rows again.
 
     Args:
         hidden: [..., H]; the draft's final hidden states.
-        labels: [...] int64.
-        head: the target's, [N, H] -> [N, V].
 
     Returns:
         [...] float32.
     """
 
     def some(rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(head(rows).float(), wanted, reduction="none")[None]
+        return F.cross_entropy(over.head(rows).float() + over.raised, wanted, reduction="none")[None]
 
-    return _labelled_rows(some, labels, hidden)[0]
+    return _labelled_rows(some, over.labels, hidden)[0]
 
 
 class ShortLoss:
@@ -86,8 +100,8 @@ class ShortLoss:
         labels: torch.Tensor,
         head_of: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]],
         generator: torch.Generator | None,
-    ) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
-        """The head over the ids of one micro-batch, and the labels as places among them.
+    ) -> LossHead:
+        """The head over the ids of one micro-batch.
 
         Args:
             labels: [...] int64.
@@ -98,23 +112,18 @@ class ShortLoss:
         rare = wanted[torch.isin(wanted, self._others)]
         others = self._others[~torch.isin(self._others, rare)]
         drawn = others[torch.randperm(len(others), generator=generator)[: self._drawn]]
-        ids = torch.cat((self._frequent, rare, drawn)).to(labels.device)
-        raised = torch.zeros(len(ids), device=labels.device)
+        ids, order = torch.cat((self._frequent, rare, drawn)).sort()
+        raised = torch.zeros(len(ids))
         if len(drawn):
             raised[-len(drawn) :] = math.log(len(others) / len(drawn))
-        place = torch.full((self._vocab_size,), IGNORED, device=labels.device)
-        place[ids] = torch.arange(len(ids), device=labels.device)
-        head = head_of(ids)
-        known = place[labels.clamp(min=0)].masked_fill(labels == IGNORED, IGNORED)
-        return lambda hidden: head(hidden) + raised, known
+        ids, raised = ids.to(labels.device), raised[order].to(labels.device)
+        column = torch.full((self._vocab_size,), IGNORED, device=labels.device)
+        column[ids] = torch.arange(len(ids), device=labels.device)
+        return LossHead(head_of(ids), column[labels.clamp(min=0)].masked_fill(labels == IGNORED, IGNORED), ids, raised)
 
 
 def selected_losses(
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    previous_ids: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    selector: CandidateSelector,
+    hidden: torch.Tensor, over: LossHead, previous_ids: torch.Tensor, selector: CandidateSelector
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`row_losses`, and the selector's: -log of the label's share among the row's candidates, behind the true token.
 
@@ -128,14 +137,14 @@ def selected_losses(
     """
 
     def some(rows: torch.Tensor, wanted: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        logits = head(rows)
-        losses = F.cross_entropy(logits.float(), wanted, reduction="none")
-        scores, ids = selector.scored(rows, logits, previous)
-        right = ids == wanted[:, None]
+        logits = over.head(rows)
+        losses = F.cross_entropy(logits.float() + over.raised, wanted, reduction="none")
+        scores, ids = selector.scored(rows, logits, previous, over.ids)
+        right = ids == (wanted if over.ids is None else over.ids[wanted])[:, None]
         chosen = -(scores.float().log_softmax(-1) * right).sum(-1)
         return torch.stack((losses, chosen))
 
-    plain, chosen = _labelled_rows(some, labels, hidden, previous_ids)
+    plain, chosen = _labelled_rows(some, over.labels, hidden, previous_ids)
     return plain, chosen
 
 

@@ -185,8 +185,6 @@ class TrainOptions:
         _need(self.conv_kernel_size >= 0, "conv_kernel_size", self.conv_kernel_size, "0 (no convolution) or more")
         _need(self.selector_weight > 0, "selector_weight", self.selector_weight, "above 0")
         _need(self.loss_ids == 0 or self.loss_ids >= 64, "loss_ids", self.loss_ids, "0 (all) or at least 64")
-        if self.loss_ids and self.head == "dflash2":
-            raise ValueError("--loss-ids is for --head dflash: DFlash2's selector needs the candidates of all ids.")
         _need(self.block_size >= 2, "block_size", self.block_size, "at least 2")
         _need(self.max_length >= 4, "max_length", self.max_length, "at least 4")
         _need(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")

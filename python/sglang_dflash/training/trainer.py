@@ -31,6 +31,7 @@ from sglang_dflash.training.frozen import FrozenTarget, check_target
 from sglang_dflash.training.initial import first_draft
 from sglang_dflash.training.layout import save_draft
 from sglang_dflash.training.loss import (
+    LossHead,
     ShortLoss,
     decay_weights,
     dpace_weights,
@@ -156,15 +157,15 @@ class Trainer:
             self.target.embed(blocks.ids), features, positions, masks, block_size=blocks.block_size
         ).unflatten(1, (-1, blocks.block_size))
         labels = blocks.labels.view(hidden.shape[:-1])
+        over = LossHead(self.target.head, labels)
+        if self.short_loss is not None:
+            over = self.short_loss.drawn(labels, self.target.head_of, generator)
         selector = self.draft.candidate_selector
-        if selector is not None:
-            losses, chosen = selected_losses(hidden, labels, blocks.previous_ids(), self.target.head, selector)
-        else:
-            head, wanted = self.target.head, labels
-            if self.short_loss is not None:
-                head, wanted = self.short_loss.drawn(labels, self.target.head_of, generator)
-            losses = row_losses(hidden, wanted, head)
+        if selector is None:
+            losses = row_losses(hidden, over)
             chosen = torch.zeros_like(losses)
+        else:
+            losses, chosen = selected_losses(hidden, over, blocks.previous_ids(), selector)
         if self.options.loss == "dpace":
             weights = dpace_weights(labels, losses, self.options.dpace_alpha)
         else:
