@@ -152,6 +152,7 @@ def test_tests_of_core_ops_and_reference_run_without_sglang(folder):
     assert _forbidden(ROOT / "tests" / folder, ("sglang", f"{PACKAGE}.host")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "absent"),
     [

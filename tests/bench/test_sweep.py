@@ -25,6 +25,8 @@ from sglang_dflash.bench.records import Cell, Run
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Message, Session, Turn, as_openai
 
+pytestmark = pytest.mark.slow
+
 
 def cells_of(run: Run) -> dict:
     return {cell.key: cell for cell in run.cells}

@@ -14,6 +14,8 @@ import setuptools
 
 from sglang_dflash.serving.errors import EXTRAS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 HIDE = """
 import runpy, sys

@@ -10,6 +10,8 @@ import pytest
 
 from sglang_dflash.core.row_budget import Budget, RowBudget
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 SIZES = [BLOCK * count for count in (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64)]
 MACHINES: dict[str, Callable[[int], float]] = {

@@ -21,6 +21,8 @@ from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host import sampler
 from sglang_dflash.host.penalties import asks_for_penalties
 
+pytestmark = pytest.mark.slow
+
 KERNELS = ops.choose_kernels("cpu", torch.float32)
 
 VOCAB, WIDTH, TOKENS = 16, 4, 4

@@ -145,6 +145,7 @@ def test_every_parser_has_answers() -> None:
     assert PAIRS.keys() <= REASONING_ANSWERS.keys() and set(PAIRS.values()) <= TOOL_ANSWERS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOOL_ANSWERS)
 def test_calls(name: str) -> None:
     """Fails where text beside a call, or a part of a call, is lost or changed because tokens came together."""

@@ -18,6 +18,8 @@ import torch
 from sglang_dflash import ops
 from sglang_dflash.ops import build_native, native
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 NAMES = ["avx512", "avx2", "scalar"]
 

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash.reference import DFlashDraftModel
 
+pytestmark = pytest.mark.slow
+
 KEYS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 3}
 PREFIX, BLOCK = 5, 4
 

@@ -12,6 +12,8 @@ from families.models import FAMILIES, make_draft, make_target
 from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.reference.generation import TARGETS, _Loop
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 60
 PROMPTS = [[5, 9, 700], list(range(100, 137)), [44] * 12]
 

@@ -12,6 +12,8 @@ from sglang_dflash.reference import DFlashDraftModel, Generation
 from sglang_dflash.reference.generation import PositionCache
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 
+pytestmark = pytest.mark.slow
+
 MAX_NEW_TOKENS = 120
 
 

@@ -18,6 +18,8 @@ import pytest
 from sglang_dflash.serving import TINY_TARGET, watched
 from sglang_dflash.serving.lifetime import Stopped, TiedProcess, held_back, stoppable
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmark_sglang.py"
 CLI = [sys.executable, "-m", "sglang_dflash.cli"]
 STAND_IN = Path(__file__).with_name("stand_in")

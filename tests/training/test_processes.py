@@ -15,6 +15,8 @@ import torch
 from sglang_dflash.serving import TINY_TARGET
 from sglang_dflash.training.trainer import train
 
+pytestmark = pytest.mark.slow
+
 # Runs the command line as torchrun does; each process also writes a digest of its final weights.
 WORKER = """
 import hashlib, os, runpy, signal

@@ -40,7 +40,7 @@ def _digest(folder: Path | str) -> str:
 
 def _timeless(path: Path) -> str:
     """A file's text without the hours that the run took, and the draft's name, which is the folder's."""
-    return re.sub(rf'(tokens in |"hours": )[\d.]+|name: {path.parent.name}', "", path.read_text())
+    return re.sub(rf'(tokens in |"hours": )[\d.]+|name: "{path.parent.name}"', "", path.read_text())
 
 
 def _said(capsys: pytest.CaptureFixture) -> str:
