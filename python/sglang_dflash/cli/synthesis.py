@@ -149,4 +149,5 @@ def _as_they_come(
             waiting.add(pool.submit(sample))
             count -= 1
         done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-        yield from (future.result() for future in done)
+        for future in sorted(done, key=lambda one: one.exception() is not None):  # no answer is lost with a failed one
+            yield future.result()
