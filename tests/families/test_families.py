@@ -299,8 +299,7 @@ def _run(family: str, arm: str, baseline: Baseline, folder: Path, table: dict[st
         print(f"{family}, {arm}: {sum(answer.meta['num_retractions'] for answer in answers)} retractions")
         assert any(answer.meta["num_retractions"] for answer in answers), "nothing was retracted"
     else:
-        # Some prompts share a beginning. With images and recurrent state few are hit: 10 of 86 were, on a busy machine.
-        assert sum(answer.meta["cached_tokens"] > 0 for answer in answers) > len(answers) / 10, "no prefix was hit"
+        assert sum(answer.meta["cached_tokens"] > 0 for answer in answers) > len(answers) / 8, "no prefix was hit"
 
 
 def of_family(family: str, *arm: str) -> Any:

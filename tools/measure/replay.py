@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,10 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_dflash.core.draft_config import DraftConfig
-from sglang_dflash.serving import Completion, Progress, Server
+from sglang_dflash.serving import AcceptanceStats, Completion, Progress, Server
 from sglang_dflash.serving.device import device_flags
-from sglang_dflash.serving.prompts import read_rows
+from sglang_dflash.serving.prompts import read_rows, session_of
 from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.serving.traffic import prompt_of
 
 PLUGINS = Path(__file__).parents[2] / "tests/families/plugins"
 console = Console(stderr=True, highlight=False)
@@ -63,16 +65,16 @@ def main(
     context: typer.Context,
     target: Annotated[str, typer.Option(help="Target: folder or hub name.")],
     draft: Annotated[str, typer.Option(help="Draft whose cost is measured; it need not be trained.")],
-    prompts: Annotated[Path, typer.Option(help="JSONL with `prompt`, or the first of `turns`.")],
+    prompts: Annotated[Path, typer.Option(help="JSONL of prompts; of several turns the first is asked.")],
     count: Annotated[int, typer.Option(help="Number of prompts.")] = 16,
     tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 128,
     tau: Annotated[list[float], typer.Option(help="Mean commit_len; several times for several.")] = [2.0, 4.0, 6.0],  # noqa: B006
     concurrency: Annotated[list[int], typer.Option(help="Requests at once; several times for several.")] = [1],  # noqa: B006
     repeats: Annotated[int, typer.Option(help="Rounds of each; the median counts.")] = 3,
 ) -> None:
-    rows = read_rows(prompts, "--prompts", lambda row, _: row.get("prompt") or row["turns"][0])
-    render = Renderer(target, {}, "--target")
-    ids = [render([{"role": "user", "content": text}], {}) for text, _ in zip(rows, range(count), strict=False)]
+    renderer = Renderer(target, {}, "--target")
+    sessions = islice(read_rows(prompts, "--prompts", session_of), count)
+    ids = [prompt_of(session, session.turns[0].messages, renderer) for session in sessions]
     block_size = DraftConfig.from_dict(json.loads((Path(draft) / "config.json").read_text())).block_size
     flags = ["--model-path", target, *device_flags(context.args), *context.args]
     speculate = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft]
@@ -101,11 +103,10 @@ def main(
                 on = arm(server, ids, concurrency, tokens, repeats)
             for level in concurrency:
                 pairs = list(zip(off[level][0], on[level][0], strict=True))
-                steps = sum(answer.steps for _, answer in pairs)
                 result = {
                     "asked": wanted,
                     "requests": level,
-                    "tau": (sum(len(answer.ids) for _, answer in pairs) - len(pairs)) / max(1, steps),
+                    "tau": AcceptanceStats.of(on[level][0]).tau,
                     "off_tok_s": off[level][1],
                     "tok_s": on[level][1],
                     "ratio": on[level][1] / off[level][1],

@@ -201,10 +201,7 @@ class Regeneration:
                         keep(future)
                         advance()
             except httpx.HTTPError as error:
-                raise ServerError(
-                    f"The server stopped answering ({first_line(error)}); see {log}. The answers are kept: start again "
-                    "to go on."
-                ) from None
+                raise _gone(error, log, "answers") from None
             except KeyboardInterrupt:
                 pool.shutdown(wait=False, cancel_futures=True)
                 keep_finished()
@@ -298,6 +295,12 @@ def _started(target: str, server_args: Sequence[str], log: Path, console: Consol
     return server
 
 
+def _gone(error: httpx.HTTPError, log: Path, kept: str) -> ServerError:
+    return ServerError(
+        f"The server stopped answering ({first_line(error)}); see {log}. The {kept} are kept: start again to go on."
+    )
+
+
 def _write_questions(options: RegenerateOptions, template: str, server_args: Sequence[str]) -> None:
     """Makes DATA of the target's own questions, or goes on with it."""
     console = Console(stderr=True)
@@ -318,10 +321,7 @@ def _write_questions(options: RegenerateOptions, template: str, server_args: Seq
         try:
             questions.write(client, options.synthesize, options.concurrency, Progress(console))
         except httpx.HTTPError as error:
-            raise ServerError(
-                f"The server stopped answering ({first_line(error)}); see {log}. The questions are kept: start again "
-                "to go on."
-            ) from None
+            raise _gone(error, log, "questions") from None
 
 
 def _read_conversations(data: Path) -> list[Conversation]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sglang_dflash.serving import Client, Completion, Progress
 from sglang_dflash.serving.messages import render
-from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.serving.rendering import Renderer, special_ids
 
 _MARK = "THE-QUESTION"
 _SHORTEST = 4  # tokens: "Hello!" teaches nothing
@@ -42,7 +42,7 @@ class Questions:
         """
         self.path, self.synthesis, self.tokenizer = path, synthesis, renderer.tokenizer
         self.opening, self.end_id = _around(renderer)
-        self.special = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self.special = special_ids(self.tokenizer)
         if path.exists() and not path.is_file():
             raise ValueError(f"DATA is {path}; with --synthesize it must be a file to write the questions to.")
         self.keys = {_key(question) for question in self._recover()}
@@ -126,8 +126,7 @@ def _around(renderer: Renderer) -> tuple[list[int], int]:
         return list(renderer.tokenizer(part, add_special_tokens=False)["input_ids"])
 
     end_id = (ids(closing.lstrip()) or [-1])[0]
-    ends = renderer.tokenizer.added_tokens_decoder.get(end_id)  # an ordinary token stands in questions, too
-    if not mark or not opening or ends is None or not ends.special:
+    if not mark or not opening or end_id not in special_ids(renderer.tokenizer):  # others stand in questions, too
         raise ValueError(
             "--synthesize: the target's chat template must open a user turn, and end it with a special token."
         )

@@ -10,6 +10,11 @@ from sglang_dflash.serving.errors import sentence
 from sglang_dflash.serving.messages import as_served, render, tools_of
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    """The ids of the marks that a tokenizer adds to its vocabulary: no ordinary text has them."""
+    return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 class Renderer:
     """Holds the tokenizer and the chat template's keyword arguments."""
 

@@ -7,7 +7,6 @@ import os
 import random
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import pyarrow.compute
@@ -160,8 +159,8 @@ def seen_ids(*data: Dataset) -> set[int]:
 
 def learned_counts(data: Dataset, vocab_size: int) -> torch.Tensor:
     """[V] int64; how often each id stands in an answer."""
-    ids = [sample["input_ids"][start:end] for sample in data for start, end in sample["spans"]]
-    return torch.bincount(torch.tensor(list(chain.from_iterable(ids))), minlength=vocab_size)
+    answers = [torch.tensor(sample["input_ids"][start:end]) for sample in data for start, end in sample["spans"]]
+    return torch.bincount(torch.cat(answers), minlength=vocab_size)
 
 
 def _samples(

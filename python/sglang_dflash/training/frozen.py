@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.reference import FeatureTaps, end_token_ids, text_config
+from sglang_dflash.serving.rendering import special_ids
 from sglang_dflash.training.layout import new_config
 from sglang_dflash.training.options import OF_TARGET, TrainOptions
 
@@ -153,11 +154,11 @@ def mask_token_id(tokenizer: Any, rows: int, chosen: int | str | None, seen: Ite
 
 def _unused(tokenizer: Any, seen: Iterable[int]) -> list[int]:
     """The special tokens that are not `seen`, have no role of their own and do not stand in the chat template."""
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     roles = ("bos", "eos", "pad", "unk", "sep", "cls")
     used = {*seen, *(getattr(tokenizer, f"{role}_token_id", None) for role in roles)}
     template = str(tokenizer.chat_template or "")
-    return sorted(one for one in special - used if tokenizer.added_tokens_decoder[one].content not in template)
+    unused = special_ids(tokenizer) - used
+    return sorted(one for one in unused if tokenizer.added_tokens_decoder[one].content not in template)
 
 
 def _runs(numbers: list[int]) -> str:

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import deepcopy
 
 import torch
 from torch import nn
 
 from sglang_dflash.reference import DFlashDraftModel, decoder_layers
+from sglang_dflash.training.conversations import seen_ids
+from sglang_dflash.training.data import Data
 from sglang_dflash.training.frozen import FrozenTarget, mask_token_id
 from sglang_dflash.training.layout import new_config, with_dflash2_head
 from sglang_dflash.training.options import OF_TARGET, TrainOptions
 
 
-def first_draft(options: TrainOptions, target: FrozenTarget, seen: Iterable[int]) -> DFlashDraftModel:
+def first_draft(options: TrainOptions, target: FrozenTarget, data: Data) -> DFlashDraftModel:
     """The draft before the first step, in float32.
-
-    Args:
-        seen: the token ids of the data.
 
     Raises:
         ValueError: --init, or the flags of a new draft, do not fit the target.
     """
     if options.init not in (None, OF_TARGET):
         return _continued(options, target)
-    mask_id = mask_token_id(target.tokenizer, target.config.vocab_size, options.mask_token_id, {*seen, *target.end_ids})
+    seen = {*seen_ids(*data.all()), *target.end_ids} if options.mask_token_id == "auto" else set()
+    mask_id = mask_token_id(target.tokenizer, target.config.vocab_size, options.mask_token_id, seen)
     draft = DFlashDraftModel(new_config(target.config, options, mask_id)).float()
     if options.init == OF_TARGET:
         copy_target(draft, target.model)

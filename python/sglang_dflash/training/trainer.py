@@ -23,7 +23,7 @@ from torch import nn
 
 from sglang_dflash.serving.lifetime import Held, Stopped, held_back
 from sglang_dflash.training.blocks import MASKS, Blocks, make_blocks, sample_anchors
-from sglang_dflash.training.conversations import collate, learned_counts, lengths, micro_batches, seen_ids
+from sglang_dflash.training.conversations import collate, learned_counts, lengths, micro_batches
 from sglang_dflash.training.data import read_data
 from sglang_dflash.training.evaluation import Acceptance, Evaluation, held_out_acceptance
 from sglang_dflash.training.feature_cache import FeatureCache
@@ -79,9 +79,8 @@ class Trainer:
         self.target = FrozenTarget(options.target, options.target_dtype, self.device)
         with self.accelerator.main_process_first():
             self.data = read_data(options, self.target)
-        self.draft = first_draft(options, self.target, seen_ids(*self.data.all())).to(self.device)
+        self.draft = first_draft(options, self.target, self.data).to(self.device)
         self.gamma = default_gamma(self.draft.block_size) if options.gamma is None else options.gamma
-        self.flex = self.attention == "flex"
         if self.flex:
             # Beyond the limit, torch would fall back to code that holds all scores in memory: fail instead.
             torch._dynamo.config.recompile_limit = 64
@@ -101,6 +100,10 @@ class Trainer:
         self.held = Held()
         self.stopping = False
         """Whether a process was told to stop; the same in all of them."""
+
+    @property
+    def flex(self) -> bool:
+        return self.attention == "flex"
 
     def _open_cache(self) -> FeatureCache | None:
         if self.options.cache is None:
