@@ -493,7 +493,11 @@ def test_questions_are_kept_when_the_server_fails(client, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"synthesize": -1}, "--synthesize is -1"), ({"synthesize": 1, "seed": -1}, "--seed is -1")],
+    [
+        ({"synthesize": -1}, "--synthesize is -1"),
+        ({"synthesize": 1, "seed": -1}, "--seed is -1"),
+        ({"opening": "Write"}, "--opening is Write; it needs --synthesize"),
+    ],
     ids=str,
 )
 def test_wrong_numbers_of_questions(changes, said, tmp_path):

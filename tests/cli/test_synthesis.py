@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ def test_only_new_whole_questions_are_kept(renderer, tmp_path):
     assert opening.endswith("<|im_start|>user\n") and "assistant" not in opening
     assert sampling["stop_token_ids"] == renderer.tokenizer(END)["input_ids"]
     assert sampling["temperature"] > 0
+
+
+def test_every_question_begins_with_the_opening(renderer, tmp_path):
+    """Fails if the target is not asked behind the opening, or the question that is kept lacks it."""
+    path = tmp_path / "questions.jsonl"
+    opened = replace(SYNTHESIS, opening="Write a Python")
+    writer = _write(Questions(path, opened, renderer), lambda: (" function that adds." + END, "stop"), 1)
+    assert _kept(path) == ["Write a Python function that adds."]
+    assert writer.asked[0][0].endswith("<|im_start|>user\nWrite a Python")
+    with pytest.raises(ValueError, match="exists and was not written by --synthesize with this target"):
+        Questions(path, SYNTHESIS, renderer)
 
 
 def _numbers(seed: int) -> Callable[[], tuple[str, str]]:

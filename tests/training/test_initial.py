@@ -71,6 +71,16 @@ def test_norms_that_compute_otherwise_are_refused(options, tmp_path):
         copy_target(trainer.draft, trainer.target.model)
 
 
+def test_rounding_is_no_other_layer(options):
+    """Fails if a target in bfloat16 is refused, whose layers give large values: SmolLM2's are such."""
+    trainer = Trainer(options(init="target", num_taps=None, taps=(0, 2), target_dtype="bfloat16"))
+    for its in decoder_layers(trainer.target.model):
+        its.mlp.down_proj.weight.data.mul_(1000)
+    copy_target(trainer.draft, trainer.target.model)
+    its = decoder_layers(trainer.target.model)[-1]
+    assert torch.equal(trainer.draft.layers[-1].mlp.down_proj.weight, its.mlp.down_proj.weight.float())
+
+
 def test_a_new_draft_has_the_targets_last_norm(options):
     """Fails if a draft begins with another scale than the target's head expects, or takes another kind of norm."""
     trainer = Trainer(options())

@@ -76,6 +76,9 @@ class RegenerateOptions:
         typer.Option(help="First let the target write so many questions to DATA, a new file; 0: none."),
     ] = 0
     seed: Annotated[int, typer.Option(help="With --synthesize: seed of the questions.")] = 0
+    opening: Annotated[
+        str, typer.Option(help='With --synthesize: first words of every question, such as "Write a Python function".')
+    ] = ""
 
     def __post_init__(self) -> None:
         """
@@ -92,6 +95,8 @@ class RegenerateOptions:
             raise ValueError(f"--synthesize is {self.synthesize}; it must be 0 or more.")
         if self.synthesize and not 0 <= self.seed < 1 << 30:
             raise ValueError(f"--seed is {self.seed}; it must be from 0 to {(1 << 30) - 1}.")
+        if self.opening and not self.synthesize:
+            raise ValueError(f"--opening is {self.opening}; it needs --synthesize.")
         if not self.synthesize and not self.data.is_file():
             raise ValueError(f"DATA is {self.data}; it must be an existing JSONL file.")
 
@@ -305,7 +310,7 @@ def _write_questions(options: RegenerateOptions, template: str, server_args: Seq
     """Makes DATA of the target's own questions, or goes on with it."""
     console = Console(stderr=True)
     renderer = Renderer(options.target, json.loads(template), "--target")
-    questions = Questions(options.data, Synthesis(options.target, template, options.seed), renderer)
+    questions = Questions(options.data, Synthesis(options.target, template, options.seed, options.opening), renderer)
     if len(questions.keys) >= options.synthesize:
         return
     begun = [path for path in (options.output, Regeneration.partial_of(options.output)) if path.exists()]

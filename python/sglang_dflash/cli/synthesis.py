@@ -29,6 +29,7 @@ class Synthesis:
     target: str
     chat_template_kwargs: str
     seed: int
+    opening: str = ""  # the first words of every question
 
 
 class Questions:
@@ -41,7 +42,7 @@ class Questions:
                 a question.
         """
         self.path, self.synthesis, self.tokenizer = path, synthesis, renderer.tokenizer
-        self.opening, self.end_id = _around(renderer)
+        self.opening, self.end_id = _around(renderer, synthesis.opening)
         self.special = special_ids(self.tokenizer)
         if path.exists() and not path.is_file():
             raise ValueError(f"DATA is {path}; with --synthesize it must be a file to write the questions to.")
@@ -56,8 +57,8 @@ class Questions:
             return []
         if begun != asdict(self.synthesis):
             raise ValueError(
-                f"DATA is {self.path}, which exists and was not written by --synthesize with this target, seed and "
-                "template; name a file to write the questions to."
+                f"DATA is {self.path}, which exists and was not written by --synthesize with this target, seed, "
+                "template and opening; name a file to write the questions to."
             )
         written = self.path.read_bytes()
         whole = written[: written.rfind(b"\n") + 1]
@@ -109,7 +110,7 @@ class Questions:
             return None
         if not self.special.isdisjoint(ids):
             return None
-        question = str(self.tokenizer.decode(ids)).strip()
+        question = (self.synthesis.opening + str(self.tokenizer.decode(ids))).strip()
         key = _key(question)
         if not key or key in self.keys or "\ufffd" in question:
             return None
@@ -117,8 +118,8 @@ class Questions:
         return question
 
 
-def _around(renderer: Renderer) -> tuple[list[int], int]:
-    """The token ids before the question of a chat, and the first one behind it."""
+def _around(renderer: Renderer, first_words: str) -> tuple[list[int], int]:
+    """The token ids before the question of a chat, its first words included, and the first one behind it."""
     text = render(renderer.tokenizer, [{"role": "user", "content": _MARK}], True, **renderer.template)
     opening, mark, closing = text.partition(_MARK)
 
@@ -130,7 +131,7 @@ def _around(renderer: Renderer) -> tuple[list[int], int]:
         raise ValueError(
             "--synthesize: the target's chat template must open a user turn, and end it with a special token."
         )
-    return ids(opening), end_id
+    return ids(opening + first_words), end_id
 
 
 def _key(question: str) -> str:
