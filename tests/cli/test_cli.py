@@ -56,7 +56,7 @@ def test_help_names_the_commands(call):
     assert re.search(r"^.*\btrain\b.*Train a DFlash draft", out, re.M)
     assert re.search(r"^.*\bregenerate\b.*Replace every assistant turn", out, re.M)
     assert re.search(r"^.*\bcheck\b.*Prove on your own models", out, re.M)
-    assert re.search(r"^.*\bquickstart\b.*Serve an embedded pair", out, re.M)
+    assert re.search(r"^.*\bquickstart\b.*Serve a pair", out, re.M)
     assert re.search(r"^.*\bfetch\b.*Make a published model", out, re.M)
     assert re.search(r"^.*\bbench\b.*Measure how fast", out, re.M)
 
@@ -177,7 +177,7 @@ def test_a_command_line_that_cannot_be_read(call):
     [
         (("bench", "--arms", "nope"), "error: --arms has nope"),
         (("bench", "--no-such-flag"), "--no-such-flag"),
-        (("quickstart", "--pair", "nope"), "--pair is nope; choose from dense, hybrid"),
+        (("quickstart", "--pair", "nope"), "--pair is nope; choose from smollm2, tiny, hybrid"),
     ],
 )
 def test_a_wrong_option_is_exit_code_2(words, sentence, call):

@@ -10,7 +10,7 @@ import torch
 
 from sglang_dflash.bench.options import Options
 from sglang_dflash.bench.planning import make_plan
-from sglang_dflash.cli import check, quickstart
+from sglang_dflash.cli import check, quickstart, shown_pairs
 from sglang_dflash.cli.check import CheckOptions
 from sglang_dflash.serving import PAIRS
 from sglang_dflash.serving.device import device_flags
@@ -30,7 +30,7 @@ def flags(arguments: Sequence[str]) -> dict[str, str]:
 
 
 STARTED: dict[str, Callable[[], Sequence[Sequence[str]]]] = {
-    "quickstart": lambda: [words for pair in PAIRS for words in quickstart.arms_of(pair)],
+    "quickstart": lambda: [words for pair in PAIRS for words in shown_pairs.embedded(pair).arms()],
     "check": lambda: [arm.arguments for arm in check.arms_of(CheckOptions())],
     "bench": lambda: [arm.arguments for arm in make_plan(Options()).arms],
 }
@@ -67,10 +67,9 @@ def test_what_a_user_gives_wins(cuda: bool) -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_quickstart_explains_texts_that_part_by_rounding(same: bool, cuda: bool, capsys: pytest.CaptureFixture) -> None:
     """Fails where a tie in bfloat16 looks like an error, or a difference in float32 like a tie."""
-    (prompt, *_) = quickstart.held_out_prompts("code")
     on = quickstart.Result("a b", 2, 1.0, 1, 1)
     off = replace(on, text="a b" if same else "a c", steps=0, accepted=0)
-    quickstart.summarise([prompt], [on], [off])
+    quickstart.summarise([shown_pairs.Question("sum", "Compute 1 + 1.")], [on], [off])
     said = " ".join(capsys.readouterr().out.split())
     assert f"{int(same)} of 1 texts identical" in said
     assert ("two tokens may tie up to rounding" in said) == (cuda and not same)

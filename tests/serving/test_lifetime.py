@@ -138,7 +138,7 @@ def starter(start: Callable[..., Started]) -> Callable[..., Started]:
 REGENERATED = ["--target", str(TINY_TARGET), "--max-new-tokens", "8"]
 TRAINED = ["--target", str(TINY_TARGET), "--data", "data.jsonl", "--output", "draft", "--layers", "1"]
 COMMANDS = {
-    "quickstart": [*CLI, "quickstart"],
+    "quickstart": [*CLI, "quickstart", "--pair", "tiny"],
     "check": [*CLI, "check"],
     "bench": [sys.executable, str(SCRIPT), "--dataset-name", "code"],
     "regenerate": [*CLI, "regenerate", "data.jsonl", "answers.jsonl", *REGENERATED],

@@ -21,14 +21,15 @@ def fetch(
 
     It lies in the cache (XDG_CACHE_HOME); a second call finds it there.
 
-    The last line on standard output is JSON with its folder. Exit codes: 0 it is there, 1 it is not, 130 stopped by
-    Ctrl-C, 143 by SIGTERM.
+    The last line on standard output is JSON with the folders of target and
+    draft. Exit codes: 0 they are there, 1 they are not, 130 stopped by Ctrl-C,
+    143 by SIGTERM.
     """
     if model != "smollm2":
         raise typer.BadParameter(f"MODEL is {model}; choose from smollm2.")
 
     def run() -> None:
         target = smollm2.fetch(smollm2.default_folder(), lambda line: console.print(line, soft_wrap=True))
-        print(json.dumps({"target": str(target)}))
+        print(json.dumps({"target": str(target), "draft": str(smollm2.DRAFT)}))
 
     raise typer.Exit(exit_code(run, 1))

@@ -1,9 +1,10 @@
-"""`sglang-dflash quickstart`: serves an embedded pair, streams answers, and compares with speculation off."""
+"""`sglang-dflash quickstart`: serves a pair, streams its answers, and compares with speculation off."""
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,21 +15,13 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from sglang_dflash.serving import (
-    PAIRS,
-    TINY_ENVIRONMENT,
-    HeldOutPrompt,
-    Server,
-    ServerError,
-    exit_code,
-    held_out_prompts,
-)
-from sglang_dflash.serving.device import device_flags, tiny_dtype, tiny_flags
+from sglang_dflash.cli.shown_pairs import NAMES, Question, Shown, shown
+from sglang_dflash.serving import Server, ServerError, exit_code
+from sglang_dflash.serving.device import tiny_dtype
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-PER_KIND = 2
 MAX_TOKENS = 200
 console = Console(highlight=False)
 
@@ -54,20 +47,18 @@ class Result:
 
 def quickstart(
     keep: Annotated[bool, typer.Option("--keep", help="Leave a DFLASH server running; print a curl command.")] = False,
-    pair: Annotated[str, typer.Option(help="dense: Qwen3; hybrid: Qwen3.5.")] = "dense",
+    pair: Annotated[
+        str,
+        typer.Option(
+            help="smollm2: SmolLM2-135M-Instruct, fetched as by `sglang-dflash fetch`; tiny, hybrid: pairs of this "
+            "package, built as Qwen3 and Qwen3.5, for a language of their own."
+        ),
+    ] = "smollm2",
 ) -> None:
-    """Serve an embedded pair with DFLASH, stream answers, compare with speculation off."""
-    if pair not in PAIRS:
-        raise typer.BadParameter(f"--pair is {pair}; choose from {', '.join(PAIRS)}.")
+    """Serve a pair with DFLASH, stream answers, compare with speculation off."""
+    if pair not in NAMES:
+        raise typer.BadParameter(f"--pair is {pair}; choose from {', '.join(NAMES)}.")
     raise typer.Exit(exit_code(partial(serve_and_compare, pair, keep), 1))
-
-
-def arms_of(pair: str) -> tuple[list[str], list[str]]:
-    """Flags of the server with speculation off, and of the one with DFLASH."""
-    target, draft = map(str, PAIRS[pair])
-    named = ["--model-path", target, "--served-model-name", "tiny", "--log-level", "warning"]
-    off = [*device_flags(), *tiny_flags(16384), *named]
-    return off, [*off, "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft]
 
 
 def serve_and_compare(pair: str, keep: bool) -> None:
@@ -77,17 +68,17 @@ def serve_and_compare(pair: str, keep: bool) -> None:
     """
     from openai import APIError
 
-    off_flags, on_flags = arms_of(pair)
-    prompts = [p for kind in ("code", "arithmetic", "chat") for p in held_out_prompts(kind)[:PER_KIND]]
+    chosen = shown(pair, lambda line: console.print(line, soft_wrap=True))
+    off_flags, on_flags = chosen.arms()
     logs = Path(tempfile.mkdtemp(prefix="sglang-dflash-quickstart-"))
     try:
         console.rule("DFLASH")
-        on = run_arm(on_flags, logs / "dflash.log", prompts, show=True)
+        on = run_arm(chosen, on_flags, logs / "dflash.log", show=True)
         console.rule("speculation off")
-        off = run_arm(off_flags, logs / "off.log", prompts, show=False)
-        summarise(prompts, on, off)
+        off = run_arm(chosen, off_flags, logs / "off.log", show=False)
+        summarise(chosen.questions, on, off)
         if keep:
-            leave_running(on_flags, logs / "kept.log")
+            leave_running(chosen, on_flags, logs / "kept.log")
     except (APIError, httpx.HTTPError) as error:
         raise ServerError(f"The server failed a request: {error} (logs: {logs})") from None
 
@@ -97,8 +88,8 @@ def mean_commit_len(results: list[Result]) -> float:
     return 1 + sum(r.accepted for r in results) / max(1, sum(r.steps for r in results))
 
 
-def start(arguments: list[str], log: Path) -> Server:
-    server = Server(arguments, log, TINY_ENVIRONMENT)
+def start(chosen: Shown, arguments: list[str], log: Path) -> Server:
+    server = Server(arguments, log, dict(chosen.environment))
     console.print(f"[dim]$ {' '.join(['python', *server.command[1:]])}[/dim]", soft_wrap=True)
     with console.status("starting the server ...") as status:
         begin = time.monotonic()
@@ -113,19 +104,19 @@ def doing(server: Server) -> str:
     return "building the native CPU ops, once" if building else "starting the server"
 
 
-def run_arm(arguments: list[str], log: Path, prompts: list[HeldOutPrompt], show: bool) -> list[Result]:
+def run_arm(chosen: Shown, arguments: list[str], log: Path, show: bool) -> list[Result]:
     from openai import OpenAI
 
-    with start(arguments, log) as server:
+    with start(chosen, arguments, log) as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        stream_answer(client, prompts[-1].prompt, show=False)  # warm-up
+        stream_answer(client, chosen.name, chosen.questions[-1].prompt, show=False)  # warm-up
         results = []
-        for number, prompt in enumerate(prompts, 1):
+        for number, question in enumerate(chosen.questions, 1):
             if show:
-                console.print(f"{prompt.kind}: {prompt.prompt}", style="bold cyan", markup=False)
+                console.print(question.prompt, style="bold cyan", markup=False)
             else:
-                console.print(f"[dim]{number}/{len(prompts)} {prompt.kind} ...[/dim]")
-            result = stream_answer(client, prompt.prompt, show)
+                console.print(f"[dim]{number}/{len(chosen.questions)} {question.name} ...[/dim]")
+            result = stream_answer(client, chosen.name, question.prompt, show)
             results.append(result)
             if show:
                 console.print(
@@ -135,13 +126,13 @@ def run_arm(arguments: list[str], log: Path, prompts: list[HeldOutPrompt], show:
     return results
 
 
-def stream_answer(client: OpenAI, prompt: str, show: bool) -> Result:
+def stream_answer(client: OpenAI, model: str, prompt: str, show: bool) -> Result:
     """Asks for one greedy chat completion; prints its text as it arrives if `show`."""
     pieces: list[str] = []
     tokens = steps = accepted = 0
     begin = time.monotonic()
     stream = client.chat.completions.create(
-        model="tiny",
+        model=model,
         messages=[{"role": "user", "content": prompt}],
         temperature=0,
         max_tokens=MAX_TOKENS,
@@ -166,12 +157,12 @@ def stream_answer(client: OpenAI, prompt: str, show: bool) -> Result:
     return Result("".join(pieces), tokens, seconds, steps, accepted)
 
 
-def summarise(prompts: list[HeldOutPrompt], on: list[Result], off: list[Result]) -> None:
+def summarise(questions: Sequence[Question], on: list[Result], off: list[Result]) -> None:
     names = ("tokens", "tok/s off", "tok/s DFLASH", "ratio", "mean commit_len", "same text")
-    table = Table(Column("prompt", no_wrap=True), *names)
-    for prompt, a, b in zip(prompts, on, off, strict=True):
+    table = Table(Column("question", no_wrap=True), *names)
+    for question, a, b in zip(questions, on, off, strict=True):
         row = [f"{b.tok_s:.0f}", f"{a.tok_s:.0f}", f"{a.tok_s / b.tok_s:.2f}", f"{a.mean_commit_len:.2f}"]
-        table.add_row(prompt.id, str(a.tokens), *row, "yes" if a.text == b.text else "NO")
+        table.add_row(question.name, str(a.tokens), *row, "yes" if a.text == b.text else "NO")
     console.print(table)
     same = sum(a.text == b.text for a, b in zip(on, off, strict=True))
     rate_on = sum(r.tokens for r in on) / sum(r.seconds for r in on)
@@ -187,9 +178,9 @@ def summarise(prompts: list[HeldOutPrompt], on: list[Result], off: list[Result])
         )
 
 
-def leave_running(arguments: list[str], log: Path) -> None:
-    server = start(arguments, log)
-    body = '{"model": "tiny", "temperature": 0, "messages": [{"role": "user", "content": "Hello!"}]}'
+def leave_running(chosen: Shown, arguments: list[str], log: Path) -> None:
+    server = start(chosen, arguments, log)
+    body = f'{{"model": "{chosen.name}", "temperature": 0, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     print(f"The server keeps running (stop it with: kill {server.pid}). Send it a request:")
     server.let_go()
     print(f"curl -s {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,24 +94,31 @@ def _element_bytes(config: Any, cfg: Any) -> int:
     return 4 if named == "float32" else 2
 
 
+def _weight_bytes(cfg: Any) -> int:
+    """Of the target's checkpoint on one rank; 0 where it is not a folder here."""
+    files = Path(cfg.model_path).glob("*.safetensors") if Path(cfg.model_path).is_dir() else ()
+    return sum(file.stat().st_size for file in files) // cfg.tp_size
+
+
 def _check_memory(cfg: Any, state_bytes: int, block_size: int) -> None:
     requests = cfg.max_running_requests or DEFAULT_REQUESTS
     scratch_gb = state_bytes * (requests + 1) * block_size / GB  # the host adds one place for padding
     memory_gb = (get_device_memory_capacity(cfg.device) or 0) * 2**20 / GB
-    fits = int(memory_gb * GB / state_bytes / block_size) - 1
+    left_gb = max(0.0, memory_gb - _weight_bytes(cfg) / GB)
+    fits = max(0, int(left_gb * GB / state_bytes / block_size) - 1)
     flags = f"--max-running-requests {requests} x --speculative-num-draft-tokens {block_size}"
-    if memory_gb and scratch_gb > memory_gb:
+    if memory_gb and scratch_gb > left_gb:
         raise ValueError(
             f"{flags} takes {scratch_gb:.1f} GB for the recurrent states of a verification "
-            f"({state_bytes / 1e6:.1f} MB each), and the device has {memory_gb:.1f} GB in all: at most {fits} requests "
-            "would fit, without weights and caches."
+            f"({state_bytes / 1e6:.1f} MB each), and the weights leave {left_gb:.1f} of the device's {memory_gb:.1f} "
+            f"GB: at most {fits} requests would fit, without caches."
         )
     logger.info(
-        "Recurrent state: %.2f MB for each request; a verification keeps one for each row, which takes %.2f GB of the "
-        "device's %.1f GB (%s).",
+        "Recurrent state: %.2f MB for each request; a verification keeps one for each row, which takes %.2f of the "
+        "%.1f GB that the weights leave (%s).",
         state_bytes / 1e6,
         scratch_gb,
-        memory_gb,
+        left_gb,
         flags,
     )
 

@@ -19,7 +19,7 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
-from sglang_dflash.host import page_tables
+from sglang_dflash.host import page_tables, waiting
 from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.cpu.direct import DirectForward
 from sglang_dflash.host.draft_input import DraftInput, bounded_kv_lens, known_kv_lens, upload
@@ -143,6 +143,7 @@ class DFlashWorker(BaseSpecWorker):
     def init_attention_backends(self) -> None:
         self._draft.init_attention_backends()
         page_tables.widen(self.spec_v2_attn_backends)  # the host has made the target's before
+        waiting.announce(self.spec_v2_attn_backends, self.device)
 
     def init_cuda_graphs(self) -> None:
         # Without graphs, the forward itself prepares the metadata, so there is nothing to prepare ahead.

@@ -8,10 +8,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 _ASSETS = Path(__file__).parents[1] / "assets"
-_FOLDERS = {"dense": _ASSETS / "tiny-pair", "hybrid": _ASSETS / "tiny-hybrid-pair"}
+_FOLDERS = {"tiny": _ASSETS / "tiny-pair", "hybrid": _ASSETS / "tiny-hybrid-pair"}
 PAIRS = {name: (folder / "target", folder / "draft") for name, folder in _FOLDERS.items()}
 """Name -> target and draft: Qwen3, and Qwen3.5, which has recurrent state. Both pairs know the same prompts."""
-TINY_TARGET, TINY_DRAFT = PAIRS["dense"]
+TINY_TARGET, TINY_DRAFT = PAIRS["tiny"]
 KINDS = ("arithmetic", "code", "chat")
 TINY_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """One compute thread, for servers that share their cores with tests, with clients or with each other. Do not use it to
@@ -32,7 +32,7 @@ class HeldOutPrompt:
 
 def held_out_prompts(kind: str | None = None) -> list[HeldOutPrompt]:
     """All held-out prompts, or those of one kind, in a fixed order."""
-    lines = (_FOLDERS["dense"] / "heldout.jsonl").read_text().splitlines()
+    lines = (_FOLDERS["tiny"] / "heldout.jsonl").read_text().splitlines()
     prompts = [HeldOutPrompt(**json.loads(line)) for line in lines]
     return [prompt for prompt in prompts if kind in (None, prompt.kind)]
 

