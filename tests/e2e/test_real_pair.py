@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from sglang_dflash.cli import shown_pairs
 from sglang_dflash.serving import TINY_ENVIRONMENT, AcceptanceStats, Completion, Server
-from sglang_dflash.serving.messages import render
+from sglang_dflash.serving.rendering import Renderer
 
 TOKENS = 48
 
@@ -22,12 +20,12 @@ def test_a_published_model_is_served_exactly(tmp_path: Path) -> None:
         pair = shown_pairs.fetched(print)
     except ValueError as error:
         pytest.skip(f"the real pair is not here: {error}")
-    pair = replace(pair, environment={**TINY_ENVIRONMENT, "SGLANG_DFLASH_WIDTH": "full"})
-    tokenizer = AutoTokenizer.from_pretrained(pair.target)
-    prompts = [render(tokenizer, [{"role": "user", "content": one.prompt}], True) for one in pair.questions[::2]]
+    environment = {**TINY_ENVIRONMENT, "SGLANG_DFLASH_WIDTH": "full"}
+    renderer = Renderer(str(pair.target), {})
+    prompts = [renderer([{"role": "user", "content": one.prompt}], {}) for one in pair.questions[::2]]
 
     def answers(flags: list[str], concurrency: int) -> list[Completion]:
-        with Server(flags, tmp_path / "log", dict(pair.environment)) as server:
+        with Server(flags, tmp_path / "log", environment) as server:
             return server.client().generate_all(prompts, concurrency, max_new_tokens=TOKENS)
 
     off, on = pair.arms()

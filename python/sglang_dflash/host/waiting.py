@@ -18,12 +18,12 @@ def announce(backends: Iterable[Any], device: str) -> None:
     Args:
         backends: the host's attention backends of target and draft.
     """
-    waits = {name for name, one in zip(("target", "draft"), backends, strict=True) if one.needs_cpu_seq_lens}
+    waits = [name for name, one in zip(("target", "draft"), backends, strict=True) if one.needs_cpu_seq_lens]
     if device != "cuda" or not waits:
         return
     logger.warning(
         "Each step waits for the device, because the attention backend of the %s takes lengths on the host. fa3 (SM "
         "8.x without MLA, and SM 9.x), trtllm_mha (SM 10.x) and triton do not: --attention-backend, "
         "--speculative-draft-attention-backend.",
-        " and of the ".join(sorted(waits, reverse=True)),
+        " and of the ".join(waits),
     )
