@@ -158,7 +158,7 @@ def test_outcomes_are_kept_as_json() -> None:
 
 
 def test_steps_of_any_width_are_not_compared() -> None:
-    """Fails if a server with adaptive widths is reported to draft worse from one KV than from another."""
+    """Fails if a server whose number of rows adapts is reported to draft worse from one KV than from another."""
     way = [Completion(ids=[1, 2], accept_histogram=[2], steps=2, cached_tokens=9, adapts=True)]
     probed = judge({"cached": way, "pieces": way, "fresh": way}, [10], exact=True)
     assert not probed.lost and "SGLANG_DFLASH_WIDTH=full" in probed.skipped

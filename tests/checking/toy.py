@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from sglang_dflash.core.plan_counts import STATE, DepthCounts, PlanCounts
+from sglang_dflash.core.row_counts import STATE, RowCounts
 from sglang_dflash.serving import Client
 
 END, VOCABULARY = 9, 10
@@ -66,8 +66,7 @@ class ToyClient(Client):
             return {"loads": [load]}
         info = {"model_path": "/nowhere/toy", "version": "1", "dtype": "float32", "disable_overlap_schedule": True}
         self._infos += 1  # the counts rise from each time they are read to the next
-        counts = PlanCounts(steps=10 * self._infos, blocks=8 * self._infos, rows=16 * self._infos)
-        counts.by_depth = [DepthCounts(rows=16 * self._infos, promised=8.0 * self._infos, accepted=4 * self._infos)]
+        counts = RowCounts(10 * self._infos, 8 * self._infos, 16 * self._infos, 8.0 * self._infos, 4 * self._infos)
         states = [{STATE: asdict(counts)}] * 2 if self.faults.adapts else [{}]
         return {
             **info,

@@ -48,9 +48,9 @@ OPENINGS = [f"{_CODE[number].rstrip()}\n\n\n" for number in _RUN_ON]
 
 FULL = {"SGLANG_DFLASH_WIDTH": "full"}  # for tests that compare steps with a reference
 COMPILED = {"SGLANG_DFLASH_COMPILE": "1"}
-# A width policy for tests only, instead of the measuring one: 1, 2, .. K rows in turn, and copies of any length.
+# A policy of rows for tests only, instead of the measuring one: any rows of any requests.
 EVERY_WIDTH = {
-    "SGLANG_DFLASH_WIDTH": "adaptive",
+    "SGLANG_DFLASH_WIDTH": "auto",
     "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent / "plugins"), os.environ.get("PYTHONPATH")))),
 }
 
@@ -58,7 +58,6 @@ FEW_IDS = 64  # of the embedded pair's 1,792; an answer holds others
 REGEX = {"regex": "[0-9 +=]{5,30}\\.", "max_new_tokens": 40}
 PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 150}
 
-COPYING = {"SGLANG_DFLASH_COPY": "1"}
 TOOL_CALLS = ["--tool-call-parser", "qwen"]
 PAGES_AND_CHUNKS = ["--page-size", "16", "--chunked-prefill-size", "64"]
 
@@ -89,8 +88,8 @@ class Arm:
 # Tests of all files share an arm's server. "default" is what a user gets on a CPU: widths adapt, compiled, no overlap.
 ARMS: dict[str, Arm] = {
     "default": Arm(TOOL_CALLS, TINY_ENVIRONMENT | {"SGLANG_DFLASH_COMPILE": ""}),
-    "uncompiled": Arm([SESSIONS], TINY_ENVIRONMENT | COPYING),
-    "few ids": Arm([], TINY_ENVIRONMENT | EVERY_WIDTH | COPYING | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
+    "uncompiled": Arm([SESSIONS], TINY_ENVIRONMENT),
+    "few ids": Arm([], TINY_ENVIRONMENT | EVERY_WIDTH | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
     "overlap": Arm(DEBUG, TINY_OVERLAPPING | FULL),
     "pages": Arm([*PAGES_AND_CHUNKS, *DEBUG], TINY_OVERLAPPING | FULL),
     "short": Arm([*PAGES_AND_CHUNKS, "--speculative-num-draft-tokens", "4"], TINY_OVERLAPPING | FULL),
@@ -100,7 +99,7 @@ ARMS: dict[str, Arm] = {
     ),
     "tiny-pool-compiled": Arm(
         [*TINY_POOL, *PAGES_AND_CHUNKS, "--enable-mixed-chunk"],
-        TINY_ENVIRONMENT | ADMIT_ALL | EVERY_WIDTH | COMPILED | COPYING,
+        TINY_ENVIRONMENT | ADMIT_ALL | EVERY_WIDTH | COMPILED,
     ),
     "ranks": Arm([*RANKS, "--page-size", "16"], TINY_OVERLAPPING | FULL),
     "replicas": Arm(["--dp-size", "2", "--enable-metrics", "--stream-interval", "4"], TINY_ENVIRONMENT),
@@ -113,7 +112,7 @@ ARMS: dict[str, Arm] = {
     ),
     "domino": Arm(PAGES_AND_CHUNKS, TINY_OVERLAPPING | FULL, domino_draft),
     # Only with --matrix.
-    "planning ranks": Arm(RANKS, TINY_OVERLAPPING | EVERY_WIDTH),
+    "ranks at every width": Arm(RANKS, TINY_OVERLAPPING | EVERY_WIDTH),
     "dflash2 at every width": Arm(PAGES_AND_CHUNKS, TINY_ENVIRONMENT | EVERY_WIDTH, dflash2_draft),
     "dflash2 on ranks": Arm(RANKS, TINY_OVERLAPPING | FULL, dflash2_draft),
     "domino on ranks": Arm(RANKS, TINY_OVERLAPPING | FULL, domino_draft),
@@ -130,7 +129,6 @@ class Baseline:
         penalised_answers: to the same prompts with `PENALTIES`.
         regex_answers: to the first three of them with `REGEX`.
         conversation: ids of each turn's whole prompt, and its answer.
-        repeating, repeated_answers: prompts of a question, its answer, and the question again.
     """
 
     prompts: list[list[int]]
@@ -140,8 +138,6 @@ class Baseline:
     penalised_answers: list[Completion]
     regex_answers: list[Completion]
     conversation: list[tuple[list[int], Completion]]
-    repeating: list[list[int]]
-    repeated_answers: list[Completion]
 
 
 def on_arms(*names: str) -> pytest.MarkDecorator:

@@ -49,8 +49,6 @@ def _ask_off_arms(tokenizer: PreTrainedTokenizerBase, logs: Path) -> Baseline:
         client = server.client()
         answers = [ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS) for ids in prompts]
         conversation = _converse(client, tokenizer)
-        repeating = [_repeating(*turn) for turn in sorted(zip(prompts, answers, strict=True), key=_length)[-6:]]
-        repeated_answers = [ask_off(client, ids, max_new_tokens=MAX_NEW_TOKENS) for ids in repeating]
     long_prompts = [tokenizer(text)["input_ids"] for text in OPENINGS]
     # Page size 16, to cover speculation off at both page sizes; no overlap, so that penalties are exact.
     tiny = [*PLAIN, *TINY_POOL, "--page-size", "16", "--disable-overlap-schedule"]
@@ -70,18 +68,7 @@ def _ask_off_arms(tokenizer: PreTrainedTokenizerBase, logs: Path) -> Baseline:
         penalised_answers,
         regex_answers,
         conversation,
-        repeating,
-        repeated_answers,
     )
-
-
-def _length(turn: tuple[list[int], Completion]) -> int:
-    return len(turn[1].ids)
-
-
-def _repeating(prompt: list[int], answer: Completion) -> list[int]:
-    """The question, its answer, the question again, and the first words of the answer."""
-    return [*prompt, *answer.ids, *prompt, *answer.ids[:8]]
 
 
 def _converse(client: Client, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], Completion]]:

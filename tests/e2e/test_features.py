@@ -58,15 +58,15 @@ def test_tensor_parallel(client: Client, baseline: Baseline, oracle: ReferencePa
 
 
 @pytest.mark.matrix
-@on_arms("planning ranks")
-def test_tensor_parallel_trees(client: Client, baseline: Baseline) -> None:
+@on_arms("ranks at every width")
+def test_tensor_parallel_rows(client: Client, baseline: Baseline) -> None:
     """Fails as `test_a_short_head_on_ranks`, with a plain draft and the whole vocabulary."""
     assert_ranks_agree(client, baseline, 1.5)
 
 
 def assert_ranks_agree(client: Client, baseline: Baseline, min_tau: float) -> None:
-    """Fails where a rank plans for itself, proposes other candidates, or commits another path than the first; with
-    sampled requests, too, whose tokens each rank would draw for itself."""
+    """Fails where a rank chooses rows for itself, or commits other tokens than the first; with sampled requests, too,
+    whose tokens each rank would draw for itself."""
     assert_served(client, baseline, min_tau)
     sampled = client.generate_all(baseline.prompts[:8], 8, max_new_tokens=MAX_NEW_TOKENS, temperature=1.3)
     assert all(len(answer.ids) > 1 for answer in sampled)
@@ -76,8 +76,7 @@ def assert_ranks_agree(client: Client, baseline: Baseline, min_tau: float) -> No
 
 @on_arms("replicas")
 def test_replicas(client: Client, server: Server, baseline: Baseline) -> None:
-    """Fails where a replica answers differently, only one replica answers, steps are not counted, or an answer tells
-    other rows by depth than it verified and accepted."""
+    """Fails where a replica answers differently, only one replica answers, or steps are not counted."""
     answers = assert_served(client, baseline, 1.0)  # widths follow measured times, which must not decide a test
     log = server.log.read_text()
     assert all(re.search(rf" DP{rank}[ \]].*Prefill batch", log) for rank in (0, 1)), "one replica did all the work"
@@ -86,16 +85,6 @@ def test_replicas(client: Client, server: Server, baseline: Baseline) -> None:
     metrics = httpx.get(f"{client.url}/metrics").raise_for_status().text
     counts = re.findall(r"^sglang:spec_verify_calls_total\{.*\} ([\d.e+]+)$", metrics, re.MULTILINE)
     assert sum(map(float, counts)) >= sum(answer.steps for answer in answers)
-    told = [
-        [answer.meta.get(f"dflash_{count}_by_depth", []) for count in ("rows", "promised", "accepted")]
-        for answer in answers
-    ]
-    for answer, (rows, promised, accepted) in zip(answers, told, strict=True):
-        assert sum(rows) == sum((width - 1) * n for width, n in enumerate(answer.meta["spec_cap_lens_histogram"]) if n)
-        assert sum(accepted) == answer.meta["spec_num_correct_drafts"]
-        for of_depth in zip(rows, promised, accepted, strict=True):
-            assert min(of_depth) >= 0 and max(of_depth) == of_depth[0]
-    assert any(rows for rows, _, _ in told)
 
 
 @on_arms("busy")

@@ -25,7 +25,7 @@ FLAGS = {
     "page 16, chunks of 64, mixed": ["--page-size", "16", "--chunked-prefill-size", "64", "--enable-mixed-chunk"],
 }
 OVERLAP = {"no overlap": TINY_ENVIRONMENT, "overlap": TINY_OVERLAPPING}
-WIDTHS = {"adaptive": {}, "whole blocks": FULL, "every width": EVERY_WIDTH}
+WIDTHS = {"auto": {}, "whole blocks": FULL, "every width": EVERY_WIDTH}
 FORWARDS = {"eager": {}, "compiled": COMPILED}
 CELLS = list(product(FLAGS, OVERLAP, WIDTHS, FORWARDS))
 
@@ -55,4 +55,4 @@ def test_tokens_equal_speculation_off(
     steps = " ".join(map(str, steps_by_accept_len(answers)))
     rows.append(f"| {' | '.join(cell)} | {len(answers)} | {tau(answers):.2f} | {steps} |")
     assert_equal_tokens(answers, baseline.answers, baseline.prompts)
-    assert widths == "adaptive" or tau(answers) > 1.8, "the draft is inert"
+    assert widths == "auto" or tau(answers) > 1.8, "the draft is inert"

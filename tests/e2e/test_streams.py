@@ -136,7 +136,7 @@ def off(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], dict[str, 
 
 ARMS = {
     "whole blocks": ([], FULL),
-    "planned rows": (["--incremental-streaming-output", "--stream-interval", "3"], EVERY_WIDTH),
+    "every width": (["--incremental-streaming-output", "--stream-interval", "3"], EVERY_WIDTH),
 }
 
 

@@ -27,8 +27,7 @@ def _with_plugins(*folders: Path) -> dict[str, str]:
 
 
 FULL = {"SGLANG_DFLASH_WIDTH": "full", **_with_plugins(REPLAYED)}
-COPYING = {"SGLANG_DFLASH_COPY": "1"}  # without overlap
-EVERY = {"SGLANG_DFLASH_WIDTH": "adaptive", **COPYING, **_with_plugins(REPLAYED, EVERY_WIDTH)}
+EVERY = {"SGLANG_DFLASH_WIDTH": "auto", **_with_plugins(REPLAYED, EVERY_WIDTH)}
 
 
 @dataclass(frozen=True, slots=True)

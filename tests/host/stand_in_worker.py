@@ -21,6 +21,7 @@ from sglang.srt.models.dflash import DFlashAttention
 from stand_ins import Batch, make_req, make_row_sampler
 
 from sglang_dflash import ops
+from sglang_dflash.core.policy import SameRows
 from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_heads import DraftHead
@@ -28,6 +29,7 @@ from sglang_dflash.host.draft_input import DraftInput
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.draft_window import DraftWindow
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
+from sglang_dflash.host.rows import StepRows
 from sglang_dflash.host.worker import DFlashWorker, WorkerParts
 
 BATCH, BLOCK, VOCAB, HIDDEN, TAPS, LAYERS, HEADS, DIM, COLUMNS = 3, 8, 64, 16, 3, 5, 2, 8, 64
@@ -47,19 +49,19 @@ def worker_of(
     target_worker = _target(table, generator)
     tp_sync = SimpleNamespace(sync=lambda site, values: values)
     draft = _draft(table, kernels, generator, window, tp_sync)
-    rows = make_row_sampler(sampler, VOCAB, BLOCK, table.device.type, kernels)
+    row_sampler = make_row_sampler(sampler, VOCAB, BLOCK, table.device.type, kernels)
     return DFlashWorker(
         WorkerParts(
             target_worker=target_worker,
             block_size=BLOCK,
-            verified_rows=BLOCK,
             mask_token_id=VOCAB - 1,
             kernels=kernels,
             tp_sync=tp_sync,
             draft=draft,
-            sampler=rows,
-            acceptor=Acceptor(rows, kernels, tp_sync, None, one_rank=True),
+            sampler=row_sampler,
+            acceptor=Acceptor(row_sampler, kernels, tp_sync, None, one_rank=True),
             hidden_states=ReturnedHiddenStates(None),
+            rows=StepRows(BLOCK, SameRows(BLOCK), target_worker.model_runner, draft, VOCAB - 1, kernels),
         )
     )
 

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from stand_in_worker import attention_of, pool_of
 
 from sglang_dflash import ops
-from sglang_dflash.host.context_kv import DEFERRED_ROWS, DEFERRED_STEPS, ContextKVWriter, DeferredRows
+from sglang_dflash.host.context_kv import ContextKVWriter
 
 LAYERS, HEADS, DIM, HIDDEN, SLOTS = 2, 2, 8, 12, 30
 
@@ -53,21 +53,3 @@ def test_the_host_writes_where_the_pool_is_not_plain(kind, layout):
     writer = ContextKVWriter(model)
     writer.bind(pool_of(model, SLOTS, kind=kind, layout=layout))
     assert writer._buffers is None
-
-
-def test_rows_that_wait_leave_the_latest_of_each_slot():
-    """Fails where a row that waits is lost or written late, or where a row of a slot's former owner is written after
-    one of its new owner."""
-    generator = torch.Generator().manual_seed(2)
-    rows, expected = DeferredRows(), {}
-    for step in range(DEFERRED_STEPS):
-        count = 1 + step % 4
-        hidden = torch.randn(count, HIDDEN, generator=generator)
-        positions, slots = torch.arange(count) + step, torch.randperm(SLOTS, generator=generator)[:count]
-        expected |= zip(slots.tolist(), zip(hidden.tolist(), positions.tolist(), strict=True), strict=True)
-        assert rows.keep(hidden, positions, slots) == (step + 1 == DEFERRED_STEPS)
-    hidden, positions, slots = rows.joined()
-    assert len(slots) == len(expected) < 2.5 * DEFERRED_STEPS
-    assert dict(zip(slots.tolist(), zip(hidden.tolist(), positions.tolist(), strict=True), strict=True)) == expected
-    many = torch.arange(DEFERRED_ROWS)
-    assert DeferredRows().keep(torch.zeros(DEFERRED_ROWS, HIDDEN), many, many)

@@ -65,17 +65,10 @@ RELIED_ON = [
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
-    # Trees of rows: how the host walks them for grammars, moves KV, and cuts logprobs and hidden states from a step.
+    # How the host walks the drafts for grammars, and cuts logprobs from a step.
     "sglang.srt.speculative.spec_utils.generate_token_bitmask",
     "sglang.srt.speculative.spec_utils.traverse_tree",
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
-    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.move_kv_cache",
-    "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.move_kv_cache",
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._apply_decode_logprobs",
-    # Trees of one shape: the mask that triton's graphs take, and how the host sizes it.
-    "sglang.srt.layers.attention.triton_backend.TritonAttnBackend._update_target_verify_buffers",
-    "sglang.srt.layers.attention.triton_backend.TritonAttnBackend._build_cuda_graph_forward_metadata",
-    "sglang.srt.layers.attention.verify_mask.tree_mask_numel",
     # Gemma 3's loop, whose taps lack the residual; its wrapper, which changes positions and has no head of its own.
     "sglang.srt.models.gemma3_mm.Gemma3ForConditionalGeneration.forward",
     "sglang.srt.models.gemma3_mm.Gemma3ForConditionalGeneration.set_eagle3_layers_to_capture",
@@ -424,23 +417,21 @@ def test_builtin_worker_is_left_alone(monkeypatch):
     from sglang_dflash.host import (
         block_results,
         capture,
+        device_rows,
         features,
-        fixed_trees,
         hooks,
-        packed_step,
-        plan_report,
+        ragged,
         requests,
+        row_report,
         sampler,
         sessions,
         streamed_text,
-        tree_verify,
-        turns,
         weights,
     )
     from sglang_dflash.host.hooking import hooks_of
 
-    modules = (block_results, capture, sampler, sessions, weights, features, requests, tree_verify, plan_report)
-    seams = [hooks_of(module) for module in (*modules, fixed_trees, packed_step, turns, streamed_text)]
+    modules = (block_results, capture, sampler, sessions, weights, features, requests, ragged, row_report)
+    seams = [hooks_of(module) for module in (*modules, device_rows, streamed_text)]
     declared = {target for seam in seams for target, hook in seam.items() if not hook.always}
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *declared}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")

@@ -17,7 +17,7 @@ from sglang.srt.layers.sampler import Sampler
 from stand_ins import Batch, configured, copies, make_plan, make_req, make_row_sampler, make_sampler, output_of
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import Block, VerifyPlan
 from sglang_dflash.host import sampler
 from sglang_dflash.host.penalties import asks_for_penalties
 
@@ -121,33 +121,23 @@ def draft_from(anchors: torch.Tensor) -> torch.Tensor:
     return torch.stack(ids, dim=1)
 
 
-TREE = ops.Trees(  # rows of which the second child of a parent is likelier than the first
-    torch.tensor([[-1, 0, 0, 2, 1, 2, 5]], dtype=torch.int32),
-    torch.tensor([[0, 1, 1, 2, 2, 2, 3]], dtype=torch.int32),
-    torch.tensor([[-1, 1, 0, 2, 0, 0, 1]], dtype=torch.int32),
-    torch.ones(1, 7),
-)
+def trimmed(ids: torch.Tensor, prefix_lens: torch.Tensor) -> VerifyPlan:
+    """Rows as a policy that trims hard leaves them: by the anchor and by where the text stands, so by the prefix alone.
+
+    ids: [B, W] int64.
+    """
+    lens = 1 + (3 * ids[:, 0] + 5 * prefix_lens) % WIDTH
+    positions = prefix_lens[:, None] + torch.arange(WIDTH)
+    block = Block(ids, positions, positions, prefix_lens, torch.arange(len(ids)))
+    return VerifyPlan.of(block, ids, ops.keep_rows(lens, WIDTH, int(lens.sum())))
 
 
-def trees_from(anchors: torch.Tensor, prefix_lens: torch.Tensor) -> VerifyPlan:
-    """The tree for each request, but for every third one its first four rows alone."""
-    count, ranked = len(anchors), TABLE.argsort(-1, descending=True)
-    trees = ops.Trees(*(field.repeat(count, 1) for field in TREE))
-    rows = KERNELS.plans.take_rows(trees, list(range(count)), [7 if i % 3 else 4 for i in range(count)], count)
-    ids = anchors[:, None].repeat(1, 7)  # [B, 7]
-    for row in range(1, 7):
-        ids[:, row] = ranked[ids[:, TREE.parents[0, row]], TREE.ranks[0, row]]
-    within = torch.arange(len(rows.parents)) - rows.row_starts[rows.requests]
-    positions = prefix_lens[rows.requests] + rows.depths
-    return VerifyPlan(ids[rows.requests, within], positions, positions, rows.width, rows)
-
-
-def generate(batch: Batch, biased: float = 0.0, trees: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def generate(batch: Batch, biased: float = 0.0, trims: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks until every request has `TOKENS` new tokens.
 
     Args:
         biased: probability of a planted error: a draft is accepted although the target chose another token.
-        trees: instead of chains of `WIDTH` rows.
+        trims: see `trimmed`; otherwise all `WIDTH` rows are verified.
 
     Returns:
         [B, TOKENS] int64, and how often each number of tokens was committed, [W + 1].
@@ -161,10 +151,10 @@ def generate(batch: Batch, biased: float = 0.0, trees: bool = False) -> tuple[to
     lens, commits = torch.zeros(count, dtype=torch.int64), torch.zeros(WIDTH + 1, dtype=torch.int64)
     prefix_lens = torch.full((count,), 9)
     while lens.min() < TOKENS:
-        plan = trees_from(anchors, prefix_lens) if trees else make_plan(draft_from(anchors), prefix_lens)
+        plan = (trimmed if trims else make_plan)(draft_from(anchors), prefix_lens)
         logits = TABLE[plan.ids].float()
         target_ids, group = rows.choose(batch, plan, output_of(logits), None, None)
-        accepted = _accept_tree(plan, target_ids) if trees else _accept_chain(plan, target_ids, biased)
+        accepted = _accept(plan, target_ids, biased)
         rows.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         places = (lens[:, None] + torch.arange(WIDTH)).clamp(max=TOKENS + WIDTH - 1)
         out.scatter_(1, places, accepted.out_ids)  # ids beyond the committed ones are overwritten by the next block
@@ -176,17 +166,12 @@ def generate(batch: Batch, biased: float = 0.0, trees: bool = False) -> tuple[to
     return out[:, :TOKENS], commits
 
 
-def _accept_chain(plan: VerifyPlan, target_ids: torch.Tensor, biased: float) -> ops.GreedyAcceptance:
-    ids = plan.chains()
-    target_ids = target_ids.view(ids.shape)
+def _accept(plan: VerifyPlan, target_ids: torch.Tensor, biased: float) -> ops.GreedyAcceptance:
+    ids, target_ids = plan.chains(), plan.blocks(target_ids).clone()
     if biased:
         forced = torch.rand(len(ids), WIDTH - 1) < biased
         target_ids[:, :-1] = torch.where(forced, ids[:, 1:], target_ids[:, :-1])
     return KERNELS.accept_chain(target_ids, ids)
-
-
-def _accept_tree(plan: VerifyPlan, target_ids: torch.Tensor) -> ops.TreeAcceptance:
-    return KERNELS.accept_tree(target_ids, plan.ids, plan.trees.parents, plan.trees.row_starts, plan.trees.length)
 
 
 def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -242,16 +227,15 @@ def test_blocks_are_plain_decoding(name):
 
 
 @pytest.mark.parametrize("name", ["temperature 1", "all filters", "frequency", "all at once"])
-def test_trees_are_plain_decoding(name):
-    """Fails where the distribution of tokens that trees commit differs from plain decoding's: a likelier child must not
-    be preferred, and the tokens of a sibling must not count."""
+def test_trimmed_blocks_are_plain_decoding(name):
+    """Fails where the distribution of tokens differs from plain decoding's under a policy that trims hard."""
     torch.manual_seed(20261121)
     asked = CASES[name]
     batch = batch_of([asked], PENALISED if asks_for_penalties(asked) else REQUESTS)
-    tokens, commits = generate(batch, trees=True)
+    tokens, commits = generate(batch, trims=True)
     values = p_values(tokens, exact_joint(asked))
     show(f"{name}, commit lengths 1..{WIDTH} {commits[1:].tolist()}", values)
-    assert commits[1:].min() > 50, "some lengths are hardly ever committed"
+    assert commits[1:].min() > 20, "some lengths are hardly ever committed"
     assert min(values) > THRESHOLD
 
 

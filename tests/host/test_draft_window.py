@@ -27,7 +27,7 @@ def test_latest_tokens_and_the_block_lead_the_row(size: int, page_size: int) -> 
     window = DraftWindow(size, page_size, target, draft)
     prefix_lens, rows = [0, 1, size, size + 1, 3 * page_size, 50, columns - BLOCK_SIZE], [6, 1, 2, 0, 7, 4, 3]
     prefix_lens = [min(length, columns - BLOCK_SIZE) for length in prefix_lens]
-    kept = window.lay_out(block_at(prefix_lens, rows), torch.tensor(rows))
+    kept = window.lay_out(block_at(prefix_lens, rows))
     for length, row, seen in zip(prefix_lens, rows, kept.tolist(), strict=True):
         first = max(length - size, 0) // page_size * page_size
         assert seen == length - first
@@ -39,4 +39,4 @@ def test_latest_tokens_and_the_block_lead_the_row(size: int, page_size: int) -> 
 def test_no_requests() -> None:
     """Fails where an empty batch raises."""
     table = torch.zeros((2, 32), dtype=torch.int32)
-    assert DraftWindow(8, 1, table, table.clone()).lay_out(block_at([], []), torch.empty(0)).shape == (0,)
+    assert DraftWindow(8, 1, table, table.clone()).lay_out(block_at([], [])).shape == (0,)

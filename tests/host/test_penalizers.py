@@ -15,7 +15,7 @@ from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 from stand_ins import Batch, configured, make_plan, make_req
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import Block, VerifyPlan
 from sglang_dflash.host.block_results import order_penalizers
 from sglang_dflash.host.penalties import RequestPenalties, asks_for_penalties, stop_ids
 
@@ -82,7 +82,8 @@ def test_every_row_is_the_hosts_bit_for_bit(seed):
         logits[index, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     before = logits.clone()
     most = max(map(len, emitted)) + rng.randrange(5)  # padding ids follow a request's tokens
-    ops.penalize(logits, torch.tensor(asking), block_ids, ours.of(torch.arange(len(asking)), most), params)
+    block = ops.BlockRows.whole(torch.tensor(asking), block_ids)
+    ops.penalize(logits.view(-1, vocab_size), block, ours.of(torch.arange(len(asking)), most), params)
 
     for row, index in enumerate(asking):
         host = Host(reqs[index], vocab_size).emit(emitted[row])
@@ -94,24 +95,18 @@ def test_every_row_is_the_hosts_bit_for_bit(seed):
 
 
 def random_plan(rng: random.Random, anchors: list[int], few: int) -> VerifyPlan:
-    """Random trees of random sizes, with ids below `few`."""
-    parents: list[list[int]] = [[rng.randrange(row) for row in range(1, rng.randint(1, 9))] for _ in anchors]
-    width = 1 + max(map(len, parents))
-    padded = torch.tensor([[-1, *own, *[-1] * (width - 1 - len(own))] for own in parents], dtype=torch.int32)
-    depths = torch.zeros_like(padded)
-    for row in range(1, width):
-        depths[:, row] = 1 + depths.gather(1, padded[:, row : row + 1].long().clamp(min=0))[:, 0]
-    trees = ops.Trees(padded, depths, torch.zeros_like(padded), padded.float())
-    rows = KERNELS.plans.take_rows(trees, list(range(len(anchors))), [1 + len(own) for own in parents], len(anchors))
-    ids = [[anchor, *(rng.randrange(few) for _ in own)] for anchor, own in zip(anchors, parents, strict=True)]
-    flat = torch.tensor([token for own in ids for token in own])
-    return VerifyPlan(flat, flat, flat, rows.width, rows)
+    """Random numbers of rows of each block, with ids below `few`."""
+    width = rng.randint(2, 9)
+    ids = torch.tensor([[anchor, *(rng.randrange(few) for _ in range(width - 1))] for anchor in anchors])
+    requests = torch.arange(len(anchors))
+    lens = torch.tensor([rng.randint(1, width) for _ in anchors])
+    return VerifyPlan.of(Block(ids, ids, ids, requests, requests), ids, ops.keep_rows(lens, width, int(lens.sum())))
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_row_of_a_tree_is_the_hosts_bit_for_bit(seed):
-    """Fails where a row of a tree differs by a bit from the host's penalizers, after they get the emitted tokens and
-    the drafts on the path to that row; or where a row of a request without penalties changes."""
+def test_every_row_of_some_is_the_hosts_bit_for_bit(seed):
+    """Fails where a row differs by a bit from the host's penalizers, after they get the emitted tokens and
+    the drafts before that row; or where a row of a request without penalties changes."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     vocab_size, batch = rng.randint(17, 200), rng.randint(1, 6)
     few = rng.choice([2, 5, vocab_size])

@@ -15,11 +15,13 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.model_executor import input_buffers
 from sglang.srt.model_executor.cuda_graph_config import Backend
-from stand_in_worker import BATCH, BLOCK, COLUMNS, decode_batch, worker_of
+from stand_in_worker import BATCH, BLOCK, COLUMNS, VOCAB, decode_batch, worker_of
 from stand_ins import configured, one_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
+from sglang_dflash.core.policy import SameRows
+from sglang_dflash.host.beside_rows import BesideRows
 from sglang_dflash.host.plan_stream import PlanStream, own_input_buffers
 
 Clock = dict["Stream", int]
@@ -134,8 +136,11 @@ class Step:
         table = torch.arange(BATCH * COLUMNS, dtype=torch.int32).view(BATCH, COLUMNS)
         self.worker, self.batch = worker_of(table, ops.TORCH_KERNELS), decode_batch()
         self.worker.device = "cuda"  # the worker's way with graphs: metadata before the forward
-        self.stream = PlanStream("cuda") if with_stream else None
-        self.worker._plan_stream = self.stream
+        if with_stream:
+            kernels, models = ops.TORCH_KERNELS, (self.worker._target, self.worker._draft)
+            self.worker.rows = BesideRows(BLOCK, SameRows(BLOCK), *models, VOCAB - 1, kernels)
+            self.worker.rows.prepare = self.worker._prepare_verify
+            self.worker.rows._stream = self.stream = PlanStream("cuda")
         self.metadata = torch.zeros(BATCH, dtype=torch.int64)
         self.prepared_on: list[Stream] = []
         self.draft_was_known: list[bool] = []
@@ -160,7 +165,7 @@ class Step:
 
         def propose(forward_batch: Any) -> Any:
             forward_batch.input_ids + 0, forward_batch.seq_lens + 0
-            self._draft_done = self.device.current, self.device.current.clock[self.device.current]
+            self._draft_done = self.device.current, self.device.current.clock.get(self.device.current, 0)
             return draft(forward_batch)
 
         runner.forward = propose
@@ -214,44 +219,42 @@ def test_a_missing_wait_is_found(planted, monkeypatch):
             join()
 
         blocks: list[Any] = []
-        lay_out = step.worker.lay_out
+        lay_out = step.worker.rows.lay_out
 
         def remember(*rest: Any) -> Any:
             blocks[:] = [lay_out(*rest)]
             return blocks[0]
 
-        step.worker.lay_out, step.stream.join = remember, late
+        step.worker.rows.lay_out, step.stream.join = remember, late
     races, _ = step.run()
     assert races
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "graphs", "used"),
-    [
-        (True, "cuda", True, True),
-        (False, "cuda", True, False),
-        (True, "cuda", False, False),
-        (True, "cpu", True, False),
-    ],
+    ("asked", "device", "wanted"), [(True, "cuda", True), (False, "cuda", False), (True, "cpu", False)]
 )
-def test_off_unless_asked_for(asked, device, graphs, used, monkeypatch):
-    """Fails where a server that does not set SGLang's variable, captures no graphs, or runs on a CPU prepares on a plan
-    stream; or where the draft's graphs then share the target's input buffers, which the plan stream fills meanwhile."""
-    monkeypatch.setattr(torch, "get_device_module", lambda *_: Device())
+def test_off_unless_asked_for(asked, device, wanted, monkeypatch):
+    """Fails where a server that does not set SGLang's variable, or runs on a CPU, prepares on a plan stream; or where
+    the draft's graphs share the target's input buffers, which the plan stream fills meanwhile."""
     monkeypatch.setattr("sglang_dflash.host.draft_runner.get_exec", lambda: SimpleNamespace(graph=GRAPHS_OFF))
     monkeypatch.setattr("sglang_dflash.host.draft_runner.draft_pp_context", nullcontext)
     step = Step(monkeypatch, False)
     step.worker.device = step.worker._draft.runner.device = device
-    if not graphs:
-        step.worker._target.decode_cuda_graph_runner = None
     of_target, of_draft = input_buffers.share_input_buffer("a test's", torch.zeros(3)), []
     step.worker._draft.worker = SimpleNamespace(
         init_cuda_graphs=lambda **_: of_draft.append(input_buffers.share_input_buffer("a test's", torch.zeros(3)))
     )
     with envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.override(asked):
+        assert PlanStream.wanted(device) == wanted
         step.worker.init_cuda_graphs()
-    assert (step.worker._plan_stream is not None) == used
-    assert (of_draft[0].data_ptr() != of_target.data_ptr()) or not used
+    assert (of_draft[0].data_ptr() != of_target.data_ptr()) == wanted
+
+
+def test_without_graphs_nothing_is_prepared_ahead(monkeypatch):
+    """Fails where a server that has captured no graphs prepares its forwards on a plan stream."""
+    step = Step(monkeypatch, True)
+    step.worker._target.decode_cuda_graph_runner = None
+    assert step.worker.rows.propose(decode_batch()).forward_batch is None
 
 
 def test_runners_share_their_input_buffers_again():

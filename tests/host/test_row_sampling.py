@@ -16,10 +16,11 @@ from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatc
 from stand_ins import Batch, configured, make_plan, make_req, make_row_sampler, make_sampler, output_of
 
 from sglang_dflash import ops
+from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host import hidden_states
 from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
-from sglang_dflash.host.sampling import LOGPROBS, Span, expand
+from sglang_dflash.host.sampling import LOGPROBS, expand
 
 VOCAB = 16
 PROCESSOR = DisallowedTokensLogitsProcessor.to_str()
@@ -53,9 +54,12 @@ def info_of(*asked: dict[str, Any]) -> SamplingBatchInfo:
     return Batch([make_req(slot=i, vocab_size=VOCAB, **params) for i, params in enumerate(asked)], VOCAB).sampling_info
 
 
-def span_of(*lens: int) -> Span:
-    """All requests of a batch; lens: rows of each."""
-    return Span(slice(0, len(lens)), slice(0, sum(lens)), list(lens))
+def expanded(info: SamplingBatchInfo, *lens: int, params: list[Any] | None = None) -> SamplingBatchInfo:
+    """Of all rows; lens: rows of each request."""
+    zeros, width = torch.zeros(sum(lens), dtype=torch.int64), max(lens)
+    plan = VerifyPlan(zeros, zeros, zeros, width, ops.keep_rows(torch.tensor(lens), width, sum(lens)))
+    whole = VerifyPlan(zeros, zeros, zeros, width)
+    return expand(info, whole if len(set(lens)) == 1 else plan, slice(0, sum(lens)), params)
 
 
 def test_every_field_of_the_host_is_accounted_for():
@@ -74,13 +78,14 @@ def test_each_row_has_its_requests_filters():
         {"temperature": 0.0, "min_p": 0.25, "logit_bias": {"3": 5.0}},
     )
     info = replace(info, sampling_seed=torch.tensor([5, 6, 7]), grammar_mask=object(), grammars=[None])
-    rows = expand(info, span_of(2, 2, 2), None)
+    rows = expanded(info, 2, 2, 2)
     assert rows.temperatures.tolist() == [[0.5], [0.5], [1.5], [1.5], [1.0], [1.0]]
     assert rows.top_ks.tolist() == [3, 3, *[1 << 30] * 2, 1, 1]
     assert rows.top_ps.tolist() == [1, 1, 0.75, 0.75, 1, 1]
     assert rows.min_ps.tolist() == [0, 0, 0, 0, 0.25, 0.25]
     assert rows.sampling_seed.tolist() == [5, 5, 6, 6, 7, 7]
     assert len(rows) == 6
+    assert expanded(info, 1, 3, 2).sampling_seed.tolist() == [5, 6, 6, 6, 7, 7]
     for name in ONCE_PER_ROW:
         assert getattr(rows, name).dtype == getattr(info, name).dtype
     for name in IN_THE_LOGITS:
@@ -93,7 +98,7 @@ def test_requests_keep_their_fields():
     """Fails where the rows of one step change the info from which the next step starts."""
     info = info_of({"presence_penalty": 1.0, "logit_bias": {"3": 5.0}}, {"top_k": 4})
     before = {field.name: getattr(info, field.name) for field in fields(info)}
-    rows = expand(info, span_of(4, 4), None)
+    rows = expanded(info, 4, 4)
     rows.temperatures.fill_(9)
     assert all(getattr(info, name) is value for name, value in before.items())
     assert info.temperatures.tolist() == [[1.0], [1.0]]
@@ -101,7 +106,7 @@ def test_requests_keep_their_fields():
 
 def test_without_seeds_there_are_none():
     """Fails where sampling without seeds becomes seeded, or a batch without processors gets one."""
-    rows = expand(info_of({}, {}), span_of(3, 3), None)
+    rows = expanded(info_of({}, {}), 3, 3)
     assert rows.sampling_seed is None and rows.custom_logit_processor is None and rows.custom_params is None
 
 
@@ -125,7 +130,7 @@ def test_processors_see_the_rows_of_their_requests():
         2: ProcessorEntry(second, [2], torch.tensor([2])),
     }
     info = replace(info_of({}, {}, {}, {}), has_custom_logit_processor=True, custom_logit_processor=entries)
-    rows = expand(info, span_of(3, 3, 3, 3), [f"row {i}" for i in range(12)])
+    rows = expanded(info, 3, 3, 3, 3, params=[f"row {i}" for i in range(12)])
     logits = torch.arange(12.0)[:, None].repeat(1, VOCAB)
     apply_custom_logit_processor(logits, rows)
     ((seen, params),) = first.seen
@@ -136,6 +141,8 @@ def test_processors_see_the_rows_of_their_requests():
     assert params == ["row 6", "row 7", "row 8"]
     assert (logits[:, 0] >= 100).tolist() == [True] * 3 + [False] * 3 + [True] * 6
     assert entries[1].rows == [0, 3] and entries[1].indices.tolist() == [0, 3]
+    ragged = expanded(info, 1, 3, 2, 2, params=[f"row {i}" for i in range(8)]).custom_logit_processor
+    assert {key: entry.rows for key, entry in ragged.items()} == {1: [0, 6, 7], 2: [4, 5]}
 
 
 @pytest.mark.parametrize(

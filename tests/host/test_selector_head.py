@@ -160,6 +160,8 @@ def test_the_model_is_told_the_width() -> None:
             out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
             draft.runner.forward = lambda _, out=out: out
             batch = decode_batch()
-            block = worker.lay_out(batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices, rows)
-            assert draft.propose(block, batch, worker.plan_kv(block, batch)).shape == (BATCH, rows - 1)
+            block = worker.rows.lay_out(batch, rows)
+            kv_lens = batch.seq_lens_cpu + rows, batch.seq_lens_sum + rows * BATCH
+            ids, _ = draft.propose(block, worker.rows.plan_kv(block, batch), kv_lens, False)
+            assert ids.shape == (BATCH, rows - 1)
         assert told == [3, 8, 2]

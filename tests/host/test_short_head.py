@@ -67,8 +67,7 @@ def _exchanges(head: DraftHead, short: ShortHead, lm_head: Any, make: Callable[[
         _masked(expected, torch.from_numpy(short._vocabulary.ids))
         ids = head.draft_ids(hidden, block_ids)
         assert torch.equal(ids, expected.draft_ids(hidden, block_ids))
-        count = head.most_candidates or 3
-        got, wanted = (one.proposal(hidden, block_ids, count) for one in (head, expected))
+        got, wanted = (one.weighed(hidden, block_ids) for one in (head, expected))
         assert torch.equal(got.ids, wanted.ids)
         torch.testing.assert_close(got.log_probs, wanted.log_probs)
         proposed.update(ids.flatten().tolist())

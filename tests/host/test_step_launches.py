@@ -24,11 +24,12 @@ from sglang_dflash.host import draft_input
 from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.draft_input import DraftInput
 from sglang_dflash.host.draft_runner import DraftRunner
+from sglang_dflash.host.rows import StepRows
 from sglang_dflash.host.worker import DFlashWorker
 
 BOXES = {
-    "block": (DFlashWorker, "lay_out"),
-    "KV plan": (DFlashWorker, "plan_kv"),
+    "block": (StepRows, "lay_out"),
+    "KV plan": (StepRows, "plan_kv"),
     "draft": (DraftRunner, "propose"),
     "verify": (DFlashWorker, "_verify"),
     "acceptance": (Acceptor, "accept"),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.ops import (
+    BlockRows,
     EmittedTokens,
     KVBuffers,
     PenaltyParams,
@@ -213,7 +214,8 @@ def penalties(device: str, batch: int, width: int, vocab: int, emitted: int) -> 
             body.start(row, ids, float(frequency[row]))
 
     def penalized(body: EmittedTokens, changed: torch.Tensor) -> torch.Tensor:
-        body.penalize(changed, requests, rows, block_ids, most, params)
+        block = BlockRows.whole(requests, block_ids[requests])
+        body.penalize(changed.flatten(0, 1), block, rows, most, params)
         return changed
 
     def compare() -> float:
@@ -231,17 +233,17 @@ def penalties(device: str, batch: int, width: int, vocab: int, emitted: int) -> 
     )
 
 
-def packed_rows(device: str, batch: int, width: int, count: int) -> Case:
+def likeliest(device: str, batch: int, width: int, count: int) -> Case:
     """The likeliest rows of all blocks: torch's ops on the device, compared with those on a CPU."""
     generator = torch.Generator(device).manual_seed(batch)
-    reach = torch.rand(batch, width - 1, generator=generator, device=device).cumprod(1)
+    chances = torch.rand(batch, width - 1, generator=generator, device=device).cumprod(1)
 
     def compare() -> float:
-        *got, size = likeliest_rows(reach, count, count)
-        *expected, wanted = likeliest_rows(reach.cpu(), count, count)
+        *got, size = likeliest_rows(chances, count, count)
+        *expected, wanted = likeliest_rows(chances.cpu(), count, count)
         assert size == wanted, (size, wanted)
         return _equal([tensor.cpu() for tensor in got], expected)
 
     shape = f"{count} of {batch} x {width} rows"
     moved_bytes = 4 * batch * width + 8 * (count + batch * width)
-    return Case(shape, compare, lambda: likeliest_rows(reach, count, count), None, moved_bytes)
+    return Case(shape, compare, lambda: likeliest_rows(chances, count, count), None, moved_bytes)

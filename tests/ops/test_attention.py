@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sglang_dflash.ops import PagedRows, attention, paged_attention, reference, tree
+from sglang_dflash.ops import PagedRows, attention, paged_attention
 from sglang_dflash.ops.reference import attention_rows
 
 CHUNK = 32  # rows per call of an extend in these tests, so that short extends have several chunks
@@ -176,77 +176,6 @@ def test_sinks(name, causal, window_left, dtype):
         expected = attention_rows(own, pool.k[slots], pool.v[slots], prefix, 0.2, causal, window_left, sinks=sinks)
         allowed = 1e-5 if dtype == torch.float32 else 0.03
         assert torch.allclose(got.float(), expected.float(), atol=allowed), (got - expected).abs().max()
-
-
-def _row_mask(row_lens: list[int], width: int) -> torch.Tensor:
-    """[B, width, width] bool of random trees; beyond a request's rows all is True, which must not count."""
-    mask = torch.ones(len(row_lens), width, width, dtype=torch.bool)
-    for own, rows in zip(mask, row_lens, strict=True):
-        parents = [-1, *(int(torch.randint(row, ())) for row in range(1, rows))]
-        own[:rows, :rows] = tree.ancestors(torch.tensor([parents], dtype=torch.int32), rows)[0]
-    return mask
-
-
-def _visible_in_tree(row_mask: torch.Tensor, prefix: int, window_left: int | None) -> torch.Tensor:
-    """[rows, prefix + rows] bool from the definition: positions count from the anchor down a row's own path."""
-    rows = len(row_mask)
-    visible = torch.zeros(rows, prefix + rows, dtype=torch.bool)
-    depths = [int(line.sum()) - 1 for line in row_mask]
-    for row in range(rows):
-        for key, position in enumerate([*range(prefix), *(prefix + depth for depth in depths)]):
-            near = window_left is None or prefix + depths[row] - position <= window_left
-            visible[row, key] = near and (key < prefix or bool(row_mask[row, key - prefix]))
-    return visible
-
-
-@DTYPES
-@pytest.mark.parametrize("sink", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("window_left", [None, 0, 2, 30])
-@pytest.mark.parametrize(
-    ("prefix_lens", "row_lens"),
-    [([3, 5, 9], [8, 8, 8]), ([300, 0, 17], [16, 1, 5]), ([0], [2]), ([4, 9], [attention.FOLDED_ROWS + 8, 3])],
-    ids=["equal", "ragged", "no-prefix", "many"],
-)
-def test_row_masks(prefix_lens, row_lens, window_left, sink, dtype):
-    """Fails where a row sees another branch than its own, a window counts rows instead of depths, a request reads
-    another one's mask, or more rows than are folded elsewhere are refused or take the mask for a causal one. The second
-    call stands for the next layer, which gets the kept mask."""
-    torch.manual_seed(3)
-    pool = _pool(Layout(prefix_lens, row_lens, False), 2, 24, 24, dtype)
-    mask, q = _row_mask(row_lens, max(row_lens) + 1), torch.randn(sum(row_lens), 4, 24).to(dtype)
-    rows = PagedRows.gather(pool.req_to_token, pool.rows_of_batch, prefix_lens, row_lens, row_mask=mask)
-    sinks = torch.tensor([-3.0, 0.0, 1.5, 4.0]) if sink else None
-    own_sinks = None if sinks is None else sinks.to(dtype)
-    view = (0.2, True, window_left)
-    out = paged_attention(q, pool.k, pool.v, rows, *view, sinks=own_sinks)
-    assert torch.equal(out, paged_attention(q, pool.k, pool.v, rows, *view, sinks=own_sinks))
-    starts, prefixes = torch.tensor([0, *row_lens]).cumsum(0), torch.tensor(prefix_lens)
-    tables = (pool.req_to_token, pool.rows_of_batch, prefixes, starts)
-    expected = reference.paged_attention(q, pool.k, pool.v, *tables, *view, mask, sinks)
-    allowed = 1e-5 if dtype == torch.float32 else 0.03
-    assert out.dtype == dtype and out.shape == expected.shape
-    assert torch.allclose(out.float(), expected.float(), atol=allowed), (out - expected).abs().max()
-    if sink:
-        return
-    requests = zip(pool.rows_of_batch.tolist(), prefix_lens, q.split(row_lens), out.split(row_lens), mask, strict=True)
-    for row, prefix, own, got, own_mask in requests:
-        slots = pool.req_to_token[row, : prefix + len(own)].long()
-        visible = _visible_in_tree(own_mask[: len(own), : len(own)], prefix, window_left)
-        truth = _exact(own, pool.k[slots], pool.v[slots], visible, 0.2)
-        assert torch.allclose(got.double(), truth, atol=allowed)
-
-
-def test_a_chain_as_a_row_mask_is_causal():
-    """Fails where rows with a mask have other positions than the same rows without one."""
-    torch.manual_seed(3)
-    layout = LAYOUTS["verify-far-apart"]
-    pool, q = _pool(layout, 2, 16, 16, torch.float32), torch.randn(16, 4, 16)
-    tables = (pool.req_to_token, pool.rows_of_batch, layout.prefix_lens, layout.row_lens)
-    chain = torch.ones(2, 8, 8, dtype=torch.bool).tril()
-    for window_left in (None, 0, 2, 20):
-        plain = paged_attention(q, pool.k, pool.v, PagedRows.gather(*tables), 0.25, True, window_left)
-        rows = PagedRows.gather(*tables, row_mask=chain)
-        assert torch.equal(paged_attention(q, pool.k, pool.v, rows, 0.25, True, window_left), plain)
 
 
 @pytest.mark.parametrize(("causal", "window_left"), [(True, None), (False, 700)])

@@ -16,7 +16,7 @@ from triton.runtime import jit
 
 from sglang_dflash.ops import triton_acceptance, triton_block, triton_context_kv, triton_warm_up
 from sglang_dflash.ops.kv_buffers import KVBuffers
-from sglang_dflash.ops.penalties import PenaltyParams
+from sglang_dflash.ops.penalties import BlockRows, PenaltyParams
 from sglang_dflash.ops.triton_penalties import TritonEmittedTokens
 
 VOCAB, MASK = 151_936, 151_669
@@ -51,16 +51,18 @@ def step(batch: int, width: int, logits: torch.Tensor, table: torch.Tensor, plac
     """The launches of a step, greedy and penalised; place(count, dtype) makes a vector."""
     vectors = [place(batch, torch.int64) for _ in range(3)]
     ids, _, _ = triton_block.block_layout(*vectors, table, width, MASK)
-    for planned in (ids, place(batch * width, torch.int64).view(batch, width)):
-        triton_acceptance.accept_greedy(logits, planned)
-        triton_acceptance.accept_chain(triton_acceptance.row_argmax(logits.flatten(0, 1)).view(batch, width), planned)
+    for rows in (ids, place(batch * width, torch.int64).view(batch, width)):
+        triton_acceptance.accept_greedy(logits, rows)
+        triton_acceptance.accept_chain(triton_acceptance.row_argmax(logits.flatten(0, 1)).view(batch, width), rows)
     for asking in {1, batch}:
         emitted = TritonEmittedTokens(VOCAB, "cpu")
         row, real = place(asking, torch.int64), torch.zeros(asking)
         stop_ids = torch.zeros((asking, batch % 7 + 1), dtype=torch.int64)
         params = PenaltyParams(real, real, real, torch.zeros(asking, dtype=torch.int64), stop_ids)
         if logits.dtype == torch.float32:
-            emitted.penalize(logits, row, row, ids, 9, params)
+            block_rows = place(asking * width, torch.int64).view(asking, width)
+            block = BlockRows(block_rows, place(asking * width, torch.int64).view(asking, width), row)
+            emitted.penalize(logits.flatten(0, 1), block, row, 9, params)
         for committed in (ids, place(batch, torch.int64)[:, None]):
             emitted.append(row, row, committed, place(batch, torch.int32), 9, params)
 

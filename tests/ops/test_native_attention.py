@@ -7,21 +7,28 @@ results, the reference may be exact by luck.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tree_cases import threads
 
 from sglang_dflash.ops import PagedTable, native, native_attention, native_write_and_attend, reference
-from sglang_dflash.ops.attention import PagedRows
-from sglang_dflash.ops.tree import Trees, take_rows
 
 pytestmark = pytest.mark.skipif(native.isa() is None, reason=f"native ops: {native.described()}")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 VIEWS = [(causal, window) for causal in (True, False) for window in (None, 0, 1, 3, 300)]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +75,8 @@ def run(case: Case, *view, **options) -> torch.Tensor:
 
 
 def refer(case: Case, causal: bool, window_left: int | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    r, view = case.rows, (causal, window_left, case.rows.row_mask, sinks)
+    r, view = case.rows, (causal, window_left, sinks)
     return reference.paged_attention(case.q, case.k_cache, case.v_cache, *r.fields, case.scaling, *view)
-
-
-def masked(case: Case, row_mask: torch.Tensor | None) -> Case:
-    """row_mask: [B, W, W] bool."""
-    return replace(case, rows=replace(case.rows, row_mask=row_mask))
 
 
 def exact(case: Case, causal: bool, window_left: int | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -90,11 +92,6 @@ def exact(case: Case, causal: bool, window_left: int | None, sinks: torch.Tensor
         scores = torch.einsum("thd,shd->hts", case.q[starts[b] : starts[b + 1]].double(), k) * case.scaling
         i, j = torch.arange(prefix, prefix + count)[:, None], torch.arange(prefix + count)[None]
         visible = (j <= i) if causal else torch.ones(count, prefix + count, dtype=torch.bool)
-        if r.row_mask is not None:
-            own = r.row_mask[b, :count, :count]
-            depth = own.sum(1) - 1
-            visible = torch.cat((torch.ones(count, prefix, dtype=torch.bool), own), 1)
-            i, j = prefix + depth[:, None], torch.cat((torch.arange(prefix), prefix + depth))[None]
         if window_left is not None:
             visible = visible & (i - j <= window_left)
         beside = torch.full((len(scores),), -torch.inf) if sinks is None else sinks
@@ -172,56 +169,8 @@ def test_fuzzed_shapes(data):
     case = make(
         prefix_lens, row_lens, (kv_heads * groups, kv_heads), dims, dtype, kv_dtype, data.draw(st.integers(0, 9))
     )
-    mask = None
-    if row_lens and data.draw(st.booleans()):
-        width = max(row_lens) + data.draw(st.integers(0, 2))
-        mask = tree_mask(len(row_lens), width, data.draw(st.integers(0, 9)))
     with threads(data.draw(st.sampled_from([1, 3]))):
-        check(masked(case, mask), data.draw(st.booleans()), window)
-
-
-def tree_mask(batch: int, width: int, seed: int) -> torch.Tensor:
-    """[B, W, W] bool: every row sees itself and the ancestors of a random parent."""
-    random = torch.Generator().manual_seed(seed)
-    mask = torch.eye(width, dtype=torch.bool).repeat(batch, 1, 1)
-    for b in range(batch):
-        for row in range(1, width):
-            parent = int(torch.randint(row, (), generator=random))
-            mask[b, row] |= mask[b, parent]
-    return mask
-
-
-@DTYPES
-@pytest.mark.parametrize("window_left", [None, 0, 2, 20])
-def test_a_chain_as_a_row_mask_is_causal(window_left, dtype):
-    """Fails where rows with a mask have other positions than the same rows without one. All bits must agree."""
-    case = make([300, 0, 17], [8, 8, 8], (4, 2), (32, 32), dtype)
-    chain = torch.ones(3, 8, 8).tril().bool()
-    assert torch.equal(run(case, True, window_left), run(masked(case, chain), False, window_left))
-
-
-@DTYPES
-@pytest.mark.parametrize("window_left", [None, 1, 30])
-def test_trees(window_left, dtype):
-    """Fails where a row sees another branch than its own, a request with fewer rows reads another line of the mask, or
-    a window counts rows instead of depths."""
-    for row_lens in ([16, 16, 16], [16, 1, 5]):
-        case = masked(make([300, 0, 17], row_lens, (4, 2), (32, 32), dtype), tree_mask(3, 16, 0))
-        check(case, True, window_left)
-        check(case, True, window_left, sinks=torch.tensor([-1.0, 2.5, 0.0, 9.0]))
-
-
-def test_what_a_row_does_not_see_changes_no_bit():
-    """Fails where a hidden branch has any weight at all."""
-    mask = tree_mask(1, 8, 3)
-    case = masked(make([40], [8], (4, 2), (32, 32), torch.float32), mask)
-    before = run(case, True, None)
-    for row in range(8):
-        other = replace(case, k_cache=case.k_cache.clone(), v_cache=case.v_cache.clone())
-        hidden = (~mask[0, row]).nonzero()[:, 0] + 40
-        slots = case.rows.req_to_token[case.rows.req_pool_indices[0], hidden].long()
-        other.k_cache[slots], other.v_cache[slots] = 7.0, -9.0
-        assert torch.equal(run(other, True, None)[row], before[row])
+        check(case, data.draw(st.booleans()), window)
 
 
 @DTYPES
@@ -308,10 +257,6 @@ def test_strided_queries_and_caches():
         ),
         (lambda c: replace(c, rows=replace(c.rows, row_starts=c.rows.row_starts + 1)), "row_starts"),
         (lambda c: replace(c, rows=replace(c.rows, req_pool_indices=c.rows.req_pool_indices + 90)), "req_pool_indices"),
-        (lambda c: masked(c, tree_mask(2, 7, 0)), "has 8 rows; row_mask has 7"),
-        (lambda c: masked(c, tree_mask(1, 8, 0)), "row_mask is"),
-        (lambda c: masked(c, tree_mask(2, 8, 0).int()), "row_mask is"),
-        (lambda c: masked(c, tree_mask(2, 9, 0)[:, :8, :8]), "dense bool of"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
@@ -323,7 +268,7 @@ def test_wrong_arguments_are_named(change, message):
 def test_torch_can_trace_through_it():
     """Fails where the op's fake tensors or its schema do not match what it does."""
     case = make([40, 3], [8, 8], (4, 2), (16, 16), torch.float32)
-    view, compiled = (*case.rows.fields, 0.2, True, -1, tree_mask(2, 8, 0)), torch.ops.sglang_dflash
+    view, compiled = (*case.rows.fields, 0.2, True, -1), torch.ops.sglang_dflash
     own = (torch.randn(16, 64), torch.randn(16, 32), torch.randn(16, 32), torch.arange(16))
     calls = {
         compiled.paged_attention: (case.q, case.k_cache, case.v_cache, *view),
@@ -342,15 +287,11 @@ def test_torch_can_trace_through_it():
     causal=st.booleans(),
     window=st.sampled_from([None, 3]),
     apart=st.booleans(),
-    tree=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_write_and_attend(lens, heads, dims, dtype, causal, window, apart, tree, seed):
-    """Fails where a row is not written to its slot, another slot changes, attention runs before the write, or the row
-    mask is left out."""
+def test_write_and_attend(lens, heads, dims, dtype, causal, window, apart, seed):
+    """Fails where a row is not written to its slot, another slot changes, or attention runs before the write."""
     case = make([p for p, _ in lens], [n for _, n in lens], heads, dims, dtype, seed=seed)
-    if tree:
-        case = masked(case, tree_mask(len(lens), max((n for _, n in lens), default=0), seed))
     r, rows = case.rows, len(case.q)
     spans = [(row, p + i) for row, (p, n) in zip(r.req_pool_indices.tolist(), lens, strict=True) for i in range(n)]
     slots = torch.tensor([int(r.req_to_token[row, position]) for row, position in spans], dtype=torch.int64)
@@ -361,7 +302,7 @@ def test_write_and_attend(lens, heads, dims, dtype, causal, window, apart, tree,
         q, k, v = q.contiguous(), k.unflatten(1, (heads[1], -1)).contiguous(), v.contiguous()
     caches = [[case.k_cache.clone(), case.v_cache.clone()] for _ in range(2)]
     view = (case.scaling, causal, window)
-    expected = reference.write_and_attend(q, k, v, slots, *caches[0], *r.fields, *view, r.row_mask)
+    expected = reference.write_and_attend(q, k, v, slots, *caches[0], *r.fields, *view)
     got = native_write_and_attend(q, k, v, slots, *caches[1], r, *view)
     for ours, theirs in zip(caches[1], caches[0], strict=True):
         assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))  # including the NaN of other slots
@@ -392,22 +333,3 @@ def test_uniform_rows_are_laid_out_as_lists_are():
         for name in ("req_to_token", "req_pool_indices", "prefix_lens", "row_starts"):
             assert torch.equal(getattr(short, name), getattr(long, name))
             assert getattr(short, name).dtype == getattr(long, name).dtype
-        assert short.row_mask is None and long.row_mask is None
-
-
-@pytest.mark.parametrize("body", [PagedTable, PagedRows])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("trees", [False, True])
-def test_the_layout_of_a_plan(body, dtype, trees):
-    """Fails where `planned` differs from `gather` with the same rows, or loses the mask of trees."""
-    table, requests = torch.arange(40, dtype=torch.int32).view(4, 10), torch.tensor([3, 1])
-    parents = torch.tensor([[-1, 0, 0 if trees else 1], [-1, -1, -1]], dtype=torch.int32)
-    depths = torch.tensor([[0, 1, 1 if trees else 2], [0, 0, 0]], dtype=torch.int32)
-    plan = take_rows(Trees(parents, depths, torch.zeros_like(depths), torch.ones(2, 3)), [0, 1], [3, 1], 2)
-    short = body.planned(table, requests, torch.tensor([2, 5], dtype=dtype), plan)
-    long = body.gather(table, requests, [2, 5], [3, 1])
-    assert short.row_mask is plan.row_mask and (plan.row_mask is not None) == trees
-    for name in ("req_to_token", "req_pool_indices", "prefix_lens", "row_starts", "slots", "row_lens", "kv_lens"):
-        if hasattr(long, name):
-            ours, theirs = (torch.as_tensor(getattr(each, name)) for each in (short, long))
-            assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype

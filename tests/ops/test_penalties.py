@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.ops import Emitted, EmittedTokens, PenaltyParams, penalize, penalize_trees, penalties_of, tree
+from sglang_dflash.ops import BlockRows, Emitted, EmittedTokens, PenaltyParams, penalties_of
+from sglang_dflash.ops import penalize as penalize_rows
 
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -103,96 +104,43 @@ def test_rows_equal_a_token_by_token_count(data):
 
 @EXAMPLES
 @given(data=st.data())
-def test_chains_as_trees(data):
-    """Fails where a chain, given as a tree, gets another bit than `penalize` gives it."""
-    width, vocab_size, batch = data.draw(st.integers(1, 12)), data.draw(st.integers(17, 200)), 4
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    requests = torch.tensor(data.draw(st.permutations(range(batch))))[: data.draw(st.integers(1, batch))]
-    block_ids = torch.randint(data.draw(st.integers(1, vocab_size)), (len(requests), width), generator=generator)
-    params = draw_params(data, len(requests), vocab_size, generator)
-    emitted = [[*own, own[0], 3] for own in block_ids.tolist()]
-    counted = make_emitted(emitted, params.frequency.tolist(), vocab_size)
-    logits = torch.randn(batch, width, vocab_size, generator=generator) * 5
-    as_trees = logits.view(batch * width, vocab_size).clone()
-    before = torch.ones(width, width, dtype=torch.bool).tril().repeat(len(requests), 1, 1)
-    before[:, :, 0] = False
-    rows = requests[:, None] * width + torch.arange(width)
-    penalize_trees(as_trees, rows, block_ids, before, counted, params)
-    penalize(logits, requests, block_ids, counted, params)
-    assert torch.equal(as_trees.view(torch.int32), logits.view(batch * width, vocab_size).view(torch.int32))
-
-
-@EXAMPLES
-@given(data=st.data())
-def test_rows_of_trees_equal_a_token_by_token_count(data):
-    """Fails where a row counts a draft of another branch, such as a sibling, misses one on its own path, measures the
-    minimum of new tokens by its place instead of its depth, or where a request with fewer rows changes another row."""
-    lens = data.draw(st.lists(st.integers(1, 10), min_size=1, max_size=4))
+def test_some_rows_of_blocks(data):
+    """Fails where a row of a request with fewer rows is penalised as another one, or where a place that is not verified
+    changes a row."""
+    lens = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=4))
     requests = data.draw(st.permutations(range(len(lens))).map(lambda order: order[: 1 + order[0]]))
-    vocab_size = data.draw(st.integers(17, 200))
+    width, vocab_size = 8, data.draw(st.integers(17, 200))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     few = data.draw(st.integers(1, vocab_size))
     starts = [sum(lens[:request]) for request in range(len(lens) + 1)]
     logits = torch.randn(starts[-1], vocab_size, generator=generator) * 5
-    ids = torch.randint(few, (starts[-1],), generator=generator)
-    parents = [[-1, *(int(torch.randint(row, (), generator=generator)) for row in range(1, rows))] for rows in lens]
+    ids = torch.randint(few, (len(requests), width), generator=generator)
     emitted = [
-        [*torch.randint(few, (data.draw(st.integers(0, 9)),), generator=generator).tolist(), int(ids[starts[request]])]
-        for request in requests
+        [*torch.randint(few, (data.draw(st.integers(0, 9)),), generator=generator).tolist(), int(anchor)]
+        for anchor in ids[:, 0]
     ]
     params = draw_params(data, len(requests), vocab_size, generator)
-    width = max(lens)  # of all requests, also of those without penalties
-    places = [[row if row < lens[request] else 0 for row in range(width)] for request in requests]
-    rows = torch.tensor([starts[request] for request in requests])[:, None] + torch.tensor(places)
-    before = torch.zeros(len(requests), width, width, dtype=torch.bool)
-    for place, request in enumerate(requests):
-        own = tree.ancestors(torch.tensor([parents[request]], dtype=torch.int32), lens[request])[0]
-        before[place, :, : lens[request]] = own[places[place]]
-    before[:, :, 0] = False
-    untouched = logits.clone()
-    penalize_trees(
-        logits, rows, ids[rows], before, make_emitted(emitted, params.frequency.tolist(), vocab_size, 5), params
-    )
+    any_row = torch.randint(starts[-1], (len(requests), width), generator=generator)
+    counts = torch.tensor([lens[request] for request in requests])
+    own = torch.tensor([starts[request] for request in requests])[:, None] + torch.arange(width)
+    rows = torch.where(torch.arange(width) < counts[:, None], own, any_row)
+    before = logits.clone()
+    counted = make_emitted(emitted, params.frequency.tolist(), vocab_size, 5)
+    penalize_rows(logits, BlockRows(rows, ids, counts), counted, params)
     for place, request in enumerate(requests):
         for row in range(lens[request]):
-            path, at = [], row
-            while at > 0:
-                path.insert(0, int(ids[starts[request] + at]))
-                at = parents[request][at]
-            expected = row_by_hand(untouched[starts[request] + row], emitted[place] + path, params, place)
+            so_far = emitted[place] + ids[place, 1 : row + 1].tolist()
+            expected = row_by_hand(before[starts[request] + row], so_far, params, place)
             assert logits[starts[request] + row].numpy().tolist() == expected.tolist(), (request, row)
     for request in set(range(len(lens))) - set(requests):
-        assert torch.equal(logits[starts[request] : starts[request + 1]], untouched[starts[request] :][: lens[request]])
+        assert torch.equal(logits[starts[request] : starts[request + 1]], before[starts[request] : starts[request + 1]])
 
 
-def test_a_tree_by_hand():
-    """Fails where a sibling's draft counts. Rows 1 and 2 propose tokens 1 and 3 behind the anchor, row 3 token 3 again
-    behind row 2. The minimum of three tokens, of which one is emitted, is reached at depth 2."""
-    logits = torch.full((5, 6), 6.0)
-    before = torch.zeros(1, 4, 4, dtype=torch.bool)
-    before[0, 1, 1] = before[0, 2, 2] = before[0, 3, 2] = before[0, 3, 3] = True
-    params = make_params([1.0], [0.5], [2.0], [3], [[5]])
-    rows, ids = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[0, 1, 3, 3]])
-    penalize_trees(logits, rows, ids, before, make_emitted([[0]], [1.0], 6), params)
-    assert logits[1:, 0].tolist() == [2.25] * 4
-    assert logits[1:, 1].tolist() == [6.0, 2.25, 6.0, 6.0]
-    assert logits[1:, 3].tolist() == [6.0, 6.0, 2.25, 1.75]
-    assert logits[1:, 5].isneginf().tolist() == [True, True, True, False]
-    assert (logits[0] == 6).all() and (logits[1:][:, [2, 4]] == 6).all()
-
-
-def test_kept_tokens_penalize_trees():
-    """Fails where `EmittedTokens` gives a tree the tokens of another request."""
-    kept = EmittedTokens(9, "cpu")
-    for row, tokens in enumerate([[1, 1], [2], [3, 4, 4]]):
-        kept.start(row, torch.tensor(tokens), 0.5)
-    params = make_params([0.5, 0.5], [0.1, 0.2], [1.5, 2.0], [4, 0])
-    rows, ids = torch.tensor([[2, 3], [0, 1]]), torch.tensor([[4, 6], [1, 7]])
-    before = torch.tensor([[[False, False], [False, True]]] * 2)
-    got, expected = torch.ones(4, 9), torch.ones(4, 9)
-    kept.penalize_trees(got, rows, torch.tensor([2, 0]), ids, before, 3, params)
-    penalize_trees(expected, rows, ids, before, make_emitted([[3, 4, 4], [1, 1]], [0.5, 0.5], 9), params)
-    assert torch.equal(got, expected)
+def penalize(
+    logits: torch.Tensor, requests: torch.Tensor, ids: torch.Tensor, emitted: Emitted, params: PenaltyParams
+) -> None:
+    """Of whole blocks. logits: [B, W, V]; ids: [P, W]."""
+    penalize_rows(logits.flatten(0, 1), BlockRows.whole(requests, ids), emitted, params)
 
 
 def test_a_block_by_hand():
@@ -251,7 +199,7 @@ def test_logits_need_not_be_contiguous(layout):
     """Fails where strided float32 logits raise or are copied: the host passes slices and gathered columns."""
     width, vocab_size = 3, 10
     own = torch.randn(2 * width, 64) if layout.startswith("a slice") else torch.randn(vocab_size, 2 * width).T
-    logits = own[:, :vocab_size].view(2, width, vocab_size)
+    logits = own[:, :vocab_size].view(2, width, vocab_size)  # `flatten` keeps it a view
     assert not logits.is_contiguous()
     expected, rest = logits.contiguous(), own[:, vocab_size:].clone()
     block_ids, params = torch.tensor([[3, 4, 3]]), make_params([0.7], [0.2], [1.3], [9], [[1]])
@@ -349,6 +297,5 @@ def test_no_requests():
     logits = torch.zeros(2, 4, 5)
     no_ids = torch.empty(0, 4, dtype=torch.int64)
     penalize(logits, nothing, no_ids, ours.of(nothing, 3), params)
-    before = torch.empty(0, 4, 4, dtype=torch.bool)
-    ours.penalize_trees(logits.view(8, 5), no_ids, nothing, no_ids, before, 3, params)
+    ours.penalize(logits.view(8, 5), BlockRows.whole(nothing, no_ids), nothing, 3, params)
     assert not logits.any()

@@ -102,6 +102,23 @@ def test_verified_rows_equal_decoded_ones(ops: Kernels, width: int, state_dtype:
     assert (scratch[[1, 4]] == 7).all()
 
 
+@pytest.mark.parametrize("per_key", [False, True])
+def test_requests_may_verify_different_numbers_of_rows(ops: Kernels, per_key: bool) -> None:
+    """Fails where a request's rows change with the number of rows of others."""
+    width, lens = 4, [4, 1, 3]
+    whole = replace(rows_of([width] * 3), scratch=torch.tensor([2, 0, 3]))
+    some = replace(rows_of(lens), scratch=whole.scratch)
+    qkv, g, beta, states = inputs(width * 3, per_key=per_key)
+    kept = [request * width + row for request, count in enumerate(lens) for row in range(count)]
+    expected, scratch = torch.zeros(5, width, HEADS, V_DIM, K_DIM), torch.zeros(5, width, HEADS, V_DIM, K_DIM)
+    out = ops.delta_rule(qkv, g, beta, K_HEADS, states, whole, expected)[kept]
+    parts = (part[kept].contiguous() for part in (qkv, g, beta))
+    torch.testing.assert_close(ops.delta_rule(*parts, K_HEADS, states, some, scratch), out)
+    for place, count in zip(whole.scratch.tolist(), lens, strict=True):
+        torch.testing.assert_close(scratch[place, :count], expected[place, :count])
+        assert not scratch[place, count:].any()
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -15,7 +15,7 @@ TINY: list[tuple[Callable[..., op_cases.Case], tuple[int, ...]]] = [
     (op_cases.accept_chain, (5, 4)),
     (op_cases.context_kv, (3, 2, 2, 16, 20)),
     (op_cases.penalties, (3, 4, 50, 9)),
-    (op_cases.packed_rows, (4, 5, 9)),
+    (op_cases.likeliest, (4, 5, 9)),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_dflash.ops.penalties import EmittedTokens, PenaltyParams
+from sglang_dflash.ops.penalties import BlockRows, EmittedTokens, PenaltyParams
 from sglang_dflash.ops.triton_penalties import SPAN, TritonEmittedTokens
 
 MOST = 100
@@ -54,9 +54,12 @@ def test_steps_of_a_batch(width, vocab_size):
         block_ids = torch.randint(min(vocab_size, 6), (batch, width), generator=generator)
         expected = torch.randn(batch, width, vocab_size, generator=generator) * 5
         got = expected.clone()
-        torch_body.penalize(expected, requests, rows, block_ids, MOST, params)
-        triton_body.penalize(got, requests, rows, block_ids, MOST, params)
-        assert torch.equal(got, expected)
+        block = BlockRows.whole(requests, block_ids[requests])
+        for counts in (block.lens, torch.randint(1, width + 1, (penalised,), generator=generator)):
+            trimmed = block._replace(lens=counts)
+            torch_body.penalize(expected.view(-1, vocab_size), trimmed, rows, MOST, params)
+            triton_body.penalize(got.view(-1, vocab_size), trimmed, rows, MOST, params)
+            assert torch.equal(got, expected)
         lens = torch.randint(0, width + 1, (batch,), generator=generator, dtype=torch.int32)
         for one in (torch_body, triton_body):
             one.append(requests, rows, block_ids, lens, MOST, params)
@@ -75,7 +78,8 @@ def test_special_values_and_neutral_parameters():
     for body in bodies:
         made.append(logits.clone())
         ids = torch.tensor([[3, 4], [2, 0]])
-        body.penalize(made[-1], torch.tensor([0, 1]), torch.tensor([0, 1]), ids, MOST, neutral)
+        block = BlockRows.whole(torch.tensor([0, 1]), ids)
+        body.penalize(made[-1].view(4, 8), block, torch.tensor([0, 1]), MOST, neutral)
     assert torch.equal(made[0].view(torch.int32), made[1].view(torch.int32))
     assert torch.equal(made[1][0].view(torch.int32), logits[0].contiguous().view(torch.int32))
     assert made[1][1, :, [2, 6]].isneginf().all()
@@ -92,8 +96,8 @@ def test_strided_arguments(layout):
     made = []
     for body in bodies:
         wide = own.clone()
-        logits = wide[:, :10].unflatten(0, (2, 3))
-        body.penalize(logits, torch.tensor([1]), torch.tensor([0]), ids, MOST, params)
+        block = BlockRows.whole(torch.tensor([1]), ids[1:])
+        body.penalize(wide[:, :10], block, torch.tensor([0]), MOST, params)
         body.append(torch.tensor([1]), torch.tensor([0]), ids, torch.tensor([0, 2]), MOST, params)
         made.append(wide)
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], own)
@@ -109,5 +113,5 @@ def test_a_restarted_row_forgets():
     assert body.of(torch.tensor([0, 7]), 0).sums.tolist() == [[0, 0, 0, 1.0, 0, 0], [0, 1.0, 0, 0, 0, 0]]
     body.start(0, torch.empty(0, dtype=torch.int64), 0.5)
     logits = torch.zeros(1, 1, 6)
-    body.penalize(logits, torch.tensor([0]), torch.tensor([0]), torch.tensor([[4]]), 0, params)
+    body.penalize(logits[0], BlockRows.whole(torch.tensor([0]), torch.tensor([[4]])), torch.tensor([0]), 0, params)
     assert not logits.any() and body.of(torch.tensor([0]), 0).lens.tolist() == [0]

@@ -111,9 +111,7 @@ def main(
         stages = folder / f"{name}.json" if timers else None
         environment = install(folder, stages) if stages else {}
         environment |= {"OMP_NUM_THREADS": threads} if threads else {}
-        if stages:
-            environment["SGLANG_DFLASH_TURN_MS"] = "0"  # stages are counted by the scheduler's turns: one step each
-        environment["SGLANG_DFLASH_WIDTH"] = "full"  # adaptive widths would verify fewer than W rows
+        environment["SGLANG_DFLASH_WIDTH"] = "full"  # `auto` would verify fewer than W rows
         begin = time.perf_counter()
         with Server([*base, *options], folder / f"{name}.log", environment) as server:
             console.print(f"{name}: up after {time.perf_counter() - begin:.1f} s, load {os.getloadavg()[0]:.1f}")

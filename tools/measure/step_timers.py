@@ -41,10 +41,7 @@ STAGES = {
         "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation",
         "sglang_dflash.host.worker:DFlashWorker._run_target",
     ],
-    "runner": [
-        "sglang.srt.model_executor.model_runner:ModelRunner.forward",
-        "sglang_dflash.host.cpu.direct:DirectForward.__call__",
-    ],
+    "runner": ["sglang.srt.model_executor.model_runner:ModelRunner.forward"],
     "model": [
         "sglang.srt.models.qwen3:Qwen3ForCausalLM.forward",
         "sglang.srt.models.dflash:DFlashDraftModel.forward",

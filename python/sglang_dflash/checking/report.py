@@ -12,7 +12,7 @@ from sglang_dflash.checking.compare import Difference, first_difference
 from sglang_dflash.checking.draft_kv import DraftKv
 from sglang_dflash.checking.probes import Contamination
 from sglang_dflash.checking.recording import Recording
-from sglang_dflash.core.plan_counts import PlanCounts
+from sglang_dflash.core.row_counts import RowCounts
 from sglang_dflash.serving import AcceptanceStats, Completion, ServerInfo, TiePolicy
 
 INERT_TAU = 1.15  # below it, a step commits hardly more tokens than plain decoding
@@ -109,7 +109,7 @@ class Report:
         control: the off arm's own answers at the higher concurrency, compared with those it gave alone.
         slots_before: KV slots in use on the idle on arm before the first request; None if it was never idle.
         slots_after: the same later, read each time before the cache is emptied.
-        plan: what the on arm's plan did; None if its steps are not planned.
+        rows: what the on arm's steps verified; None if all verify the same rows.
         broken: why the on arm stopped answering; empty if it did not.
         token_texts: texts of the token ids in the differences.
     """
@@ -122,7 +122,7 @@ class Report:
     contamination: Contamination | None = None
     draft_kv: DraftKv | None = None
     reference: DraftKv | None = None
-    plan: PlanCounts | None = None
+    rows: RowCounts | None = None
     slots_before: int | None = None
     slots_after: list[int] = field(default_factory=list)
     broken: str = ""
@@ -227,7 +227,7 @@ class Report:
             "contamination": asdict(self.contamination) if self.contamination else None,
             "draft_kv": asdict(self.draft_kv) if self.draft_kv else None,
             "reference": asdict(self.reference) if self.reference else None,
-            "plan": asdict(self.plan) if self.plan else None,
+            "rows": asdict(self.rows) if self.rows else None,
             "kv_slots": {"before": self.slots_before, "after": self.slots_after},
             "servers": {"off": self.off.to_json(), "on": self.on.to_json()},
         }

@@ -25,7 +25,7 @@ from sglang_dflash.serving import (
     ServerError,
     ServerInfo,
     TiePolicy,
-    plan_counts,
+    row_counts,
     with_best,
 )
 from sglang_dflash.serving.arms import START_S
@@ -183,13 +183,13 @@ def _ask_on(plan: Plan, recording: Recording, client: Client, report: Report, pr
         if plan.on.may_flush:
             client.flush_when_idle()
         report.slots_before = client.used_slots()
-        before = plan_counts(client)
+        before = row_counts(client)
         for concurrency in dict.fromkeys((1, plan.concurrency)):
             outcomes = _ask_matrix(plan, recording, client, report, concurrency, progress)
             alone = alone or outcomes
         _ask_markers(plan, client, report, progress)
-        after = plan_counts(client)
-        report.plan = None if after is None or before is None else after.since(before)
+        after = row_counts(client)
+        report.rows = None if after is None or before is None else after.since(before)
         report.token_texts = client.detokenize(tokens_named(one.difference for one in report.found()))
     except httpx.HTTPError as error:
         report.broken = _why(plan.on, plan.log("on"), error)

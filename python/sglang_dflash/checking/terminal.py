@@ -125,10 +125,8 @@ def _show_probes(report: Report, console: Console) -> None:
     for name, probe in (("draft KV", report.draft_kv), ("reference", report.reference)):
         if probe is not None and probe.tau:
             console.print(_draft_kv_line(name, probe))
-    if report.plan is not None:
-        console.print(f"plan: {report.plan}", soft_wrap=True)
-        if report.plan.by_depth:
-            console.print(f"plan by depth: {report.plan.calibration()}", soft_wrap=True)
+    if report.rows is not None:
+        console.print(f"rows: {report.rows}", soft_wrap=True)
     if report.slots_after:
         most, times = max(report.slots_after), len(report.slots_after)
         console.print(

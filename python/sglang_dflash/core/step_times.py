@@ -1,90 +1,92 @@
-"""Estimates the seconds of a part of a step from its number of rows, out of the times of recent steps."""
+"""Learns how long a forward takes by its number of rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+
+import numpy as np
+
+KEPT = 0.98
+"""Share of a size's weight that stays when it is measured again: times change as contexts grow."""
+OUTLIER = 3.0
+"""A time this many times the mean counts as that long only. One as much shorter replaces the mean: steps before it were
+disturbed."""
+ALIKE = 1.1
+"""Sizes within this factor tell each other's time. Up to 8 rows no two do: there a forward's time has steps."""
+LONG = 500
+"""A size that was not used for so many measurements is measured again: a few slow steps must not rule it out."""
+STALE, FEW = 8, 3
+"""Times are looked up in a table, which is made anew after so many measurements, and at once while a size has few."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimeTuning:
-    """Tuning values of `StepTimes`.
-
-    Fields:
-        decay_steps: steps. After this many new steps, older ones weigh 1/e.
-        prior_row_share: share of the fixed time that one row adds. First guess.
-        prior_steps: steps. Weight of that guess: it counts as this many steps with half the mean rows.
-        outlier_ratio: ratio of times. A step longer than this ratio times its expected time was disturbed: it counts
-            as that long only. After a step shorter by more than this ratio, all steps before it are forgotten.
-    """
-
-    decay_steps: int = 256
-    prior_row_share: float = 1 / 32
-    prior_steps: float = 8
-    outlier_ratio: float = 3.0
+def eighths(rows: int) -> int:
+    """The size under which so many rows are measured: one of eight between two powers of two, rounded up."""
+    step = 1 << max(0, rows.bit_length() - 4)
+    return -(-rows // step) * step
 
 
 class StepTimes:
-    """Seconds as a line over rows, by exponentially weighted ridge regression.
+    """Mean seconds by size, which never fall as the size rises; lines between the sizes that were measured."""
 
-    Each step makes the weights of all steps before it smaller. The line goes through the weighted means of rows and
-    seconds. The ridge term shrinks its slope to a first guess (`prior_row_share`), which is the slope while all steps
-    have the same rows. The first step is not counted, because it includes one-time work. Steps are kept until the line
-    is asked for: to take in several costs little more than one, because this code must first come back into the
-    processor's caches, which the model's weights have filled. They are judged by the line before them.
-    """
+    def __init__(self, size_of: Callable[[int], int] = eighths) -> None:
+        """size_of: a number of rows to the size of forward that serves it, such as a graph's."""
+        self.size_of = size_of
+        self._sums: dict[int, tuple[float, float, int]] = {}  # size -> weight, seconds times weight, when last seen
+        self._met: set[int] = set()
+        self._count, self._seen = 0, 0  # measurements: all, and since the table was made
+        self._table = np.empty(0)  # seconds of 0, 1, ... rows
 
-    def __init__(self, tuning: TimeTuning | None = None) -> None:
-        self._tuning = tuning or TimeTuning()
-        self._warm = False
-        self._new: list[tuple[int, float]] = []
-        self._latest = (1.0, self._tuning.prior_row_share)
-        self._forget()
+    def __len__(self) -> int:
+        """Measured sizes."""
+        return len(self._sums)
 
-    def _forget(self) -> None:
-        self._weight = self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0
+    def knows(self, rows: int) -> bool:
+        """Whether a size like that of so many rows was measured more than a few times, not long ago."""
+        size = self.size_of(rows)
+        alike = (self._sums[known] for known in self._sums if size <= ALIKE * known and known <= ALIKE * size)
+        return any(weight >= FEW and self._count - seen < LONG for weight, _, seen in alike)
 
-    @property
-    def seen(self) -> bool:
-        return bool(self._new) or self._weight > 0
+    def see(self, rows: int, seconds: float) -> None:
+        """A forward over so many rows took so long."""
+        size = self.size_of(rows)
+        if size not in self._met:  # the first use of a size may compile something
+            self._met.add(size)
+            return
+        weight, total, seen = self._sums.get(size, (0.0, 0.0, 0))
+        mean = total / weight if weight else seconds
+        if seconds < mean / OUTLIER or self._count - seen > LONG:
+            weight, total = 0.0, 0.0
+        self._count += 1
+        self._sums[size] = weight * KEPT + 1, total * KEPT + min(seconds, OUTLIER * mean), self._count
+        self._seen += 1 if weight >= FEW else STALE
 
-    def observe(self, rows: int, seconds: float) -> None:
-        assert rows > 0 and seconds > 0, (rows, seconds)
-        if self._warm:
-            self._new.append((rows, seconds))
-        self._warm = True
+    def table(self, most: int) -> np.ndarray:
+        """Seconds of forwards over 0 to `most` rows or more, [most + 1 or more] float. Beyond the measured sizes: a
+        line through all of them. If there is one size: in proportion, a low guess for fewer rows, so that they are
+        tried."""
+        if self._seen >= STALE or most >= len(self._table):
+            most = max(most, len(self._table) - 1)
+            rows = np.array([self.size_of(count) for count in range(most + 1)], dtype=float)
+            sizes, means, slope = self._fit()
+            below = np.maximum(means[0] - slope * (sizes[0] - rows), means[0] / 2)
+            above = means[-1] + slope * (rows - sizes[-1])
+            inside = np.interp(rows, sizes, means)
+            self._table = np.where(rows < sizes[0], below, np.where(rows > sizes[-1], above, inside))
+            self._seen = 0
+        return self._table
 
-    def line(self) -> tuple[float, float]:
-        """Expected seconds as fixed part and part per row, both at least 0; the guess alone before the first step."""
-        if self._new:
-            line = self._latest if self._weight > 0 else None
-            for rows, seconds in self._new:
-                line = self._take_in(rows, seconds, line)
-            self._new.clear()
-            self._latest = self._line()
-        return self._latest
-
-    def _take_in(self, rows: int, seconds: float, line: tuple[float, float] | None) -> tuple[float, float]:
-        """line: by which the step is judged; None: nothing is known. Returns the line for the next one that waits."""
-        if line is not None:
-            expected = line[0] + line[1] * rows
-            if seconds < expected / self._tuning.outlier_ratio:
-                self._forget()
-                line = None
-            seconds = min(seconds, self._tuning.outlier_ratio * expected)
-        kept = 1 - 1 / self._tuning.decay_steps
-        self._weight = self._weight * kept + 1
-        self._rows = self._rows * kept + rows
-        self._seconds = self._seconds * kept + seconds
-        self._rows_rows = self._rows_rows * kept + rows * rows
-        self._rows_seconds = self._rows_seconds * kept + rows * seconds
-        return self._line() if line is None or self._weight <= self._tuning.prior_steps else line
-
-    def _line(self) -> tuple[float, float]:
-        mean_rows, mean_seconds = self._rows / self._weight, self._seconds / self._weight
-        variation = self._rows_rows - self._rows * mean_rows
-        covariation = self._rows_seconds - self._rows * mean_seconds
-        ridge = self._tuning.prior_steps * (mean_rows / 2) ** 2  # the variation of `prior_steps` such steps
-        guess = mean_seconds / (mean_rows + 1 / self._tuning.prior_row_share)
-        row_s = (covariation + ridge * guess) / (variation + ridge)
-        row_s = min(max(row_s, 0.0), mean_seconds / mean_rows)  # time never falls with rows, nor below 0
-        return mean_seconds - row_s * mean_rows, row_s
+    def _fit(self) -> tuple[np.ndarray, np.ndarray, float]:
+        sizes = np.array(sorted(self._sums), dtype=float)
+        weights, totals, _ = np.array([self._sums[int(size)] for size in sizes]).T
+        pools: list[list[float]] = []  # weight, total, sizes: neighbours that would fall are averaged
+        for weight, total in zip(weights, totals, strict=True):
+            pools.append([weight, total, 1])
+            while len(pools) > 1 and pools[-2][1] / pools[-2][0] > pools[-1][1] / pools[-1][0]:
+                last = pools.pop()
+                pools[-1] = [one + other for one, other in zip(pools[-1], last, strict=True)]
+        means = np.concatenate([[total / weight] * int(count) for weight, total, count in pools])
+        if len(sizes) == 1:
+            return sizes, means, float(means[0] / sizes[0])
+        away = sizes - np.average(sizes, weights=weights)
+        slope = (weights * away * means).sum() / (weights * away**2).sum()
+        return sizes, means, max(float(slope), 0.0)

@@ -5,12 +5,12 @@ TORCH_LIBRARY(sglang_dflash, m) {
   m.def("isa() -> str");
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor req_to_token, Tensor req_pool_indices, "
-      "Tensor prefix_lens, Tensor row_starts, float scaling, bool causal, int window_left, Tensor? row_mask, "
+      "Tensor prefix_lens, Tensor row_starts, float scaling, bool causal, int window_left, "
       "Tensor? sinks=None) -> Tensor");
   m.def(
       "write_and_attend(Tensor q, Tensor k, Tensor v, Tensor slots, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor req_to_token, Tensor req_pool_indices, Tensor prefix_lens, Tensor row_starts, float scaling, "
-      "bool causal, int window_left, Tensor? row_mask, Tensor? sinks=None) -> Tensor");
+      "bool causal, int window_left, Tensor? sinks=None) -> Tensor");
   m.def(
       "norm_rope_(Tensor(a!) x, Tensor? weight, float eps, Tensor positions, Tensor cos_sin) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");

@@ -11,7 +11,6 @@ from sglang.srt.runtime_context import get_spec
 
 from sglang_dflash.host.hooking import AFTER, AROUND, hook, serves_dflash
 from sglang_dflash.host.protocols import Req
-from sglang_dflash.host.turns import uncount_steps_behind_the_end
 
 
 @hook(
@@ -63,7 +62,6 @@ def finish_token_by_token(original: Any, req: Req, new_accepted_len: int = 1) ->
     if rejected is not None and not req.finished():
         req.to_finish = rejected
         original(req, new_accepted_len)
-    uncount_steps_behind_the_end(req)
     deferred = req.__dict__.pop("dflash_reasoning", None)
     if deferred is not None:
         count, tokens = deferred

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.speculative.dflash_utils import can_dflash_slice_qkv_weight
@@ -16,8 +15,6 @@ from sglang_dflash import ops
 logger = logging.getLogger(__name__)
 LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, each [N, Hkv, D]
 ROWS = 2048  # rows of one product; bounds the temporary memory of a long prefill
-DEFERRED_ROWS = 256  # each costs half as much as one of 16; all take some 3 ms for a draft of 8 MB on one core
-DEFERRED_STEPS = 32
 
 
 class ContextKVWriter:
@@ -131,29 +128,3 @@ def _can_be_stacked(attention: Any) -> bool:
     rotary = attention.rotary_emb
     dense, _ = can_dflash_slice_qkv_weight(attention.qkv_proj)
     return dense and rotary.is_neox_style and hasattr(rotary, "cos_sin_cache")
-
-
-class DeferredRows:
-    """Rows whose context KV is not written yet, of prefills and of steps without proposals, in the order in which
-    they came."""
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._rows = 0
-
-    def keep(self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> bool:
-        """Adds a step's hidden states, positions and slots ([N, ...]). Returns whether it is time to write."""
-        self._steps.append((hidden, positions, slots))
-        self._rows += len(hidden)
-        return self._rows >= DEFERRED_ROWS or len(self._steps) >= DEFERRED_STEPS
-
-    def joined(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The latest row of each slot, in any order: a request that has left may have given its slots to another."""
-        if len(self._steps) == 1:  # no slot twice
-            return self._steps[0]
-        hidden, positions, slots = (torch.cat(field) for field in zip(*self._steps, strict=True))
-        from_the_end = np.unique(slots.numpy()[::-1], return_index=True)[1]
-        if len(from_the_end) == len(slots):
-            return hidden, positions, slots
-        latest = torch.from_numpy(len(slots) - 1 - from_the_end)
-        return hidden[latest], positions[latest], slots[latest]

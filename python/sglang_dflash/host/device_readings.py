@@ -40,38 +40,48 @@ class Readback(Generic[Label]):
 
 
 class StepClock(Generic[Label]):
-    """Seconds from the beginning of a step to that of the next one, on the device's own clock."""
+    """Seconds of a step's draft, and of all else up to the beginning of the next step, on the device's own clock."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._last: tuple[Label, Any] | None = None
-        self._begun: deque[tuple[Label, Any, Any]] = deque()
+        self._begun: Any = None  # marks of the step that runs
+        self._drafted: tuple[Label, Any] | None = None
+        self._steps: deque[tuple[Label, Any, Any, Any]] = deque()
+
+    def _now(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        now = torch.get_device_module(self._device).Event(enable_timing=True)
+        now.record()
+        return now
+
+    def begin(self) -> None:
+        """A step begins."""
+        now = self._now()
+        if self._drafted is not None:
+            label, drafted = self._drafted
+            self._steps.append((label, self._begun, drafted, now))
+        self._begun, self._drafted = now, None
+
+    def drafted(self, label: Label) -> None:
+        """The step's draft is over. label: comes back with the readings."""
+        self._drafted = label, self._now()
 
     def interrupt(self) -> None:
         """Something else comes before the next step."""
-        self._last = None
+        self._drafted = None
 
-    def mark(self, label: Label) -> None:
-        """A step begins."""
-        now: Any = time.perf_counter()
-        if self._device.type != "cpu":
-            now = torch.get_device_module(self._device).Event(enable_timing=True)
-            now.record()
-        if self._last is not None:
-            self._begun.append((*self._last, now))
-        self._last = label, now
-
-    def readings(self) -> list[tuple[Label, float]]:
-        """The seconds of all steps that have ended since the last call."""
+    def readings(self) -> list[tuple[Label, float, float]]:
+        """Labels and seconds, of the draft and of the rest, of all steps that have ended since the last call."""
         read = []
-        while self._begun:
-            label, begin, end = self._begun[0]
+        while self._steps:
+            label, begun, drafted, ended = self._steps[0]
             if self._device.type == "cpu":
-                seconds = end - begin
-            elif end.query():
-                seconds = begin.elapsed_time(end) / 1000
+                seconds = drafted - begun, ended - drafted
+            elif ended.query():
+                seconds = begun.elapsed_time(drafted) / 1000, drafted.elapsed_time(ended) / 1000
             else:
                 break
-            self._begun.popleft()
-            read.append((label, seconds))
+            self._steps.popleft()
+            read.append((label, *seconds))
         return read

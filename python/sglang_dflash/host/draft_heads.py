@@ -13,7 +13,7 @@ from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 
 from sglang_dflash import ops
 from sglang_dflash.core.draft_vocab import DraftVocabulary
-from sglang_dflash.host.sharded_logits import best_of_ranks, candidates_of_ranks
+from sglang_dflash.host.sharded_logits import best_of_ranks, drafts_of_ranks
 from sglang_dflash.host.short_head import FEWEST_IDS, DraftIds, ShortHead
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
@@ -52,11 +52,7 @@ class DraftHead:
         self._device = weight.device if self._dense else next(lm_head.parameters()).device
         self._kernels = ops.choose_kernels(self._device, self.compared_logits[1])
         self.captured_ids = torch.empty(0, dtype=torch.int64, device=self._device)
-        self._tree_rows, self._tree_candidates = 0, 1
-        self.captured_trees: ops.DraftedTrees | None = None  # None: drafts are chains
         self.captured_log_probs: torch.Tensor | None = None  # None: drafts come without their probabilities
-
-    most_candidates: int | None = None  # of a row; None: as many as the vocabulary has
 
     @property
     def why_whole(self) -> str | None:
@@ -86,45 +82,28 @@ class DraftHead:
         rows = self._rows(hidden, block_ids)
         return self._choose(rows, self._logits(rows), block_ids[:, 0]).view(len(block_ids), -1)
 
-    def proposal(self, hidden: torch.Tensor, block_ids: torch.Tensor, count: int) -> ops.Proposal:
-        """`draft_ids` with the `count` best ids of each row and their log-probabilities: [B, D-1, count] each."""
+    def weighed(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> ops.Drafts:
+        """`draft_ids` and their log-probabilities: [B, D-1] each."""
         rows = self._rows(hidden, block_ids)
-        shape = (len(block_ids), -1, count)
-        ids, log_probs = self._best(self._logits(rows), count)
-        return ops.Proposal(ids.view(shape), log_probs.view(shape))
+        ids, log_probs = self._best(self._logits(rows))
+        return ops.Drafts(ids.view(len(block_ids), -1), log_probs.view(len(block_ids), -1))
 
-    def _best(self, logits: torch.Tensor, count: int) -> ops.Proposal:
-        """logits: [N, V] of this rank. Returns the best ids of the whole vocabulary, [N, count]."""
-        if count == 1 and self._group is None and logits.is_cuda:
-            columns = self._kernels.row_argmax(logits)[:, None]
-            weights = (logits - logits.gather(1, columns)).exp_()  # no float32 copy of the logits
-            log_probs = -weights.sum(1, keepdim=True, dtype=torch.float32).log()
-            return ops.Proposal(self._ids(columns), torch.where(log_probs.isnan(), float("-inf"), log_probs))
-        if logits.shape[1] < count:  # the last rank's span may be that short
-            logits = F.pad(logits, (0, count - logits.shape[1]), value=float("-inf"))
-        columns, log_probs = self._kernels.top_log_probs(logits, count)
+    def _best(self, logits: torch.Tensor) -> ops.Drafts:
+        """logits: [N, V] of this rank. Returns the best ids of the whole vocabulary, [N] each."""
+        if self._group is None and logits.is_cuda:
+            columns = self._kernels.row_argmax(logits)
+            weights = (logits - logits.gather(1, columns[:, None])).exp_()  # no float32 copy of the logits
+            log_probs = -weights.sum(1, dtype=torch.float32).log()
+            return ops.Drafts(self._ids(columns), torch.where(log_probs.isnan(), float("-inf"), log_probs))
+        columns, log_probs = self._kernels.best_log_probs(logits)
         if self._group is None:
-            return ops.Proposal(self._ids(columns), log_probs)
-        totals = logits.gather(1, columns[:, :1])[:, 0].float() - log_probs[:, 0]
-        return candidates_of_ranks(self._group, ops.Proposal(self._ids(columns) + self._first_id, log_probs), totals)
-
-    def draft_trees(self, rows: int, candidates: int) -> None:
-        """Drafts trees of as many rows from now on; to be called before graphs are captured.
-
-        Args:
-            candidates: of each row of a block.
-        """
-        self._tree_rows, self._tree_candidates = rows, min(candidates, self.compared_logits[0])
-        self.captured_trees = ops.DraftedTrees.empty(0, rows, self._device)
+            return ops.Drafts(self._ids(columns), log_probs)
+        best = logits.gather(1, columns[:, None])[:, 0].float()
+        return drafts_of_ranks(self._group, best, self._ids(columns) + self._first_id, best - log_probs)
 
     def weigh_drafts(self) -> None:
         """Captures the drafts' log-probabilities, too, from now on; to be called before graphs are captured."""
         self.captured_log_probs = torch.empty(0, self._block_size - 1, device=self._device)
-
-    def trees(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> ops.DraftedTrees:
-        """The likeliest rows of the `proposal`."""
-        proposal = self.proposal(hidden, block_ids, self._tree_candidates)
-        return ops.draft_trees(proposal, block_ids[:, 0], self._tree_rows)
 
     def _rows(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
@@ -164,24 +143,18 @@ class DraftHead:
         """Allocates the buffers that graph replays write."""
         shape = (max_batch, self._block_size - 1)
         self.captured_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
-        if self.captured_trees is not None:
-            self.captured_trees = ops.DraftedTrees.empty(max_batch, self._tree_rows, self._device)
         if self.captured_log_probs is not None:
             self.captured_log_probs = torch.empty(shape, device=self._device)
 
     def __call__(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
         """Called while the host captures the draft's graph."""
         block_ids = input_ids.view(-1, self._block_size)
-        if self.captured_log_probs is not None:
-            drafts = self.proposal(hidden, block_ids, 1)
-            self.captured_ids[: len(block_ids)].copy_(drafts.ids[..., 0])
-            self.captured_log_probs[: len(block_ids)].copy_(drafts.log_probs[..., 0])
-            return
-        if self.captured_trees is None:
+        if self.captured_log_probs is None:
             self.captured_ids[: len(block_ids)].copy_(self.draft_ids(hidden, block_ids))
             return
-        for captured, drafted in zip(self.captured_trees, self.trees(hidden, block_ids), strict=True):
-            captured[: len(block_ids)].copy_(drafted)
+        drafts = self.weighed(hidden, block_ids)
+        self.captured_ids[: len(block_ids)].copy_(drafts.ids)
+        self.captured_log_probs[: len(block_ids)].copy_(drafts.log_probs)
 
 
 class SelectorHead(DraftHead):
@@ -199,18 +172,14 @@ class SelectorHead(DraftHead):
         self._multiplier = model.draft_config.output_multiplier
         self._softcap = model.draft_config.final_logit_softcapping
 
-    most_candidates = 1
-
-    def proposal(self, hidden: torch.Tensor, block_ids: torch.Tensor, count: int) -> ops.Proposal:
-        assert count == 1, count
+    def weighed(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> ops.Drafts:
         rows = self._rows(hidden, block_ids)
-        ids, log_probs = self._walk(rows, self._logits(rows), block_ids[:, 0])
-        return ops.Proposal(ids[:, :, None], log_probs[:, :, None])
+        return self._walk(rows, self._logits(rows), block_ids[:, 0])
 
     def _choose(self, rows: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
         return self._walk(rows, logits, anchor_ids).ids
 
-    def _walk(self, rows: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> ops.Proposal:
+    def _walk(self, rows: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> ops.Drafts:
         values, ids = self._candidates(logits)
         candidates = ops.Candidates(ops.candidate_logits(values, self._multiplier, self._softcap), ids)
         selector = self._selector
@@ -254,23 +223,20 @@ class DominoHead(DraftHead):
         self._gru, self._projector, self._embed = model.prefix_gru, model.embed_proj, embed
         self._first_row = 0 if model.shift_label else 1
 
-    most_candidates = 1
-
     @property
     def why_whole(self) -> str | None:
         return "Domino's projector corrects the logits of all ids"
 
-    def proposal(self, hidden: torch.Tensor, block_ids: torch.Tensor, count: int) -> ops.Proposal:
-        assert count == 1, count
+    def weighed(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> ops.Drafts:
         log_probs: list[torch.Tensor] = []
 
         def best(logits: torch.Tensor) -> torch.Tensor:
-            ids, own = self._best(logits, 1)
+            ids, own = self._best(logits)
             log_probs.append(own)
-            return ids[:, 0]
+            return ids
 
         ids = self._roll_out(hidden, block_ids, best)
-        return ops.Proposal(ids[:, :, None], torch.stack(log_probs, dim=1))
+        return ops.Drafts(ids, torch.stack(log_probs, dim=1))
 
     def draft_ids(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         return self._roll_out(hidden, block_ids, self._argmax)

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2, _get_overlap_plan_stream
 from sglang.srt.utils.common import is_pin_memory_available
 
-from sglang_dflash.host.protocols import Req, ScheduleBatch
+from sglang_dflash.host.protocols import ScheduleBatch
 
 AHEAD = 16
 """Tokens, beyond what the next step may need, for which slots are allocated while there is room."""
@@ -86,14 +86,6 @@ class DraftInput(DFlashDraftInputV2):
             )
         if caller_stream is not None:
             caller_stream.wait_stream(plan_stream)  # the forward must not see half-written rows
-
-
-def slots_and_tokens_left(req: Req) -> tuple[int, int]:
-    """Slots that a request owns behind its committed tokens, and tokens that it may still emit, as far as the host
-    knows."""
-    slots = req.kv.kv_allocated_len - req.kv.kv_committed_len
-    tokens: int = req.sampling_params.max_new_tokens - len(req.output_ids)
-    return slots, tokens
 
 
 def known_kv_lens(batch: ScheduleBatch, extra: int) -> tuple[torch.Tensor, int]:

@@ -18,7 +18,6 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
-from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.draft_worker_common import (
@@ -31,16 +30,13 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_pp_context
 
-from sglang_dflash import ops
 from sglang_dflash.core.block import Block
 from sglang_dflash.host.capture import embedding_of, lm_head_of
-from sglang_dflash.host.context_kv import DEFERRED_ROWS, ContextKVWriter, DeferredRows
-from sglang_dflash.host.cpu.direct import DirectForward
+from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_heads import DraftHead, head_of
-from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_window import DraftWindow
 from sglang_dflash.host.plan_stream import PlanStream, own_input_buffers
-from sglang_dflash.host.protocols import ModelRunner, ScheduleBatch
+from sglang_dflash.host.protocols import ModelRunner
 from sglang_dflash.host.short_head import VARIABLE, ShortHead, asked
 from sglang_dflash.host.weights import WatchedRunner
 
@@ -80,9 +76,7 @@ class DraftRunner:
         self._head, self._context_kv = head, context_kv
         self._embed, self._embed_scale, self._tp_sync = embed, embed_scale, tp_sync
         self._mask_rows: torch.Tensor | None = None
-        self._deferred: DeferredRows | None = None
         self._window: DraftWindow | None = None
-        self._direct: DirectForward | None = None
         self._spec_infos = {
             rows: make_draft_block_spec_info(draft_token_num=rows, device=self.runner.device)
             for rows in range(2, self.model.block_size + 1)
@@ -117,11 +111,6 @@ class DraftRunner:
         scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
         head = head_of(model, unwrap_lora_layer(lm_head_of(target_model)), block_size, embed)
         return cls(bundle, head, ContextKVWriter(model), embed, float(scale()) if scale else 1.0, tp_sync)
-
-    @property
-    def most_candidates(self) -> int | None:
-        """Candidates that the draft's head gives for a row; None: any number."""
-        return self._head.most_candidates
 
     def shorten_head(self, lm_head: Any, vocab_size: int, kept: list[int]) -> None:
         """Lets the head choose among fewer ids, as the variable asks; to be called before graphs are captured.
@@ -190,15 +179,13 @@ class DraftRunner:
             self.runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(self._head))
         with draft_pp_context(), own_input_buffers(PlanStream.wanted(self.runner.device)):
             self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
-        if self.runner.device == "cpu":
-            self._direct = DirectForward.of(self.runner)
 
     def warm_up(self) -> None:
         """Compiles the write of context KV, by a row in slot 0, which no request owns."""
         slot = torch.zeros(1, dtype=torch.int64, device=self.runner.device)
         weight = self.model.fc.weight
         hidden = torch.zeros((1, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-        self._write_context(hidden, slot, slot)
+        self.write_context(hidden, slot, slot)
 
     @property
     def compared_logits(self) -> tuple[int, torch.dtype]:
@@ -215,77 +202,42 @@ class DraftRunner:
         """The runner through which the host updates the draft's weights."""
         return WatchedRunner(self.runner, taken_up=self._context_kv.refresh)
 
-    def propose(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> torch.Tensor:
-        """One draft forward over the block.
-
-        Args:
-            block: [B, D].
-            batch: the host's `ScheduleBatch` of this step.
-            kv_plan: the step's `KVLocPlan` over the block's slots.
-
-        Returns:
-            [B, D-1] int64: the drafts for positions 1..D-1.
-        """
-        out = self._run(block, batch, kv_plan)
-        if out.can_run_graph:
-            return self._head.captured_ids[: len(block.ids)]
-        return self._head.draft_ids(out.logits_output.hidden_states, block.ids)
-
-    def propose_candidates(self, block: Block, kv_plan: Any, count: int) -> ops.Proposal:
-        """One draft forward over the block, on a CPU: [B, D-1, count] ids and log-probabilities.
-
-        Args:
-            block: [B, D]; of all requests of the batch, or of some.
-            kv_plan: the `KVLocPlan` over the block's slots.
-        """
-        kv_lens = block.prefix_lens + block.drafted_width
-        out = self._forward(block, kv_plan, kv_lens, int(kv_lens.sum()), False)
-        with torch.inference_mode():
-            return self._head.proposal(out.logits_output.hidden_states, block.ids, count)
-
     def weigh_drafts(self) -> None:
-        """See `DraftHead.weigh_drafts`."""
+        """Drafts come with their log-probabilities from now on; to be called before graphs are captured."""
         self._head.weigh_drafts()
 
-    def propose_weighed(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`propose`, and each draft's log-probability: [B, D-1] float32. The next call may overwrite both."""
-        out = self._run(block, batch, kv_plan)
+    def propose(
+        self, block: Block, kv_plan: Any, kv_lens: tuple[torch.Tensor, int], can_run_graph: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One draft forward over the block. The next call may overwrite what it returns.
+
+        Args:
+            block: [B, W]; on a CPU, of all requests of the batch or of some.
+            kv_plan: the `KVLocPlan` over the block's slots.
+            kv_lens: [B] int64 on the CPU, and their sum: upper bounds of the KV that the draft reads.
+            can_run_graph: whether all ranks may replay a graph.
+
+        Returns:
+            [B, W-1] int64: the drafts for positions 1..W-1; and their log-probabilities, float32, after
+            `weigh_drafts`, else None.
+        """
+        out = self._forward(block, kv_plan, *kv_lens, can_run_graph)
+        head, count = self._head, len(block.ids)
+        log_probs = head.captured_log_probs
         if out.can_run_graph:
-            assert self._head.captured_log_probs is not None
-            return self._head.captured_ids[: len(block.ids)], self._head.captured_log_probs[: len(block.ids)]
+            return head.captured_ids[:count], None if log_probs is None else log_probs[:count]
         with torch.inference_mode():
-            drafts = self._head.proposal(out.logits_output.hidden_states, block.ids, 1)
-        return drafts.ids[..., 0], drafts.log_probs[..., 0]
-
-    def draft_trees(self, rows: int, candidates: int) -> None:
-        """See `DraftHead.draft_trees`."""
-        self._head.draft_trees(rows, candidates)
-
-    def propose_trees(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> ops.DraftedTrees:
-        """`propose`, but trees of as many rows as `draft_trees` was told. The next call may overwrite them."""
-        out = self._run(block, batch, kv_plan)
-        if out.can_run_graph:
-            assert self._head.captured_trees is not None
-            return ops.DraftedTrees(*(captured[: len(block.ids)] for captured in self._head.captured_trees))
-        with torch.inference_mode():
-            return self._head.trees(out.logits_output.hidden_states, block.ids)
-
-    def _run(self, block: Block, batch: ScheduleBatch, kv_plan: Any) -> Any:
-        """The forward over the block of every request of the batch, in its graph where there is one."""
-        kv_lens = known_kv_lens(batch, block.drafted_width)
-        return self._forward(block, kv_plan, *kv_lens, batch.can_run_decode_cuda_graph)
+            hidden = out.logits_output.hidden_states
+            return (head.draft_ids(hidden, block.ids), None) if log_probs is None else head.weighed(hidden, block.ids)
 
     def _forward(self, block: Block, kv_plan: Any, *options: Any) -> Any:
-        self.write_deferred_context()
         if self.short_head is not None:
             self.short_head.exchange()
-        if self.model.block_size != block.drafted_width:  # DFlash2's convolutions end at a block's first row
-            self.model.set_block_size(block.drafted_width)
+        if self.model.block_size != block.width:  # DFlash2's convolutions end at a block's first row
+            self.model.set_block_size(block.width)
         forward_batch = self._forward_batch(block, *options)
         kv_plan.bind(forward_batch, self.runner.kv_index_translator)
         with torch.inference_mode():
-            if self._direct is not None:
-                return ModelRunnerOutput(logits_output=self._direct(forward_batch), can_run_graph=False)
             return self.runner.forward(forward_batch)
 
     def _forward_batch(
@@ -293,13 +245,13 @@ class DraftRunner:
     ) -> ForwardBatch:
         embeds = self._embed(block.ids)
         if self._mask_rows is not None:
-            embeds[:, 1:] = self._mask_rows[: block.drafted_width - 1]
+            embeds[:, 1:] = self._mask_rows[: block.width - 1]
         if self._embed_scale != 1.0:
             embeds = embeds * self._embed_scale
         kv_lens = block.prefix_lens
         if self._window is not None:
-            kv_lens = self._window.lay_out(block, block.req_pool_indices)
-            kv_lens_cpu = kv_lens_cpu.clamp(max=self._window.max_len + block.drafted_width)
+            kv_lens = self._window.lay_out(block)
+            kv_lens_cpu = kv_lens_cpu.clamp(max=self._window.max_len + block.width)
             kv_lens_sum = int(kv_lens_cpu.sum())
         num_rows = block.ids.numel()
         return ForwardBatch(
@@ -314,7 +266,7 @@ class DraftRunner:
             positions=block.positions.flatten(),
             input_embeds=embeds.flatten(0, 1),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._spec_infos[block.drafted_width],
+            spec_info=self._spec_infos[block.width],
             capture_hidden_mode=CaptureHiddenMode.NULL,
             num_token_non_padded=(
                 torch.full((), num_rows, dtype=torch.int32, device=block.ids.device)
@@ -330,31 +282,12 @@ class DraftRunner:
         slots: torch.Tensor = kv_plan.write_ids(self.runner.kv_index_translator)
         return slots
 
-    def write_context(
-        self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, may_wait: bool = False
-    ) -> None:
-        """Writes the draft's KV of rows that the target has just run, perhaps later; see `ContextKVWriter.write`.
+    def write_context(self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Writes the draft's KV of rows that the target has just run; see `ContextKVWriter.write`.
 
         Args:
             hidden: [N or more, taps * H]; the host may pad after the rows.
             positions, slots: [N] int64; slots of the draft's pool.
-            may_wait: a few rows may be kept, and written with others in one product, which takes less time: before the
-                draft next runs, or once there are enough. For a CPU.
         """
-        if not may_wait or len(slots) >= DEFERRED_ROWS:  # so a long prefill is not copied
-            self.write_deferred_context()
-            self._write_context(hidden, positions, slots)
-            return
-        if self._deferred is None:
-            self._deferred = DeferredRows()
-        if self._deferred.keep(hidden[: len(slots)], positions, slots):
-            self.write_deferred_context()
-
-    def _write_context(self, *rows: torch.Tensor) -> None:
         with torch.inference_mode():
-            self._context_kv.write(self.runner.token_to_kv_pool, *rows)
-
-    def write_deferred_context(self) -> None:
-        if self._deferred is not None:
-            rows, self._deferred = self._deferred.joined(), None
-            self._write_context(*rows)
+            self._context_kv.write(self.runner.token_to_kv_pool, hidden, positions, slots)

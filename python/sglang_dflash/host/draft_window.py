@@ -27,16 +27,13 @@ class DraftWindow:
     def max_len(self) -> int:
         return self._size + self._page_size - 1
 
-    def lay_out(self, block: Block, rows: torch.Tensor) -> torch.Tensor:
+    def lay_out(self, block: Block) -> torch.Tensor:
         """Fills the draft's table for one step.
-
-        Args:
-            rows: [B] int; the requests' rows in both tables.
 
         Returns:
             [B] int64: number of tokens before the block that the draft sees.
         """
-        width = min(self.max_len + block.drafted_width, self._draft_table.shape[1])
+        width, rows = min(self.max_len + block.width, self._draft_table.shape[1]), block.req_pool_indices
         starts, slots = ops.recent_slots(
             self._target_table, rows, block.prefix_lens, self._size, self._page_size, width
         )

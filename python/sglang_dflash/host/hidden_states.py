@@ -31,14 +31,14 @@ class ReturnedHiddenStates:
         batch: ScheduleBatch,
         output: LogitsOutput,
         rows_of_last_tokens: list[int] | None = None,
-        path: torch.Tensor | None = None,
+        row_of: torch.Tensor | None = None,
     ) -> None:
         """Replaces the tapped layers in `output`, a `LogitsProcessorOutput`, by the last states if a request asks for
         them, else by None.
 
         Args:
             rows_of_last_tokens: for a prefill, the row of each request's last token; the host may want only these.
-            path: [B, L] int64; rows in whose order the host expects the states: of trees, the accepted ones.
+            row_of: [B, W] int64; rows in whose order the host expects the states; None: as they are.
         """
         states: torch.Tensor | None = output.last_hidden_states
         output.hidden_states = output.last_hidden_states = None
@@ -46,8 +46,8 @@ class ReturnedHiddenStates:
             return
         if rows_of_last_tokens is not None and not max(batch.return_hidden_states_mode, self._server_mode).is_full():
             states = states[upload(torch.tensor(rows_of_last_tokens), states.device)]
-        elif path is not None:
-            states = states[path.flatten()]
+        elif row_of is not None:
+            states = states[row_of.flatten()]
         elif states.is_cuda:
             states = states.clone()  # a graph's output: the next replay may overwrite it before the host has copied it
         output.hidden_states = states

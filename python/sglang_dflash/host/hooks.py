@@ -44,21 +44,19 @@ def worker_hooks() -> list[Hook]:
     from sglang_dflash.host import (
         block_results,
         capture,
+        device_rows,
         features,
-        fixed_trees,
-        packed_step,
-        plan_report,
+        ragged,
         requests,
+        row_report,
         sampler,
         sessions,
         streamed_text,
-        tree_verify,
-        turns,
         weights,
     )
 
     modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
-    modules += [tree_verify, plan_report, fixed_trees, packed_step, turns, streamed_text]
+    modules += [ragged, row_report, device_rows, streamed_text]
     return [ours for module in modules for ours in hooks_of(module).values()]
 
 
@@ -74,12 +72,11 @@ def platform_hooks() -> list[Hook]:
         model_kernels,
         quantization,
         recurrent,
-        scheduling,
         shims,
         threads,
     )
 
-    modules = [shims, scheduling, deterministic, compiled, threads, quantization]
+    modules = [shims, deterministic, compiled, threads, quantization]
     modules += [gated_layers, model_kernels, experts, draft_layers, recurrent, mla]
     return [ours for module in modules for ours in hooks_of(module).values()]
 

@@ -110,18 +110,10 @@ class RequestPenalties:
 
     def apply(self, group: Group, logits: torch.Tensor, plan: VerifyPlan) -> None:
         """logits: [T, V], changed in place."""
-        if plan.trees is None:
-            rows = logits.view(plan.batch, plan.verify_width, -1)
-            self._emitted.penalize(rows, group.requests, group.rows, plan.chains(), group.most, group.params)
-            return
-        counts = torch.tensor(plan.lens)[group.requests]
-        width = int(counts.max())  # a request without penalties may have more rows
-        columns = torch.arange(width)
-        columns = torch.where(columns < counts[:, None], columns, 0)  # [P, W]
-        tree_rows = plan.trees.row_starts[group.requests][:, None] + columns
-        seen = plan.trees.seen()[group.requests[:, None], columns, :width]  # [P, W, W]
-        seen[:, :, 0] = False
-        self._emitted.penalize_trees(logits, tree_rows, group.rows, plan.ids[tree_rows], seen, group.most, group.params)
+        places = torch.arange(len(plan.ids), device=plan.ids.device)
+        lens = torch.full_like(group.rows, plan.width) if plan.lens is None else plan.lens[group.requests].long()
+        block = ops.BlockRows(plan.blocks(places)[group.requests], plan.blocks(plan.ids)[group.requests], lens)
+        self._emitted.penalize(logits, block, group.rows, group.most, group.params)
 
     def commit(self, group: Group, ids: torch.Tensor, lens: torch.Tensor) -> None:
         """Counts, for every request, the first `lens` ([B]) of its `ids` ([B, W])."""

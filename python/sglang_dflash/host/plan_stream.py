@@ -1,4 +1,4 @@
-"""Prepares the verify forward beside the draft's, on a stream of its own (SGLANG_ENABLE_OVERLAP_PLAN_STREAM=1)."""
+"""A stream for work beside the draft's forward (SGLANG_ENABLE_OVERLAP_PLAN_STREAM=1)."""
 
 from __future__ import annotations
 

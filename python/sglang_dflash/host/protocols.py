@@ -38,7 +38,6 @@ class Req(Protocol):
     vocab_size: int
     tokenizer: Any
     eos_token_ids: set[int] | None
-    stream: bool
     to_finish: Any
     finished_len: int | None
     decode_batch_idx: int
@@ -123,12 +122,10 @@ class ModelRunner(Protocol):
     dtype: torch.dtype
     model: Any
     model_config: Any
-    page_size: int
     sampler: Any
     attn_backend: Any
     req_to_token_pool: Any
     token_to_kv_pool: Any
-    token_to_kv_pool_allocator: Any
     kv_index_translator: Any
     decode_cuda_graph_runner: Any
     max_running_requests: int

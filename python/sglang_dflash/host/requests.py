@@ -14,8 +14,6 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sglang_dflash.host.cpu.detect import cpu_platform_in_use
 from sglang_dflash.host.hooking import AROUND, hook, serves_dflash
-from sglang_dflash.host.penalties import asks_for_penalties
-from sglang_dflash.host.widths import TREE, tree_rows
 
 logger = logging.getLogger(__name__)
 MAX_ANSWERS = 4096  # of one HTTP request: the host makes a task and a copy of the request for each, before any check
@@ -60,11 +58,6 @@ def _complaint(req: Any) -> str | None:
     stray = next((token for token in params.stop_token_ids or () if not 0 <= token < req.vocab_size), None)
     if stray is not None and params.min_new_tokens:  # the host would mask it, which ends the scheduler
         return f"stop_token_ids has {stray} beside min_new_tokens, and token ids are 0 to {req.vocab_size - 1}"
-    if tree_rows() is not None and asks_for_penalties(params):
-        return (
-            "frequency_penalty, presence_penalty, repetition_penalty and min_new_tokens are not served with "
-            f"{TREE}={tree_rows()}; leave them out, or start the server without {TREE}"
-        )
     beam_width = params.beam_width
     if beam_width is not None and beam_width > 1:
         return f"beam_width={beam_width} is not served; leave it out, or send 1"

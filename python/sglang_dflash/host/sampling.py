@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.constrained.base_grammar_backend import GrammarMask
@@ -76,12 +75,11 @@ class RowSampler:
         """To be called before the verify forward is launched: otherwise the copy of the ids would wait for it."""
         if not batch.has_grammar:
             return None
-        if plan.trees is None:
+        if plan.rows is None:
             return GrammarTree.from_linear_chain(plan.chains())
-        if plan.attention_mask is None:
-            return _grammar_tree(plan)
-        ids, parents = (rows.view(plan.batch, plan.verify_width) for rows in (plan.ids, plan.trees.parents))
-        return GrammarTree.from_device(*ops.links(parents), ids)
+        children = torch.arange(1, plan.width + 1, device=plan.ids.device).expand(plan.batch, -1)
+        children = torch.where(children < plan.rows.lens[:, None], children, -1)
+        return GrammarTree.from_device(children, torch.full_like(children, -1), plan.blocks(plan.ids))
 
     def choose(
         self, batch: ScheduleBatch, plan: VerifyPlan, target_out: LogitsOutput, tree: GrammarTree | None, barrier: Any
@@ -95,7 +93,8 @@ class RowSampler:
         Returns:
             [T] int64; and the group for `commit`.
         """
-        info, logits = batch.sampling_info, target_out.next_token_logits
+        count = len(plan.ids)
+        info, logits = batch.sampling_info, target_out.next_token_logits[:count]
         # In the host's order (SamplingBatchInfo.apply_logits_bias): penalties, grammar, bias.
         group = self._penalties.group(batch)
         if group is not None:
@@ -107,13 +106,13 @@ class RowSampler:
             if mask is not None:
                 _rows_of(mask, plan).apply(logits)
         if info.logit_bias is not None:
-            if plan.trees is None:
-                logits.view(plan.batch, plan.verify_width, -1).add_(info.logit_bias[:, None])
+            if plan.rows is None:
+                plan.blocks(logits).add_(info.logit_bias[:, None])
             else:
                 logits.add_(plan.repeat(info.logit_bias))
         params = self._text.row_params(batch, plan) if info.has_custom_logit_processor else None
-        spans = _spans(plan.lens, self.sampled_rows)
-        outs = [LogitsProcessorOutput(next_token_logits=logits[span.rows]) for span in spans]
+        spans = [slice(first, min(first + self.sampled_rows, count)) for first in range(0, count, self.sampled_rows)]
+        outs = [LogitsProcessorOutput(next_token_logits=logits[span]) for span in spans]
         ids = torch.cat([self._sample(batch, plan, params, *both) for both in zip(spans, outs, strict=True)])
         if batch.return_logprob:
             _join_logprobs(target_out, outs)
@@ -124,17 +123,17 @@ class RowSampler:
         batch: ScheduleBatch,
         plan: VerifyPlan,
         row_params: list[Any] | None,
-        span: Span,
+        span: slice,
         out: LogitsProcessorOutput,
     ) -> torch.Tensor:
         """The token of every row of a span, [N] int; `out` has their logits and gets their logprobs."""
         ids: torch.Tensor = self._runner.sampler(
             out,
-            expand(batch.sampling_info, span, row_params),
+            expand(batch.sampling_info, plan, span, row_params),
             batch.return_logprob,
-            plan.repeat_list(batch.top_logprobs_nums)[span.rows] if batch.return_logprob else [],
-            plan.repeat_list(batch.token_ids_logprobs)[span.rows] if batch.return_logprob else [],
-            plan.positions[span.rows],
+            plan.repeat_list(batch.top_logprobs_nums)[span] if batch.return_logprob else [],
+            plan.repeat_list(batch.token_ids_logprobs)[span] if batch.return_logprob else [],
+            plan.positions[span],
         )
         return ids
 
@@ -149,97 +148,34 @@ class RowSampler:
             self._text.commit(batch, ids, lens)
 
 
-class Span(NamedTuple):
-    """Some consecutive requests of a batch, and their rows.
-
-    Fields:
-        requests, rows: slices of the B requests and of the T rows.
-        lens: rows of each of these requests.
-    """
-
-    requests: slice
-    rows: slice
-    lens: list[int]
-
-    def repeat(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        """The rows' values, from one for each request of the batch."""
-        if values is None:
-            return None
-        own = values[self.requests]
-        if len(set(self.lens)) == 1:
-            return own.repeat_interleave(self.lens[0], 0)
-        return own.repeat_interleave(torch.tensor(self.lens, device=own.device), 0)
-
-
-def _spans(lens: list[int], most: int) -> list[Span]:
-    """The requests in spans of at most `most` rows, or of one request that has more. lens: rows of each request."""
-    spans, first, row = [], 0, 0
-    while first < len(lens):
-        end, rows = first + 1, lens[first]
-        while end < len(lens) and rows + lens[end] <= most:
-            rows += lens[end]
-            end += 1
-        spans.append(Span(slice(first, end), slice(row, row + rows), lens[first:end]))
-        first, row = end, row + rows
-    return spans
-
-
-def _grammar_tree(plan: VerifyPlan) -> GrammarTree:
-    """The host's form of trees: each row's first child and next sibling, [B, W], -1 for none. Rows that a request lacks
-    hang nowhere."""
-    assert plan.trees is not None
-    shape = (plan.batch, plan.verify_width)
-    children, siblings = torch.full(shape, -1), torch.full(shape, -1)
-    parents, first = plan.trees.parents.tolist(), 0
-    for request, count in enumerate(plan.trees.lens):
-        latest: dict[int, int] = {}  # of each parent, its last child so far
-        for row in range(1, count):
-            parent = parents[first + row]
-            before = latest.get(parent)
-            if before is None:
-                children[request, parent] = row
-            else:
-                siblings[request, before] = row
-            latest[parent] = row
-        first += count
-    ids = torch.zeros(shape, dtype=torch.int64)
-    ids[_places(plan)] = plan.ids
-    return GrammarTree.from_host(children, siblings, ids)
-
-
-def _places(plan: VerifyPlan) -> torch.Tensor:
-    """[B, W] bool: which places of a table with W columns the rows fill, in order."""
-    return torch.arange(plan.verify_width) < torch.tensor(plan.lens)[:, None]
-
-
 def _rows_of(mask: GrammarMask, plan: VerifyPlan) -> GrammarMask:
     """The T rows of a mask, which has W for each request."""
-    if plan.trees is None or plan.attention_mask is not None:
-        return mask
-    return GrammarMask(mask.grammar, mask.vocab_mask[_places(plan).flatten()])
+    return mask if plan.rows is None else GrammarMask(mask.grammar, mask.vocab_mask[plan.rows.kept])
 
 
-def expand(info: SamplingBatchInfo, span: Span, row_params: list[Any] | None) -> SamplingBatchInfo:
-    """The sampling info of each row of a span, without what is already applied to the logits.
+def expand(info: SamplingBatchInfo, plan: VerifyPlan, span: slice, row_params: list[Any] | None) -> SamplingBatchInfo:
+    """The sampling info of each row of a span of the T rows, without what is already applied to the logits.
 
-    row_params: custom parameters of every row of the batch; None without processors.
+    row_params: custom parameters of all T rows; None without processors.
     """
+    requests = plan.requests()[span]
+
+    def repeat(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[requests]
+
     processors = info.custom_logit_processor
     if processors is not None:
-        requests = range(len(info.temperatures))[span.requests]
-        processors = {
-            key: _processor_of_rows(entry, requests, span.lens, info.temperatures.device)
-            for key, entry in processors.items()
-            if any(row in requests for row in entry.rows)
-        }
-        row_params = row_params and row_params[span.rows]
+        device, of_rows = info.temperatures.device, plan.repeat_list(range(plan.batch))[span]
+        found = {key: _processor_of_rows(entry, of_rows, device) for key, entry in processors.items()}
+        processors = {key: entry for key, entry in found.items() if entry.rows}
+        row_params = row_params and row_params[span]
     return replace(
         info,
-        temperatures=span.repeat(info.temperatures),
-        top_ps=span.repeat(info.top_ps),
-        top_ks=span.repeat(info.top_ks),
-        min_ps=span.repeat(info.min_ps),
-        sampling_seed=span.repeat(info.sampling_seed),
+        temperatures=repeat(info.temperatures),
+        top_ps=repeat(info.top_ps),
+        top_ks=repeat(info.top_ks),
+        min_ps=repeat(info.min_ps),
+        sampling_seed=repeat(info.sampling_seed),
         custom_params=row_params,
         custom_logit_processor=processors,
         grammar_mask=None,
@@ -249,10 +185,10 @@ def expand(info: SamplingBatchInfo, span: Span, row_params: list[Any] | None) ->
     )
 
 
-def _processor_of_rows(entry: ProcessorEntry, requests: range, lens: list[int], device: Any) -> ProcessorEntry:
-    firsts = [0, *accumulate(lens)]
-    asked = [r - requests.start for r in entry.rows if r in requests]
-    rows = [firsts[place] + i for place in asked for i in range(lens[place])]
+def _processor_of_rows(entry: ProcessorEntry, of_rows: list[int], device: Any) -> ProcessorEntry:
+    """of_rows: the request of each row."""
+    asked = set(entry.rows)
+    rows = [row for row, request in enumerate(of_rows) if request in asked]
     return ProcessorEntry(entry.processor, rows, upload(torch.tensor(rows, dtype=torch.int64), device))
 
 
@@ -270,13 +206,16 @@ def _join_logprobs(target_out: LogitsOutput, outs: list[LogitsProcessorOutput]) 
         setattr(target_out, name, joined)
 
 
-def follow(target_out: LogitsOutput, path: torch.Tensor) -> None:
-    """Orders the rows' logprobs in `target_out`, a `LogitsProcessorOutput`, by the accepted rows ([B, L] int64)."""
+def in_blocks(target_out: LogitsOutput, plan: VerifyPlan) -> None:
+    """Orders the rows' logprobs in `target_out`, a `LogitsProcessorOutput`, as the host expects them: by whole blocks
+    ([B, W])."""
     if target_out.next_token_logprobs is None:
         return
-    rows = path.flatten()
-    target_out.next_token_logprobs = target_out.next_token_logprobs[rows].view(path.shape)
+    target_out.next_token_logprobs = plan.blocks(target_out.next_token_logprobs)
+    if plan.rows is None:
+        return
+    rows = plan.rows.row_of.flatten().tolist()
     for name in LOGPROBS:
         values = getattr(target_out, name)
         if values is not None:
-            setattr(target_out, name, [values[row] for row in rows.tolist()])
+            setattr(target_out, name, [values[row] for row in rows])

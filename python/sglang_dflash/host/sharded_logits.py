@@ -27,26 +27,23 @@ def best_of_ranks(group: Any, best: torch.Tensor, ids: torch.Tensor) -> torch.Te
     return ids.gather(0, best.argmax(0, keepdim=True))[0].long()
 
 
-def candidates_of_ranks(group: Any, own: ops.Proposal, totals: torch.Tensor) -> ops.Proposal:
-    """The best candidates of the whole vocabulary, from those of each rank. Ties as in `best_of_ranks`.
+def drafts_of_ranks(group: Any, best: torch.Tensor, ids: torch.Tensor, totals: torch.Tensor) -> ops.Drafts:
+    """`best_of_ranks` with the log-probabilities of the ids.
 
     Args:
-        own: [N, k]; this rank's candidates: ids in the whole vocabulary, log-probabilities among the rank's own ids.
+        best, ids: [N]; see `best_of_ranks`.
         totals: [N]; logarithms of the sums over the exponentials of the rank's logits.
 
     Returns:
-        [N, k] each, with log-probabilities among all ids; the same on every rank.
+        [N] each, with log-probabilities among all ids; the same on every rank.
     """
-    count = own.ids.shape[1]
-    logits = own.log_probs.double() + totals.double()[:, None]
-    sent = torch.cat((logits, own.ids.double(), totals.double()[:, None]), dim=1)  # float64 holds ids exactly
-    received = group.all_gather(sent[None], dim=0).transpose(0, 1)  # [N, ranks, 2 k + 1]
-    received = torch.where(received.isnan(), float("-inf"), received)  # where a rank's logits have no finite maximum
-    logits, ids = received[..., :count].flatten(1), received[..., count:-1].flatten(1)  # [N, ranks * k], ids rising
-    best = logits.sort(dim=1, descending=True, stable=True)
-    log_probs = best.values[:, :count] - received[..., -1].logsumexp(1, keepdim=True)
+    sent = torch.stack((best.double(), ids.double(), totals.double()))  # float64 holds ids exactly
+    received = group.all_gather(sent, dim=0).unflatten(0, (-1, 3))  # [ranks, 3, N]
+    best, ids, totals = torch.where(received.isnan(), float("-inf"), received).unbind(1)
+    first = best.argmax(0, keepdim=True)  # of equals: ids rise with the rank
+    log_probs = best.gather(0, first)[0] - totals.logsumexp(0)
     log_probs = torch.where(log_probs.isnan(), float("-inf"), log_probs)
-    return ops.Proposal(ids.gather(1, best.indices[:, :count]).long(), log_probs.float())
+    return ops.Drafts(ids.gather(0, first)[0].long(), log_probs.float())
 
 
 class ShardedLogits:

@@ -1,4 +1,4 @@
-"""The DFLASH worker: block, draft, verify, acceptance, commit, in this order and nothing else."""
+"""The DFLASH worker: runs SGLang's prefill and decode steps with DFlash drafts."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ import torch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
-from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, mamba_track_grid
+from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import Block, VerifyPlan, plan_chain
+from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host import page_tables, waiting
 from sglang_dflash.host.acceptance import Acceptor
-from sglang_dflash.host.cpu.direct import DirectForward
-from sglang_dflash.host.draft_input import DraftInput, bounded_kv_lens, known_kv_lens, upload
+from sglang_dflash.host.beside_rows import BesideRows
+from sglang_dflash.host.device_rows import DeviceRows
+from sglang_dflash.host.draft_input import DraftInput, bounded_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
-from sglang_dflash.host.fixed_trees import FixedTreeStep
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
-from sglang_dflash.host.packed_step import PackedStep, verified_rows
-from sglang_dflash.host.plan_report import PlanReport
-from sglang_dflash.host.plan_stream import PlanStream
-from sglang_dflash.host.planned_step import PlannedStep, TreeVerifyInput
 from sglang_dflash.host.protocols import ForwardBatch, ModelRunner, ScheduleBatch
+from sglang_dflash.host.ragged import RaggedVerifyInput
 from sglang_dflash.host.recurrent_state import RecurrentState
+from sglang_dflash.host.row_report import RowReport
+from sglang_dflash.host.rows import StepRows
 from sglang_dflash.host.sampling import RowSampler
 from sglang_dflash.host.sampling_memory import measure_sampling
 from sglang_dflash.host.sharded_logits import ShardedLogits
-from sglang_dflash.host.turns import Turn, Turns, turn_s
 
 logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None] | None
@@ -47,7 +45,6 @@ class WorkerParts:
 
     Fields:
         target_worker: SGLang's worker of the target, with its `model_runner`.
-        verified_rows: of a drafted request, at most.
         tp_sync: gives all ranks the same tokens.
         recurrent_state: None: the target has none.
         sharded_logits: None: verify forwards gather their logits.
@@ -55,7 +52,6 @@ class WorkerParts:
 
     target_worker: Any
     block_size: int
-    verified_rows: int
     mask_token_id: int
     kernels: ops.Kernels
     tp_sync: SpecTpSync
@@ -63,12 +59,13 @@ class WorkerParts:
     sampler: RowSampler
     acceptor: Acceptor
     hidden_states: ReturnedHiddenStates
+    rows: StepRows
     recurrent_state: RecurrentState | None = None
     sharded_logits: ShardedLogits | None = None
 
 
 class DFlashWorker(BaseSpecWorker):
-    """Chain verification of DFlash drafts, with overlap scheduling on or off.
+    """Runs SGLang's prefill and decode steps with DFlash drafts, with overlap scheduling on or off.
 
     SGLang's scheduler has it built, hands it the target's pools, and calls `forward_batch_generation` once per
     step; under overlap it restores the batch afterwards, so a step may change the batch freely.
@@ -79,30 +76,16 @@ class DFlashWorker(BaseSpecWorker):
         self._target_worker = parts.target_worker
         self._target: ModelRunner = parts.target_worker.model_runner
         self.device = parts.target_worker.device
-        self.block_size, self._verified_rows = parts.block_size, parts.verified_rows
-        self.speculative_num_draft_tokens = parts.verified_rows  # the scheduler reads it
+        self.block_size = parts.block_size
+        self.speculative_num_draft_tokens = parts.block_size  # the scheduler reads it
         self._mask_token_id, self._kernels, self._tp_sync = parts.mask_token_id, parts.kernels, parts.tp_sync
         self._draft, self._sampler, self._acceptor = parts.draft, parts.sampler, parts.acceptor
         self._hidden_states, self._recurrent_state = parts.hidden_states, parts.recurrent_state
         self._sharded_logits = parts.sharded_logits
-        self._plan_stream: PlanStream | None = None
-        self._turns: Turns | None = None
-        self._direct: DirectForward | None = None
-        self.planned: PlannedStep | FixedTreeStep | PackedStep | None = None  # None: whole blocks
+        self.rows = parts.rows
         self.prefilled = 0  # prompt tokens whose draft KV was computed; `/server_info` reports it
 
     # What the scheduler needs from a worker besides steps.
-
-    def take_turns(self, messages_wait: Callable[[], bool]) -> None:
-        """Allows several steps in one turn of the scheduler. messages_wait: whether a message for it has arrived."""
-        limit_s = turn_s()
-        one_rank = get_parallel().tp_size == 1  # ranks would have to agree when a turn ends
-        counts_steps = bool(get_schedule().prefill_decode_interval)  # the scheduler counts them between two prefills
-        if self.device != "cpu" or not one_rank or limit_s == 0 or counts_steps:
-            return
-        kept_state = None if self._recurrent_state is None else mamba_track_grid(self._target.page_size)
-        self._turns = Turns(messages_wait, self._verified_rows, limit_s, kept_state)
-        logger.info("A turn of the scheduler holds several steps, if they end within %g ms.", limit_s * 1000)
 
     @property
     def draft_worker(self) -> Any:
@@ -118,9 +101,9 @@ class DFlashWorker(BaseSpecWorker):
         return self._target.attn_backend, self._draft.runner.attn_backend
 
     @property
-    def plan_report(self) -> PlanReport | None:
-        """None: blocks are whole."""
-        return None if self.planned is None else self.planned.report
+    def row_report(self) -> RowReport | None:
+        """None: all steps verify the same rows."""
+        return self.rows.report
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         return [("draft", self._draft.weights())]
@@ -146,14 +129,11 @@ class DFlashWorker(BaseSpecWorker):
         waiting.announce(self.spec_v2_attn_backends, self.device)
 
     def init_cuda_graphs(self) -> None:
-        # Without graphs, the forward itself prepares the metadata, so there is nothing to prepare ahead.
-        graphs = self._target.decode_cuda_graph_runner is not None
-        self._plan_stream = PlanStream(self.device) if graphs and PlanStream.wanted(self.device) else None
         self._draft.init_graphs()
-        if self.device == "cpu":
-            self._direct = DirectForward.of(self._target)
-        if isinstance(self.planned, PackedStep):
-            self.planned.use_graphs()
+        if isinstance(self.rows, DeviceRows):
+            self.rows.use_graphs()
+        if isinstance(self.rows, BesideRows):
+            self.rows.prepare = self._prepare_verify
 
     def prewarm_sampling(self) -> SamplingPrewarmResult:
         """Compiles the step's kernels and measures sampling, while no request waits for it or can run out of memory."""
@@ -164,15 +144,14 @@ class DFlashWorker(BaseSpecWorker):
         compared = {(verified, torch.float32), self._draft.compared_logits}
         ops.warm_up(self.block_size, compared, vocab_size, table, self._mask_token_id)
         self._draft.warm_up()
-        if isinstance(self.planned, FixedTreeStep | PackedStep):
-            self.planned.warm_up()
+        if isinstance(self.rows, DeviceRows):
+            self.rows.warm_up()
         most = self._target.max_running_requests
         seeded = get_exec().deterministic.enable_deterministic_inference
         result = measure_sampling(
-            self._sampler, self._verified_rows, most, vocab_size, seeded, self.device, self._true_on_all_ranks
+            self._sampler, self.block_size, most, vocab_size, seeded, self.device, self._true_on_all_ranks
         )
-        packed = isinstance(self.planned, PackedStep)
-        if packed or self._sharded_logits is not None:  # spread or gathered, the logits take memory of their own
+        if self._sharded_logits is not None:  # gathered, the logits take memory of their own
             gathered = most * self.block_size * vocab_size * torch.float32.itemsize
             result = replace(result, sampling_headroom_bytes=result.sampling_headroom_bytes + gathered)
         self._target.sampling_prewarm_result = result
@@ -203,12 +182,9 @@ class DFlashWorker(BaseSpecWorker):
             grammar_barrier: advances the grammars over the previous step's tokens; given under overlap.
         """
         if batch.forward_mode.is_decode():
-            turn = None if self._turns is None else self._turns.begin(batch)
-            return self._decode(batch, on_publish, grammar_barrier) if turn is None else self._take_turn(turn, batch)
-        idle = batch.forward_mode.is_idle()
-        if self.planned is not None:  # a mixed prefill has running requests' rows, too
-            self.planned.interrupt(0 if idle or batch.forward_mode.is_mixed() else sum(batch.extend_lens))
-        return self._idle(on_publish) if idle else self._prefill(batch, on_publish)
+            return self._decode(batch, on_publish, grammar_barrier)
+        self.rows.interrupt()
+        return self._idle(on_publish) if batch.forward_mode.is_idle() else self._prefill(batch, on_publish)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish) -> GenerationBatchResult:
         group = self._sampler.prefill(batch)
@@ -223,34 +199,19 @@ class DFlashWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         self._sampler.commit_first(batch, group, result.next_token_ids)
-        # Within this call: once prefill returns, another request may hit these tokens in the radix tree. Rows that wait
-        # are written before the draft runs.
+        # Within this call: once prefill returns, another request may hit these tokens in the radix tree.
         positions = upload(ops.extend_positions(batch.prefix_lens, batch.extend_lens), self.device)
-        rows = result.logits_output.hidden_states, positions, self._draft.slots_of(kv_plan)
-        self._draft.write_context(*rows, may_wait=isinstance(self.planned, PlannedStep))
+        self._draft.write_context(result.logits_output.hidden_states, positions, self._draft.slots_of(kv_plan))
         self.prefilled += len(positions)
-        logger.debug("draft KV of %d prompt tokens handed over", len(positions))
+        logger.debug("draft KV of %d prompt tokens written", len(positions))
         self._hidden_states.put(batch, result.logits_output, [n - 1 for n in accumulate(batch.extend_lens)])
         result.next_draft_input = DraftInput.create(result.next_token_ids, batch.seq_lens)
         return result
 
-    def _take_turn(self, turn: Turn, batch: ScheduleBatch) -> GenerationBatchResult:
-        planned = self.planned
-        if isinstance(planned, PlannedStep):
-            planned.turn = turn
-        while turn.goes_on(self._decode(batch, None, None)):
-            pass
-        if isinstance(planned, PlannedStep):
-            planned.turn = None
-        return turn.result()
-
     def _decode(self, batch: ScheduleBatch, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())  # allocated on the schedule stream
-        if self.planned is not None:
-            plan, kv_plan, forward_batch = *self.planned.propose(batch), None
-        else:
-            plan, kv_plan, forward_batch = self._propose(batch)
+        plan, kv_plan, forward_batch = self.rows.propose(batch)
         grammar_tree = self._sampler.grammar_tree(batch, plan)
         with spec_stage_span("verify"):
             target = self._verify(plan, forward_batch, batch, kv_plan)
@@ -258,30 +219,21 @@ class DFlashWorker(BaseSpecWorker):
             self._draft.short_head.see_answers(batch.reqs)
         out = target.logits_output
         accepted, group = self._acceptor.accept(plan, batch, out, grammar_tree, grammar_barrier)
-        tree = accepted if isinstance(accepted, ops.TreeAcceptance) else None
-        assert (tree is None) == (plan.trees is None), accepted
         self._sampler.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         if self._recurrent_state is not None:
-            self._recurrent_state.commit(batch, accepted.commit_lens, accepted.out_ids.shape[1])
+            self._recurrent_state.commit(batch, accepted.commit_lens, plan.width)
         prefix_lens = batch.seq_lens + accepted.commit_lens
-        if tree is None:
-            committed = out.hidden_states, plan.seen(plan.positions), plan.seen(self._draft.slots_of(kv_plan))
-        else:
-            assert isinstance(self.planned, PlannedStep | FixedTreeStep)
-            committed = self.planned.commit(batch, plan, tree, out.hidden_states)
         if on_publish is not None:
             on_publish(prefix_lens)
-        # Where nothing was proposed, perhaps nothing will be drafted for a while.
-        self._draft.write_context(*committed, may_wait=plan.verify_width == 1)
-        self._hidden_states.put(batch, out, path=plan.row_in_forward if tree is None else tree.path)
-        if self.planned is not None:
-            self.planned.end(accepted)
+        self._draft.write_context(out.hidden_states, plan.positions, self._slots(plan, kv_plan))
+        self._hidden_states.put(batch, out, row_of=None if plan.rows is None else plan.rows.row_of)
+        self.rows.learn(plan, accepted.commit_lens)
         return GenerationBatchResult(
             logits_output=out,
             next_token_ids=accepted.out_ids.flatten(),
             accept_lens=accepted.commit_lens,
-            speculative_num_draft_tokens=accepted.out_ids.shape[1],
-            cap_lens=plan.seen_lens,
+            speculative_num_draft_tokens=plan.width,
+            cap_lens=self.rows.cap_lens(plan),
             next_draft_input=DraftInput.create(accepted.bonus_ids, prefix_lens),
             new_seq_lens=prefix_lens,
             can_run_cuda_graph=target.can_run_cuda_graph,
@@ -289,88 +241,38 @@ class DFlashWorker(BaseSpecWorker):
             indexer_topk_output=target.indexer_topk_output,
         )
 
-    def _propose(self, batch: ScheduleBatch) -> tuple[VerifyPlan, Any, ForwardBatch | None]:
-        """A whole block for every request: the rows to verify, the host's KV plan and, with a plan stream, the forward
-        batch."""
-        requests = (batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
-        block = self.lay_out(*requests, self.block_size)
-        kv_plan = self.plan_kv(block, batch)
-        if self._plan_stream is not None:
-            self._plan_stream.mark()
-        with spec_stage_span("draft"):
-            draft_ids = self._draft.propose(block, batch, kv_plan)
-        plan, forward_batch = self._plan(block, draft_ids, batch, kv_plan)
-        return plan, kv_plan, forward_batch
-
-    def lay_out(
-        self, bonus_ids: torch.Tensor, prefix_lens: torch.Tensor, req_pool_indices: torch.Tensor, drafted_width: int
-    ) -> Block:
-        """A block of `drafted_width` rows for each request. bonus_ids, prefix_lens, req_pool_indices: [B]."""
-        table = self._target.req_to_token_pool.req_to_token
-        rows = self._kernels.block_layout(
-            bonus_ids, prefix_lens, req_pool_indices, table, drafted_width, self._mask_token_id
-        )
-        return Block(*rows, prefix_lens, req_pool_indices)
-
-    def plan_kv(self, block: Block, batch: ScheduleBatch) -> Any:
-        """The host's plan of this step's KV ids, shared by draft, verify and commit."""
-        return self._target.kv_index_translator.plan(
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=block.prefix_lens,
-            seq_lens_cpu=known_kv_lens(batch, 0)[0],
-            write_virtual=block.slots.flatten(),
-            read_extent=block.drafted_width,
-        )
-
-    def _plan(
-        self, block: Block, draft_ids: torch.Tensor, batch: ScheduleBatch, kv_plan: Any
-    ) -> tuple[VerifyPlan, ForwardBatch | None]:
-        """The rows to verify; and, with a plan stream, their forward batch, prepared beside the draft's forward.
-
-        Only the ids depend on the draft. So the batch is prepared with the block's masks, and the drafts then take
-        their places in the same tensor; the graph runner copies ids and positions once more at replay.
-        """
-        if self._plan_stream is None:
-            return plan_chain(block, draft_ids), None
-        ids, positions, slots = (rows.flatten() for rows in (block.ids, block.positions, block.slots))
-        plan = VerifyPlan(ids, positions, slots, block.drafted_width)
-        with self._plan_stream.work():
-            forward_batch = self._prepare_verify(plan, batch, kv_plan)
-        self._plan_stream.join()
-        plan.chains()[:, 1:].copy_(draft_ids)
-        return plan, forward_batch
+    def _slots(self, plan: VerifyPlan, kv_plan: Any) -> torch.Tensor:
+        """[T] int64: slots of the draft's pool, one for each verified row."""
+        slots = self._draft.slots_of(kv_plan)
+        return slots if plan.rows is None else slots[plan.rows.kept]
 
     def _prepare_verify(self, plan: VerifyPlan, batch: ScheduleBatch, kv_plan: Any) -> ForwardBatch:
-        """The target's `ForwardBatch` over the planned rows, and its attention metadata."""
+        """The target's `ForwardBatch` over the rows, and its attention metadata."""
         ids, positions, slots = plan.forward_rows()
-        verify_input = TreeVerifyInput(
+        verify_input = RaggedVerifyInput(
             draft_token=ids,
             positions=positions,
-            draft_token_num=plan.verify_width,
+            draft_token_num=plan.width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=kv_plan,
-            custom_mask=plan.attention_mask,
-            trees=plan.trees if plan.attention_mask is None else None,
-            **verified_rows(plan),
+            **self.rows.verify_fields(plan),
         )
         batch.out_cache_loc = slots
         # Without graphs, the forward prepares the attention metadata itself.
         eager = self.device == "cpu" and self._target.decode_cuda_graph_runner is None
-        with bounded_kv_lens(batch, plan.verify_width):
+        with bounded_kv_lens(batch, plan.width):
             forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker, defer_metadata_init=eager)
         return forward_batch
 
     def _verify(
         self, plan: VerifyPlan, forward_batch: ForwardBatch | None, batch: ScheduleBatch, kv_plan: Any
     ) -> GenerationBatchResult:
-        """The target's forward over the planned rows; its result includes the tapped layers' hidden states."""
+        """The target's forward over the rows; its result includes the tapped layers' hidden states."""
         if forward_batch is None:
             forward_batch = self._prepare_verify(plan, batch, kv_plan)
         return self._run_target(forward_batch)
 
     def _run_target(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
-        if self._direct is not None:
-            return GenerationBatchResult(logits_output=self._direct(forward_batch), can_run_cuda_graph=False)
         return self._target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )

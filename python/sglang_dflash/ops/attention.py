@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from sglang_dflash.ops.reference import masked_keys, visible_keys
-from sglang_dflash.ops.tree import PlannedRows
+from sglang_dflash.ops.reference import visible_keys
 
 EXTEND_ROWS = 512  # rows per SDPA call in a long extend: bounds the mask, and keys ahead of a causal chunk are skipped
 FOLDED_ROWS = 32  # up to this many rows, a group's heads are folded into the rows; with more, the mask is too large
@@ -48,7 +47,6 @@ class PagedRows:
         kv_lens: per request, prefix_lens + row_lens.
         batched: whether all requests go through one SDPA call.
         scratch: memory for gathered KV.
-        row_mask: [B, W, W] bool, or None; see `reference.paged_attention`. Then no requests share a call.
     """
 
     slots: torch.Tensor
@@ -58,7 +56,6 @@ class PagedRows:
     batched: bool
     scratch: KVScratch = field(default_factory=KVScratch)
     _masks: dict[tuple[int, bool, int | None, int], torch.Tensor | None] = field(default_factory=dict)
-    row_mask: torch.Tensor | None = None
 
     @classmethod
     def gather(
@@ -67,7 +64,6 @@ class PagedRows:
         req_pool_indices: torch.Tensor,
         prefix_lens: list[int],
         row_lens: list[int],
-        row_mask: torch.Tensor | None = None,
         scratch: KVScratch | None = None,
     ) -> PagedRows:
         """Reads the slots of every request from its row in `req_to_token` ([R, C] int32).
@@ -81,9 +77,9 @@ class PagedRows:
         # NaN would pass the mask, because a weight of zero times NaN is NaN.
         beyond = torch.arange(longest) >= torch.tensor(kv_lens, dtype=torch.int64)[:, None]
         slots = torch.where(beyond, slots[:, :1], slots)
-        uniform = len(set(row_lens)) == 1 and row_lens[0] <= FOLDED_ROWS and row_mask is None
+        uniform = len(set(row_lens)) == 1 and row_lens[0] <= FOLDED_ROWS
         batched = uniform and slots.numel() <= min(BATCHED_TOKENS, MAX_PADDING * sum(kv_lens))
-        return cls(slots, prefix_lens, row_lens, kv_lens, batched, scratch or KVScratch(), row_mask=row_mask)
+        return cls(slots, prefix_lens, row_lens, kv_lens, batched, scratch or KVScratch())
 
     @classmethod
     def uniform(
@@ -91,13 +87,6 @@ class PagedRows:
     ) -> PagedRows:
         """`gather` for `width` rows of every request; prefix_lens: [B] int."""
         return cls.gather(req_to_token, req_pool_indices, prefix_lens.tolist(), [width] * len(prefix_lens))
-
-    @classmethod
-    def planned(
-        cls, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, rows: PlannedRows
-    ) -> PagedRows:
-        """`gather` for the rows of a plan; prefix_lens: [B] int."""
-        return cls.gather(req_to_token, req_pool_indices, prefix_lens.tolist(), rows.lens, rows.row_mask)
 
     def folded_mask(self, index: int, causal: bool, window_left: int | None, groups: int) -> torch.Tensor | None:
         """[1 or B, 1, groups * W, S] bool: what request `index` sees, or each one (-1). None: each row sees all."""
@@ -107,10 +96,7 @@ class PagedRows:
                 mask = self._batch_mask(causal, window_left)
             else:
                 prefix, rows = self.prefix_lens[index], self.row_lens[index]
-                if self.row_mask is None:
-                    one = visible_keys(rows, prefix, prefix + rows, causal and rows > 1, window_left, self.slots.device)
-                else:
-                    one = masked_keys(self.row_mask[index, :rows, :rows], prefix, window_left)
+                one = visible_keys(rows, prefix, prefix + rows, causal and rows > 1, window_left, self.slots.device)
                 mask = None if one is None else one[None]
             self._masks[key] = None if mask is None else mask.repeat(1, groups, 1)[:, None]
         return self._masks[key]
@@ -153,7 +139,7 @@ def paged_attention(
     start = 0
     for index, (prefix, count) in enumerate(zip(rows.prefix_lens, rows.row_lens, strict=True)):
         own = q[start : start + count]
-        if count <= FOLDED_ROWS or rows.row_mask is not None:  # rows with a mask are few
+        if count <= FOLDED_ROWS:
             result = _folded(own, k_cache, v_cache, rows, index, scaling, causal, window_left, sinks)
         else:
             slots = rows.slots[index, : prefix + count]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from sglang_dflash.ops.attention import PagedRows, paged_attention
-from sglang_dflash.ops.tree import PlannedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +21,12 @@ class PagedTable:
         req_pool_indices: [B] int64; the batch's rows.
         prefix_lens: [B] int64; per request, the tokens before its first query row.
         row_starts: [B + 1] int64; request b has the rows `row_starts[b] : row_starts[b + 1]` of the query tensor.
-        row_mask: [B, W, W] bool, or None; see `reference.paged_attention`.
     """
 
     req_to_token: torch.Tensor
     req_pool_indices: torch.Tensor
     prefix_lens: torch.Tensor
     row_starts: torch.Tensor
-    row_mask: torch.Tensor | None = None
 
     @classmethod
     def gather(
@@ -51,16 +48,9 @@ class PagedTable:
         row_starts = _uniform_starts(len(prefix_lens), width)
         return cls(req_to_token, req_pool_indices.long(), prefix_lens.long(), row_starts)
 
-    @classmethod
-    def planned(
-        cls, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, rows: PlannedRows
-    ) -> PagedTable:
-        """`gather` for the rows of a plan; prefix_lens: [B] int."""
-        return cls(req_to_token, req_pool_indices.long(), prefix_lens.long(), rows.row_starts, rows.row_mask)
-
     @property
     def fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """All but the mask, in the order of the native ops' arguments."""
+        """In the order of the native ops' arguments."""
         return self.req_to_token, self.req_pool_indices, self.prefix_lens, self.row_starts
 
 
@@ -92,7 +82,6 @@ def native_attention(
         scaling,
         causal,
         -1 if window_left is None else window_left,
-        rows.row_mask,
         None if sinks is None else sinks.float(),
     )
     return out
@@ -123,7 +112,6 @@ def native_write_and_attend(
         scaling,
         causal,
         -1 if window_left is None else window_left,
-        rows.row_mask,
         None if sinks is None else sinks.float(),
     )
     return out
@@ -137,7 +125,6 @@ class Attention:
         lay_out: called once per forward with (req_to_token, req_pool_indices, prefix_lens, row_lens), the last two
             lists. Returns `rows`.
         lay_out_uniform: the same if all requests have `width` rows: (..., prefix_lens [B] int, width).
-        lay_out_planned: the same for the rows of a plan: (..., prefix_lens [B] int, `PlannedRows`).
         attend: called per layer with (q, k_cache, v_cache, rows, scaling, causal, window_left), and `sinks` by name.
         write_and_attend: `reference.write_and_attend` with `rows` in place of its tables; None if attention has no
             such body, and the caller writes and attends in two calls.
@@ -145,12 +132,9 @@ class Attention:
 
     lay_out: Callable[..., Any]
     lay_out_uniform: Callable[..., Any]
-    lay_out_planned: Callable[..., Any]
     attend: Callable[..., torch.Tensor]
     write_and_attend: Callable[..., torch.Tensor] | None = None
 
 
-TORCH_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, PagedRows.planned, paged_attention)
-NATIVE_ATTENTION = Attention(
-    PagedTable.gather, PagedTable.uniform, PagedTable.planned, native_attention, native_write_and_attend
-)
+TORCH_ATTENTION = Attention(PagedRows.gather, PagedRows.uniform, paged_attention)
+NATIVE_ATTENTION = Attention(PagedTable.gather, PagedTable.uniform, native_attention, native_write_and_attend)

@@ -37,10 +37,6 @@ OPS = (
     "expert_op",
     "recurrent_op",
     "row_ops",
-    "tree_ops",
-    "plan_ops",
-    "learn_ops",
-    "offer_ops",
     "dispatch",
 )
 SOURCES = ("bindings.cpp", "module.cpp", *(f"cpu/{name}.cpp" for name in OPS))

@@ -41,9 +41,27 @@ class Emitted(NamedTuple):
     lens: torch.Tensor
 
 
-def penalize(
-    logits: torch.Tensor, requests: torch.Tensor, block_ids: torch.Tensor, emitted: Emitted, params: PenaltyParams
-) -> None:
+class BlockRows(NamedTuple):
+    """Where the rows of P requests' blocks are, and what they hold.
+
+    Fields:
+        rows: [P, W] int64; of each place of a block its row of logits; of a place that is not verified, any.
+        ids: [P, W] int64; anchor first, then the drafts; of a place that is not verified, any.
+        lens: [P] int64; verified places.
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    lens: torch.Tensor
+
+    @classmethod
+    def whole(cls, requests: torch.Tensor, ids: torch.Tensor) -> BlockRows:
+        """Of requests ([P] int64) whose blocks are verified whole, as those of all others. ids: [P, W] int64."""
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        return cls(requests[:, None] * ids.shape[1] + columns, ids, torch.full_like(requests, ids.shape[1]))
+
+
+def penalize(logits: torch.Tensor, block: BlockRows, emitted: Emitted, params: PenaltyParams) -> None:
     """Applies the penalties in place: rows of P requests get the logits that plain decoding would sample from.
 
     In row i, drafts 1..i count as emitted. The arithmetic per logit is that of SGLang's penalizers: subtract the
@@ -52,72 +70,29 @@ def penalize(
     and stop ids change.
 
     Args:
-        logits: [B, W, V] float32, with any strides.
-        requests: [P] int64; their indices among the B requests, each at most once.
-        block_ids: [P, W] int64; anchor first, then the drafts.
+        logits: [T, V] float32, with any strides: the host's may be a slice of a padded vocabulary.
     """
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    entries = torch.cat((emitted.ids, block_ids), dim=1)  # [P, E]
-    # Indices into [B, W, V], not into a flat view: the host's float32 logits may be a slice of a padded vocabulary.
-    rows = (requests[:, None, None], columns[:, None])  # with ids, broadcast to [P, W, E]
-    times = drafted_before(entries, block_ids)
-    _penalize(logits, rows, columns, entries, times, len(columns) - 1, emitted, params)
-
-
-def penalize_trees(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    ids: torch.Tensor,
-    before: torch.Tensor,
-    emitted: Emitted,
-    params: PenaltyParams,
-) -> None:
-    """`penalize` where the rows of a request form a tree: the drafts on a row's path count as emitted.
-
-    Args:
-        logits: [T, V] float32.
-        rows: [P, W] int64; the requests' rows among the T. A request with fewer rows repeats its first one.
-        ids: [P, W] int64; the rows' ids.
-        before: [P, W, W] bool; the drafts on the path to each row, its own included and the anchor not.
-    """
-    entries = torch.cat((emitted.ids, ids), dim=1)  # [P, E]
-    equal = (entries[:, None] == ids[:, :, None]).float()  # [P, W, E]
-    times = torch.bmm(before.float(), equal).long()
-    most_times = int(times.max()) if len(times) else 0
-    _penalize(logits, (rows[:, :, None],), before.sum(-1), entries, times, most_times, emitted, params)
-
-
-def _penalize(
-    logits: torch.Tensor,
-    rows: tuple[torch.Tensor, ...],
-    drafted: torch.Tensor,
-    entries: torch.Tensor,
-    times: torch.Tensor,
-    most_times: int,
-    emitted: Emitted,
-    params: PenaltyParams,
-) -> None:
-    """Changes the logits of the `entries` ([P, E] int64) and of the stop ids.
-
-    Args:
-        rows: indices of the rows in `logits`; with ids they broadcast to [P, W, E].
-        drafted: [W] or [P, W] int64; drafts before each row's token.
-        times: [P, W, E] int64; how often each entry is among them.
-        most_times: bound of `times`, known on the host.
-    """
+    width = block.ids.shape[1]
+    columns = torch.arange(width, device=logits.device)
+    verified = columns < block.lens[:, None]  # [P, W]
+    # A place that is not verified writes the anchor's values to the anchor's row once more.
+    rows = torch.where(verified, block.rows, block.rows[:, :1])[:, :, None]
+    drafted = torch.where(verified, columns, 0)  # before the row's token
+    entries = torch.cat((emitted.ids, block.ids), dim=1)  # [P, E]
+    times = torch.where(verified[:, :, None], drafted_before(entries, block.ids), 0)
     seen = emitted.seen.gather(1, entries)[:, None] | (times > 0)
     sums = emitted.sums.gather(1, entries)[:, None].expand(times.shape)
-    for time in range(most_times):  # one addition per occurrence: the sum is rounded as the host's is
+    for time in range(width - 1):  # one addition per occurrence: the sum is rounded as the host's is
         sums = torch.where(times > time, sums + params.frequency[:, None, None], sums)
     presence = torch.where(seen, params.presence[:, None, None], 0.0)
     repetition = torch.where(seen, params.repetition[:, None, None], 1.0)
 
-    where = (*rows, entries[:, None])
+    where = (rows, entries[:, None])  # broadcast to [P, W, E]
     x = logits[where] - sums - presence
     logits[where] = torch.where(x < 0, x * repetition, x / repetition)  # equal entries write equal values
 
-    too_short = emitted.lens[:, None] + drafted < params.min_new_tokens[:, None]  # [P, W], before the row's token
-    where = (*rows, params.stop_ids[:, None])  # broadcast to [P, W, S]
+    too_short = emitted.lens[:, None] + drafted < params.min_new_tokens[:, None]  # [P, W]
+    where = (rows, params.stop_ids[:, None])  # broadcast to [P, W, S]
     logits[where] = torch.where(too_short[:, :, None], float("-inf"), logits[where])
 
 
@@ -215,34 +190,10 @@ class EmittedTokens:
         self._lens[rows] += lens.long()
 
     def penalize(
-        self,
-        logits: torch.Tensor,
-        requests: torch.Tensor,
-        rows: torch.Tensor,
-        block_ids: torch.Tensor,
-        most: int,
-        params: PenaltyParams,
+        self, logits: torch.Tensor, block: BlockRows, rows: torch.Tensor, most: int, params: PenaltyParams
     ) -> None:
-        """The function `penalize` for P requests of a batch; `requests`, `rows` and `most` as in `append`.
-
-        Args:
-            logits: [B, W, V] float32, changed in place.
-            block_ids: [B, W] int64.
-        """
-        penalize(logits, requests, block_ids[requests], self.of(rows, most), params)
-
-    def penalize_trees(
-        self,
-        logits: torch.Tensor,
-        tree_rows: torch.Tensor,
-        rows: torch.Tensor,
-        ids: torch.Tensor,
-        before: torch.Tensor,
-        most: int,
-        params: PenaltyParams,
-    ) -> None:
-        """The function `penalize_trees`; `rows` and `most` as in `append`, `tree_rows` as its `rows`."""
-        penalize_trees(logits, tree_rows, ids, before, self.of(rows, most), params)
+        """The function `penalize` for P requests; `rows` and `most` as in `append`."""
+        penalize(logits, block, self.of(rows, most), params)
 
     def of(self, rows: torch.Tensor, most: int) -> Emitted:
         """The tokens of `rows` ([P] int64); `most` as in `append`."""

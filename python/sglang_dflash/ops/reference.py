@@ -10,6 +10,18 @@ import torch.nn.functional as F
 from sglang_dflash.ops.kv_buffers import KVBuffers
 
 
+class Drafts(NamedTuple):
+    """Proposed ids, and how sure the draft is of each.
+
+    Fields:
+        ids: int64.
+        log_probs: float32, of the same shape; -inf where the probability is zero or the logits have no finite maximum.
+    """
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+
+
 class GreedyAcceptance(NamedTuple):
     """What a block commits.
 
@@ -128,6 +140,18 @@ def row_argmax(logits: torch.Tensor) -> torch.Tensor:
         [N] int64.
     """
     return logits.argmax(-1)
+
+
+def best_log_probs(logits: torch.Tensor) -> Drafts:
+    """The best id of every row with its log-probability, [N] each. Ties: the lowest id wins.
+
+    Args:
+        logits: [N, V] floating; NaN counts as -inf.
+    """
+    values = torch.where(logits.isnan(), float("-inf"), logits.float())
+    ids = values.argmax(-1)
+    log_probs = values.gather(-1, ids[:, None])[:, 0] - values.logsumexp(-1)
+    return Drafts(ids, torch.where(log_probs.isnan(), float("-inf"), log_probs))
 
 
 def accept_greedy(logits: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
@@ -262,7 +286,6 @@ def paged_attention(
     scaling: float,
     causal: bool,
     window_left: int | None = None,
-    row_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention_rows` of every request over its paged KV.
@@ -274,7 +297,6 @@ def paged_attention(
         req_pool_indices: [B] int64; the batch's rows.
         prefix_lens: [B] int64; tokens before a request's first row.
         row_starts: [B + 1] int64, from 0 to T; request b has the rows `row_starts[b] : row_starts[b + 1]` of `q`.
-        row_mask: [B, W, W] bool with W >= any request's rows, or None; see `attention_rows`.
         sinks: [Hq] or None; see `attention_rows`.
 
     Returns:
@@ -286,9 +308,7 @@ def paged_attention(
         rows = slice(starts[index], starts[index + 1])
         count = rows.stop - rows.start
         slots = req_to_token[row, : prefix + count].long()
-        mask = None if row_mask is None else row_mask[index, :count, :count]
-        kv = (k_cache[slots], v_cache[slots])
-        out[rows] = attention_rows(q[rows], *kv, prefix, scaling, causal, window_left, mask, sinks)
+        out[rows] = attention_rows(q[rows], k_cache[slots], v_cache[slots], prefix, scaling, causal, window_left, sinks)
     return out
 
 
@@ -306,7 +326,6 @@ def write_and_attend(
     scaling: float,
     causal: bool,
     window_left: int | None = None,
-    row_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """An attention layer's work: writes the rows' own keys and values to their slots, then calls `paged_attention`.
@@ -324,7 +343,7 @@ def write_and_attend(
     q = q.flatten(1)
     q = q.reshape(len(q), q.shape[1] // k_cache.shape[2], k_cache.shape[2])
     rows = (req_to_token, req_pool_indices, prefix_lens, row_starts)
-    return paged_attention(q, k_cache, v_cache, *rows, scaling, causal, window_left, row_mask, sinks).flatten(1)
+    return paged_attention(q, k_cache, v_cache, *rows, scaling, causal, window_left, sinks).flatten(1)
 
 
 def attention_rows(
@@ -335,7 +354,6 @@ def attention_rows(
     scaling: float,
     causal: bool,
     window_left: int | None,
-    row_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Grouped-query attention of one request's rows over its prefix and its own rows, in float32.
@@ -346,7 +364,6 @@ def attention_rows(
 
     Args:
         q: [T, Hq, D]; k, v: [prefix_len + T, Hkv, D and Dv], Hq a multiple of Hkv.
-        row_mask: [T, T] bool; the rows of its block that each row sees. It replaces `causal`; see `masked_keys`.
         sinks: [Hq] or None; for each head the score of one more key, which every row sees and whose value is 0. Its
             score is not scaled (gpt-oss).
 
@@ -357,10 +374,7 @@ def attention_rows(
     keys = k.float().repeat_interleave(groups, 1)
     values = v.float().repeat_interleave(groups, 1)
     scores = torch.einsum("thd,shd->hts", q.float(), keys) * scaling
-    if row_mask is None:
-        visible = visible_keys(len(q), prefix_len, len(k), causal, window_left, q.device)
-    else:
-        visible = masked_keys(row_mask, prefix_len, window_left)
+    visible = visible_keys(len(q), prefix_len, len(k), causal, window_left, q.device)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
@@ -378,16 +392,3 @@ def visible_keys(
     behind = torch.arange(rows, device=device)[:, None] + prefix_len - torch.arange(keys, device=device)
     visible = behind >= 0 if causal else torch.ones_like(behind, dtype=torch.bool)
     return visible if window_left is None else visible & (behind <= window_left)
-
-
-def masked_keys(row_mask: torch.Tensor, prefix_len: int, window_left: int | None) -> torch.Tensor:
-    """[T, prefix_len + T] bool: which keys each row sees, the prefix and the rows that `row_mask` ([T, T] bool) allows.
-
-    A row's position is `prefix_len` plus the number of other rows of its block that it sees: its depth in a tree, its
-    index in a chain. A window counts in these positions.
-    """
-    depths = row_mask.sum(1) - 1  # [T]
-    keys = torch.cat((torch.arange(-prefix_len, 0, device=row_mask.device), depths))  # positions behind the prefix
-    prefix = row_mask.new_ones(len(row_mask), prefix_len)
-    visible = torch.cat((prefix, row_mask), 1)
-    return visible if window_left is None else visible & (depths[:, None] - keys <= window_left)

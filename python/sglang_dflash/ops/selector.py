@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_dflash.ops.tree import Proposal
+from sglang_dflash.ops.reference import Drafts
 
 
 class Candidates(NamedTuple):
@@ -80,7 +80,7 @@ def greedy_walk(
     anchor_ids: torch.Tensor,
     predecessors: torch.Tensor,
     successors: torch.Tensor,
-) -> Proposal:
+) -> Drafts:
     """From the anchor on, each row's best candidate behind the one chosen before it; and how it stands among the row's
     candidates, the softmax of their scores.
 
@@ -105,4 +105,4 @@ def greedy_walk(
         chosen.append(log_probs[:, slot].gather(1, place))
         place = best[:, slot].gather(1, place)
         places.append(place)
-    return Proposal(ids.gather(2, torch.stack(places, dim=1))[:, :, 0], torch.cat(chosen, dim=1))
+    return Drafts(ids.gather(2, torch.stack(places, dim=1))[:, :, 0], torch.cat(chosen, dim=1))

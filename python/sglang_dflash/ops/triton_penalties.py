@@ -10,23 +10,23 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dflash.ops.penalties import EmittedTokens, PenaltyParams
+from sglang_dflash.ops.penalties import BlockRows, EmittedTokens, PenaltyParams
 
 SPAN = 1024  # ids of the vocabulary per program
 
 
 @triton.jit(
-    do_not_specialize=("num_stops", "request_stride", "row_stride"),
-    do_not_specialize_on_alignment=("requests", "rows", "block_ids"),
+    do_not_specialize=("num_stops", "row_stride"),
+    do_not_specialize_on_alignment=("block_rows", "block_ids", "block_lens", "rows"),
 )
 def _penalize_kernel(
     logits,
-    request_stride,
     row_stride,
     column_stride,
-    requests,
-    rows,
+    block_rows,
     block_ids,
+    block_lens,
+    rows,
     seen,
     sums,
     lens,
@@ -44,7 +44,6 @@ def _penalize_kernel(
     place = tl.program_id(0)
     column = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     inside = column < vocab
-    request = tl.load(requests + place)
     table = tl.load(rows + place) * vocab + column
     counted = tl.load(seen + table, mask=inside, other=0) != 0
     total = tl.load(sums + table, mask=counted, other=0.0)
@@ -56,20 +55,21 @@ def _penalize_kernel(
     for stop in range(num_stops):
         stops |= column == tl.load(stop_ids + place * num_stops + stop)
 
-    cell = logits + request * request_stride + column.to(tl.int64) * column_stride
+    cells = logits + column.to(tl.int64) * column_stride
+    verified = tl.load(block_lens + place)
     for row in range(WIDTH):
         if row > 0:
-            drafted = column == tl.load(block_ids + request * WIDTH + row)
+            drafted = column == tl.load(block_ids + place * WIDTH + row)
             counted |= drafted
             # One addition per occurrence: the sum is rounded as the host's is.
             total = tl.where(drafted, total + per_occurrence, total)
         masked = stops & (row < missing)
-        touched = (counted | masked) & inside
+        touched = (counted | masked) & inside & (row < verified)
+        cell = cells + tl.load(block_rows + place * WIDTH + row) * row_stride
         x = tl.load(cell, mask=touched, other=0.0)
         x = tl.where(counted, x - total - once, x)
         x = tl.where(counted, tl.where(x < 0, x * factor, tl.div_rn(x, factor)), x)
         tl.store(cell, tl.where(masked, float("-inf"), x), mask=touched)
-        cell += row_stride
 
 
 @triton.jit(do_not_specialize_on_alignment=("requests", "rows", "ids", "counts"))
@@ -142,29 +142,23 @@ class TritonEmittedTokens(EmittedTokens):
         )
 
     def penalize(
-        self,
-        logits: torch.Tensor,
-        requests: torch.Tensor,
-        rows: torch.Tensor,
-        block_ids: torch.Tensor,
-        most: int,
-        params: PenaltyParams,
+        self, logits: torch.Tensor, block: BlockRows, rows: torch.Tensor, most: int, params: PenaltyParams
     ) -> None:
-        width, vocab = logits.shape[1:]
+        vocab = logits.shape[1]
         assert vocab == self._vocab_size and logits.dtype == torch.float32, (logits.shape, logits.dtype)
-        block_ids = block_ids.contiguous()
         _penalize_kernel[(len(rows), triton.cdiv(vocab, SPAN))](
             logits,
             *logits.stride(),
-            requests,
+            block.rows.contiguous(),
+            block.ids.contiguous(),
+            block.lens.contiguous(),
             rows,
-            block_ids,
             self._seen.view(torch.uint8),
             self._sums,
             self._lens,
             *params,
             params.stop_ids.shape[1],
             vocab,
-            WIDTH=width,
+            WIDTH=block.ids.shape[1],
             SPAN=SPAN,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from sglang_dflash.ops import triton_acceptance, triton_block
-from sglang_dflash.ops.penalties import PenaltyParams
+from sglang_dflash.ops.penalties import BlockRows, PenaltyParams
 from sglang_dflash.ops.triton_penalties import TritonEmittedTokens
 
 
@@ -35,7 +35,7 @@ def warm_up(
     emitted.start(0, first, 0.0)
     zero = torch.zeros(1, device=device)
     params = PenaltyParams(zero, zero, zero + 1, first, first[:, None])
-    emitted.penalize(torch.zeros((1, width, vocab_size), device=device), first, first, ids, 1, params)
+    emitted.penalize(torch.zeros((width, vocab_size), device=device), BlockRows.whole(first, ids), first, 1, params)
     for ids_of_a_step in (ids, ids[:, :1]):  # of a decode step, and of a prefill
         emitted.append(first, first, ids_of_a_step, first.int() + 1, 1, params)
 

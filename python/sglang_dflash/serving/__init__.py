@@ -4,7 +4,7 @@ from sglang_dflash.serving.arms import Arm
 from sglang_dflash.serving.client import Client, greedy_body, with_best
 from sglang_dflash.serving.completion import AcceptanceStats, Completion
 from sglang_dflash.serving.errors import ServerError, exit_code, last_error, sentence
-from sglang_dflash.serving.info import ServerInfo, plan_counts
+from sglang_dflash.serving.info import ServerInfo, row_counts
 from sglang_dflash.serving.progress import Progress
 from sglang_dflash.serving.server import Server
 from sglang_dflash.serving.ties import TiePolicy
@@ -42,7 +42,7 @@ __all__ = [
     "held_out_prompts",
     "held_out_prompts_in_turn",
     "last_error",
-    "plan_counts",
+    "row_counts",
     "sentence",
     "with_best",
 ]

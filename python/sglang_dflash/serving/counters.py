@@ -6,7 +6,7 @@ import json
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_dflash.core.plan_counts import PREFILLED
+from sglang_dflash.core.row_counts import PREFILLED
 from sglang_dflash.serving.completion import AcceptanceStats
 
 _STEPS = "vllm:spec_decode_num_drafts"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from sglang_dflash.core.plan_counts import STATE, PlanCounts
+from sglang_dflash.core.row_counts import STATE, RowCounts
 from sglang_dflash.serving.errors import ServerError, first_line
 
 if TYPE_CHECKING:
@@ -63,15 +63,15 @@ class ServerInfo:
         return asdict(self)
 
 
-def plan_counts(client: Client) -> PlanCounts | None:
-    """What the server's plan has done since its start, over all replicas; None where steps are not planned, or where
-    another version counts other things."""
+def row_counts(client: Client) -> RowCounts | None:
+    """What the server's steps have verified since its start, over all replicas; None where all verify the same rows, or
+    where another version counts other things."""
     states = _server_info(client).get("internal_states") or []
+    parts = [state[STATE] for state in states if STATE in state]
     try:
-        parts = [PlanCounts.from_json(state[STATE]) for state in states if STATE in state]
+        return RowCounts.total(parts) if parts else None
     except TypeError:
         return None
-    return PlanCounts.total(parts) if parts else None
 
 
 def detect_engine(url: str) -> str:

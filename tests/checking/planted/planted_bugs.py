@@ -7,8 +7,6 @@ Bugs are rare enough for most answers to stay right.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,11 @@ SKIP_DECODE, SKIP_PREFILL = "draft KV of a block not written", "draft KV behind 
 CRASH = "the scheduler ends"
 LATE, WINDOW = "recurrent state of a row before", "inputs of convolutions not rolled back"
 SNAPSHOT = "snapshot for the prefix cache from a wrong row"
-MASK, SIBLING = "a row sees its parent's rival", "penalties count siblings"
-ORDER, TWICE = "path committed in the order of the tree's rows", "slots exchanged twice"
-TREES = (MASK, SIBLING, ORDER, TWICE)
+LENS, NEIGHBOUR = "rows of each request off by one", "logits of a neighbour's row"
+PAST, UNVERIFIED = "a commit past the verified rows", "KV of a row that was not verified"
+RAGGED = (LENS, NEIGHBOUR, PAST, UNVERIFIED)
 EVERY = {ACCEPT: 12, SWAP: 1, LEAK: 8, SKIP_DECODE: 3, SKIP_PREFILL: 1, CRASH: 20, LATE: 9, WINDOW: 5, SNAPSHOT: 1}
-EVERY |= {MASK: 1, SIBLING: 1, ORDER: 2, TWICE: 2}
+EVERY |= {LENS: 2, NEIGHBOUR: 2, PAST: 2, UNVERIFIED: 1}
 
 
 def activate() -> None:
@@ -55,17 +53,15 @@ class Now:
 
 def _plant(*arguments: Any) -> None:
     """Wraps what the worker calls; an attribute that is gone ends the server, and with it the test."""
-    from sglang_dflash import ops
     from sglang_dflash.host.acceptance import Acceptor
     from sglang_dflash.host.cpu.recurrent import CpuHybridBackend
     from sglang_dflash.host.draft_runner import DraftRunner
-    from sglang_dflash.host.penalties import RequestPenalties
-    from sglang_dflash.host.planned_step import PlannedStep
+    from sglang_dflash.host.rows import StepRows
     from sglang_dflash.host.sampling import RowSampler
     from sglang_dflash.host.worker import DFlashWorker
 
     now = Now()
-    Acceptor.accept = _one_too_many(Acceptor.accept, now)
+    Acceptor.accept = _past_the_rows(_one_too_many(Acceptor.accept, now), now)
     RowSampler.commit = _bonus_only(RowSampler.commit)
     DraftRunner.write_context = _write_context(DraftRunner.write_context, now)
     DFlashWorker._decode = _decode(DFlashWorker._decode, now)
@@ -73,42 +69,78 @@ def _plant(*arguments: Any) -> None:
     CpuHybridBackend.update_mamba_state_after_mtp_verify = _commit_state(
         CpuHybridBackend.update_mamba_state_after_mtp_verify, now
     )
-    PlannedStep.propose = _wrong_parents(PlannedStep.propose, now)
-    RequestPenalties.apply = _siblings_counted(RequestPenalties.apply, now)
-    ops.choose_kernels = _choose_kernels(ops.choose_kernels, now)
+    StepRows.verify_fields = _past_the_last(_lens_off_by_one(StepRows.verify_fields, now), now)
 
 
 def _one_too_many(original: Any, now: Now) -> Any:
     def accept(acceptor: Any, plan: Any, batch: Any, target_out: Any, *rest: Any) -> Any:
+        if plan.rows is not None and now.strikes(NEIGHBOUR):
+            target_out.next_token_logits = target_out.next_token_logits.roll(1, 0)
         right, group = original(acceptor, plan, batch, target_out, *rest)
-        target_ids, rejected = target_out.next_token_logits.argmax(-1), _rejected(plan, right)
+        rejected = _rejected(plan, right)
         if rejected is None or not now.strikes(ACCEPT):
             return right, group
         wrong = type(right)(*(field.clone() for field in right))
-        request, row = rejected
-        commit_len = int(right.commit_lens[request])
-        wrong.out_ids[request, commit_len - 1] = plan.ids[row]
-        wrong.out_ids[request, commit_len] = wrong.bonus_ids[request] = target_ids[row]
+        request, commit_len = rejected, int(right.commit_lens[rejected])
+        target_ids = plan.blocks(target_out.next_token_logits).argmax(-1)
+        wrong.out_ids[request, commit_len - 1] = plan.chains()[request, commit_len]
+        wrong.out_ids[request, commit_len] = wrong.bonus_ids[request] = target_ids[request, commit_len]
         wrong.commit_lens[request] += 1
-        if plan.trees is not None:
-            wrong.path[request, commit_len] = row
         return wrong, group
 
     return accept
 
 
-def _rejected(plan: Any, right: Any) -> tuple[int, int] | None:
-    """A request, and among all rows one that proposes a token behind the request's last accepted row."""
-    first = 0
-    for request, (count, commit_len) in enumerate(zip(plan.lens, right.commit_lens.tolist(), strict=True)):
-        parents = (
-            [row - 1 for row in range(count)] if plan.trees is None else plan.trees.parents[first:][:count].tolist()
-        )
-        last = commit_len - 1 if plan.trees is None else int(right.path[request, commit_len - 1]) - first
-        if last in parents:
-            return request, first + parents.index(last)
-        first += count
+def _rejected(plan: Any, right: Any) -> int | None:
+    """A request with a verified row behind its last accepted one."""
+    for request, (count, commit_len) in enumerate(zip(plan.lens_on_host(), right.commit_lens.tolist(), strict=True)):
+        if commit_len < count:
+            return request
     return None
+
+
+def _past_the_rows(original: Any, now: Now) -> Any:
+    """Where all verified rows are accepted, a token of the next, unverified row is committed, too."""
+
+    def accept(acceptor: Any, plan: Any, *rest: Any) -> Any:
+        right, group = original(acceptor, plan, *rest)
+        for request, (count, commit_len) in enumerate(
+            zip(plan.lens_on_host(), right.commit_lens.tolist(), strict=True)
+        ):
+            if commit_len == count < plan.width and now.strikes(PAST):
+                right.out_ids[request, commit_len] = right.bonus_ids[request]
+                right.commit_lens[request] += 1
+        return right, group
+
+    return accept
+
+
+def _lens_off_by_one(original: Any, now: Now) -> Any:
+    """One request's last row passes for the next one's first."""
+
+    def fields(rows: Any, plan: Any) -> Any:
+        right = original(rows, plan)
+        lens = right["lens"]
+        if lens is not None and len(lens) > 1 and lens[0] > 1 and lens[1] < plan.width and now.strikes(LENS):
+            right["lens"] = lens + torch.tensor([-1, 1] + [0] * (len(lens) - 2), dtype=lens.dtype)
+        return right
+
+    return fields
+
+
+def _past_the_last(original: Any, now: Now) -> Any:
+    """The last verified row of a request leaves its KV in the slot of the next row, which is not verified."""
+
+    def fields(rows: Any, plan: Any) -> Any:
+        right = original(rows, plan)
+        if plan.rows is not None and now.strikes(UNVERIFIED):
+            cut = plan.lens < plan.width
+            cols = right["kv_loc_cols"].clone()
+            cols[plan.lens.cumsum(0)[cut] - 1] += 1
+            right["kv_loc_cols"] = cols
+        return right
+
+    return fields
 
 
 def _bonus_only(original: Any) -> Any:
@@ -123,10 +155,10 @@ def _bonus_only(original: Any) -> Any:
 
 
 def _write_context(original: Any, now: Now) -> Any:
-    def write(self: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, **when: Any) -> None:
+    def write(self: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         skipped = now.strikes(SKIP_DECODE) if self.decoding else positions[0] > 0 and now.strikes(SKIP_PREFILL)
         if not skipped:
-            original(self, hidden, positions, slots, **when)
+            original(self, hidden, positions, slots)
 
     return write
 
@@ -173,70 +205,3 @@ def _commit_state(original: Any, now: Now) -> Any:
                 kept[:, slots] = windows[:, : len(slots), width - 1]
 
     return commit
-
-
-def _rows_of(plan: Any) -> list[list[int]]:
-    """The parents of each request's rows; -1 for the anchor."""
-    parents, starts = plan.trees.parents.tolist(), plan.trees.row_starts.tolist()
-    return [parents[first:end] for first, end in pairwise(starts)]
-
-
-def _with_mask(plan: Any, mask: torch.Tensor) -> Any:
-    return replace(plan, trees=plan.trees._replace(row_mask=mask))
-
-
-def _wrong_parents(original: Any, now: Now) -> Any:
-    """Rows see a sibling of their parent in its place."""
-
-    def propose(self: Any, batch: Any) -> Any:
-        plan, kv_plan = original(self, batch)
-        if plan.trees.row_mask is None or not now.strikes(MASK):
-            return plan, kv_plan
-        mask = plan.trees.row_mask.clone()
-        for request, parents in enumerate(_rows_of(plan)):
-            for row, parent in enumerate(parents):
-                rivals = [other for other in range(1, row) if other != parent and parents[other] == parents[parent]]
-                if parent > 0 and rivals:
-                    mask[request, row, parent], mask[request, row, rivals[0]] = False, True
-        return _with_mask(plan, mask), kv_plan
-
-    return propose
-
-
-def _siblings_counted(original: Any, now: Now) -> Any:
-    def apply(self: Any, group: Any, logits: torch.Tensor, plan: Any) -> None:
-        if plan.trees is not None and plan.trees.row_mask is not None and now.strikes(SIBLING):
-            mask = plan.trees.row_mask.clone()
-            for request, parents in enumerate(_rows_of(plan)):
-                for row, parent in enumerate(parents):
-                    for other in range(1, len(parents)):
-                        mask[request, row, other] |= parents[other] == parent
-            plan = _with_mask(plan, mask)
-        original(self, group, logits, plan)
-
-    return apply
-
-
-def _choose_kernels(original: Any, now: Now) -> Any:
-    def choose(*arguments: Any) -> Any:
-        kernels = original(*arguments)
-        plans = replace(kernels.plans, exchange_slots=_exchange(kernels.plans.exchange_slots, now))
-        return replace(kernels, plans=plans)
-
-    return choose
-
-
-def _exchange(original: Any, now: Now) -> Any:
-    """Leaves the rows in the order of their tree, or exchanges their slots a second time."""
-
-    def exchange(table: torch.Tensor, *rest: torch.Tensor) -> None:
-        before = table.clone()
-        original(table, *rest)
-        if torch.equal(table, before):  # the path is the first rows
-            return
-        if now.strikes(ORDER):
-            table.copy_(before)
-        elif now.strikes(TWICE):
-            original(table, *rest)
-
-    return exchange

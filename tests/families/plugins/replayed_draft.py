@@ -1,10 +1,9 @@
 """A plugin of SGLang in which our worker's drafts are the baseline's own answers, wrong at seeded positions.
 
 A random draft is never accepted, so it tests little. A replayed one is accepted up to its next wrong position: every
-commit_len occurs, with any target. Where a row has several candidates, the answer may be any of them, so that trees are
-accepted along every kind of path. The file named by REPLAYED_ANSWERS holds the answers, and may hold one to all other
+commit_len occurs, with any target. The file named by REPLAYED_ANSWERS holds the answers, and may hold one to all other
 prompts; it is read anew when it changes. What the draft reads of the prompt with TAPPED_TOKENS tokens goes to the file
-named by REPLAYED_TAPS. REPLAYED_WRONG_PERCENT sets how many drafts are wrong, and tells the planner so.
+named by REPLAYED_TAPS. REPLAYED_WRONG_PERCENT sets how many drafts are wrong, and tells the policy so.
 """
 
 from __future__ import annotations
@@ -54,27 +53,21 @@ class Answers:
     def _text(self, prompt: list[int]) -> tuple[int, ...]:
         return tuple(token for token in prompt if token != self._image_token)
 
-    def drafts_of(self, req: Any, position: int, count: int, candidates: int = 1) -> list[list[int]]:
-        """The candidates for `count` positions of the request's whole sequence, from `position` on."""
+    def drafts_of(self, req: Any, position: int, count: int) -> list[int]:
+        """The drafts for `count` positions of the request's whole sequence, from `position` on."""
         text, length = self._text(req.origin_input_ids_unpadded), len(req.origin_input_ids)
         answer = self._answers.get(text, self._otherwise)
         drafts = []
         for place in range(position - length, position - length + count):
             token = answer[place] if 0 <= place < len(answer) else 0
             seed = zlib.crc32(f"{text[:4]} {len(text)} {place}".encode())
-            ids = [token + other if token < candidates else token - other for other in range(candidates + 1)]
-            if seed % 100 + seed // 100 % 100 / 100 < self._wrong_percent:  # then it comes later, or not at all
-                ids.insert(1 + seed // 100 % candidates, ids.pop(0))
-            drafts.append(ids[:candidates])
+            wrong = seed % 100 + seed // 100 % 100 / 100 < self._wrong_percent
+            drafts.append((token + 1 if token == 0 else token - 1) if wrong else token)
         return drafts
 
     def log_probs_like(self, own: Any) -> Any:
-        """The draft's own [B, K-1, k]; where REPLAYED_WRONG_PERCENT is set, what is true of the replayed ones."""
-        if WRONG not in os.environ:
-            return own
-        told = own.new_full(own.shape, math.log(max(self._wrong_percent, 1e-3) / 100 / max(1, own.shape[-1])))
-        told[..., 0] = math.log1p(-self._wrong_percent / 100)
-        return told
+        """The draft's own [B, K-1]; where REPLAYED_WRONG_PERCENT is set, what is true of the replayed ones."""
+        return own if WRONG not in os.environ else own.new_full(own.shape, math.log1p(-self._wrong_percent / 100))
 
 
 def _replay(*_: Any) -> None:
@@ -82,44 +75,31 @@ def _replay(*_: Any) -> None:
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
 
-    from sglang_dflash import ops
     from sglang_dflash.host.draft_runner import DraftRunner
-    from sglang_dflash.host.planned_step import PlannedStep
+    from sglang_dflash.host.rows import StepRows
     from sglang_dflash.host.worker import DFlashWorker
 
     # The host reads them while it is imported, which a preloaded server has behind it.
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
     answers = Answers(Path(os.environ[ANSWERS]))
-    propose = DraftRunner.propose
-
-    def replayed(runner: Any, block: Any, batch: Any, kv_plan: Any) -> torch.Tensor:
-        own = propose(runner, block, batch, kv_plan)  # its KV must be written as always
-        answers.read_anew()
-        starts = block.prefix_lens.tolist()
-        drafts = [
-            answers.drafts_of(req, start + 1, own.shape[1]) for req, start in zip(batch.reqs, starts, strict=True)
-        ]  # [B, K-1, 1]
-        return torch.tensor(drafts, dtype=own.dtype, device=own.device).view(own.shape)
-
-    DraftRunner.propose = replayed
-    plan, propose_candidates = PlannedStep.propose, DraftRunner.propose_candidates
+    begin, propose = StepRows._begin, DraftRunner.propose
     running: dict[int, Any] = {}  # the step's requests by their rows in the slot table
 
-    def planned(step: Any, batch: Any) -> Any:
+    def begun(rows: Any, batch: Any) -> None:
         running.clear()
         running.update(zip(batch.req_pool_indices.tolist(), batch.reqs, strict=True))
-        return plan(step, batch)
+        begin(rows, batch)
 
-    def replayed_candidates(runner: Any, block: Any, kv_plan: Any, count: int) -> ops.Proposal:
-        own = propose_candidates(runner, block, kv_plan, count)
+    def replayed(runner: Any, block: Any, *rest: Any) -> Any:
+        own, log_probs = propose(runner, block, *rest)  # its KV must be written as always
         answers.read_anew()
         asked = zip(block.req_pool_indices.tolist(), block.prefix_lens.tolist(), strict=True)
-        drafts = [answers.drafts_of(running[row], start + 1, own.ids.shape[1], count) for row, start in asked]
-        ids = torch.tensor(drafts, dtype=torch.int64).view(own.ids.shape)
-        return ops.Proposal(ids, answers.log_probs_like(own.log_probs))
+        drafts = [answers.drafts_of(running[row], start + 1, own.shape[1]) for row, start in asked]
+        ids = torch.tensor(drafts, dtype=own.dtype, device=own.device).view(own.shape)
+        return ids, None if log_probs is None else answers.log_probs_like(log_probs)
 
-    PlannedStep.propose, DraftRunner.propose_candidates = planned, replayed_candidates
+    StepRows._begin, DraftRunner.propose = begun, replayed
     verify = DFlashWorker._verify
 
     def verified(worker: Any, plan: Any, *rest: Any) -> Any:
@@ -132,10 +112,10 @@ def _replay(*_: Any) -> None:
     DFlashWorker._verify = verified
     write_context = DraftRunner.write_context
 
-    def written(runner: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, **when: Any) -> None:
+    def written(runner: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         path = Path(os.environ[TAPS])
         if positions.tolist() == list(range(TAPPED_TOKENS)) and not path.exists():
             torch.save(hidden[:TAPPED_TOKENS].clone(), path)
-        write_context(runner, hidden, positions, slots, **when)
+        write_context(runner, hidden, positions, slots)
 
     DraftRunner.write_context = written

@@ -15,23 +15,19 @@ VARIABLE = "GRAPH_TAPE_BUG"
 STALE_DRAFTS = "the drafts of the batch before"
 REBOUND_IDS = "a rebound buffer of ids"
 LIVE_PADDING = "padding that writes a live slot"
-CHAIN_MASK = "a tree's row sees all rows before it"
-UNMOVED_KV = "accepted rows stay where they were written"
-ROW_POSITIONS = "a row's position follows from its slot"
 OTHER_LENS = "rows are laid out for the lengths of the capture"
-UNMASKED_DRAFTS = "drafts that were not verified are accepted"
+NEIGHBOURS = "the rows of the next request"
 
 
 def activate() -> None:
     """Entry point."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_dflash.host import fixed_trees, packed_step, widths
+    from sglang_dflash.host import device_rows, widths
     from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 
-    widths.packs_rows = lambda device: os.environ.get(widths.WIDTH) == "adaptive"
-    packed_step.BACKENDS = {ATTENTION_BACKEND}
-    fixed_trees.BACKENDS = {ATTENTION_BACKEND}  # our static attention takes a mask as triton's does
+    widths.trims_on_device = lambda device: os.environ.get(widths.WIDTH) == "auto"
+    device_rows.BACKENDS = {ATTENTION_BACKEND}
     setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
     HookRegistry.register(f"{setup}.capture_decode_graph", _capture, HookType.REPLACE)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tp_model_worker", _offer, HookType.BEFORE)
@@ -63,12 +59,11 @@ def _offer(*_: Any) -> None:
     # It asks torch for the current stream of an accelerator (utils/common.py:1371), and a CPU's torch knows no capture.
     parallel_state.get_current_device_stream_fast = torch.cpu.current_stream
     torch.cpu.is_current_stream_capturing = lambda: False
-    _take_the_bodies_of_cuda()
+    _take_an_op_of_torch()
     _rehearse_plan_stream()
     _plant_stale_drafts()
     _plant_rebound_ids()
     _plant_live_padding()
-    _plant_errors_of_trees()
     _take_any_rows()
     _plant_errors_of_packed_rows()
 
@@ -85,27 +80,13 @@ def _capture(*, model_runner: Any) -> Any:
     return GraphCapture(runner=runner, memory_phase=phase, memory_usage_gb=0.0, capture_time=seconds)
 
 
-def _take_the_bodies_of_cuda() -> None:
-    """The ops over trees are those of CUDA, where the Triton argmax is its reference."""
+def _take_an_op_of_torch() -> None:
+    """The draft's log-probabilities are computed by torch, as on CUDA: a tape does not see the native op."""
     from sglang_dflash import ops
-    from sglang_dflash.ops import fixed_trees
+    from sglang_dflash.ops import reference
 
     choose = ops.choose_kernels
-
-    def choose_kernels(*arguments: Any) -> ops.Kernels:
-        kernels = choose(*arguments)
-
-        def accept_tree_greedy(logits: Any, ids: Any, *rows: Any) -> Any:
-            return fixed_trees.accept_tree(kernels.row_argmax(logits[: len(ids)]), ids, *rows)
-
-        return replace(
-            kernels,
-            top_log_probs=fixed_trees.top_log_probs,
-            accept_tree=fixed_trees.accept_tree,
-            accept_tree_greedy=accept_tree_greedy,
-        )
-
-    ops.choose_kernels = choose_kernels
+    ops.choose_kernels = lambda *given: replace(choose(*given), best_log_probs=reference.best_log_probs)
 
 
 def _rehearse_plan_stream() -> None:
@@ -141,7 +122,7 @@ def _plant_stale_drafts() -> None:
     def propose_stale(runner: Any, block: Any, *rest: Any) -> Any:
         stale = runner._head.captured_ids[: len(block.ids)].clone()
         fresh = propose(runner, block, *rest)
-        return stale if _planted(STALE_DRAFTS) else fresh
+        return (stale, fresh[1]) if _planted(STALE_DRAFTS) else fresh
 
     DraftRunner.propose = propose_stale
 
@@ -176,35 +157,23 @@ def _plant_live_padding() -> None:
     GraphSlot.reset_padding = reset_others
 
 
-def _plant_errors_of_trees() -> None:
-    """One error in each of the three ops that make a tree's rows those of its paths."""
-    from sglang_dflash import ops
-
-    see, lay_out, place = ops.attention_mask, ops.lay_out_fixed_trees, ops.final_slots
-
-    def see_all(seen: Any, *rest: Any) -> Any:
-        return see(seen.new_ones(seen.shape).tril() if _planted(CHAIN_MASK) else seen, *rest)
-
-    def lay_out_in_order(depths: Any, *rest: Any) -> Any:
-        return lay_out(depths.new_ones(depths.shape).cumsum(1) - 1 if _planted(ROW_POSITIONS) else depths, *rest)
-
-    def leave(*arguments: Any) -> Any:
-        final = place(*arguments)
-        return final._replace(sources=final.slots) if _planted(UNMOVED_KV) else final
-
-    ops.attention_mask, ops.lay_out_fixed_trees, ops.final_slots = see_all, lay_out_in_order, leave
-
-
 def _take_any_rows() -> None:
-    """Packed steps try every number of rows in turn, whatever pays."""
-    from sglang_dflash.core.row_budget import RowBudget
+    """The policy tries plain steps and every size of graph in turn, whatever pays."""
+    from sglang_dflash.core.policy import Drafting
+    from sglang_dflash.core.rows import RowPolicy
 
-    def choose(budget: Any, batch: int) -> Any:
-        budget._step += 1
-        options = budget._options(batch)
-        return options[budget._step % len(options)]
+    def draft(policy: Any, names: Any) -> Any:
+        policy._step, policy._names = policy._step + 1, list(names)
+        for name in names:
+            policy._request(name)
+        count = len(names)
+        options = [count, *range(count + policy._block_size, count * policy._block_size, policy._block_size)]
+        options.append(count * policy._block_size)
+        rows = options[policy._step % len(options)]
+        width = 1 if rows == count else policy._block_size
+        return Drafting(width, list(range(count)) if width > 1 else [], rows)
 
-    RowBudget.choose = choose
+    RowPolicy.draft = draft
 
 
 def _plant_errors_of_packed_rows() -> None:
@@ -212,7 +181,7 @@ def _plant_errors_of_packed_rows() -> None:
 
     from sglang_dflash.core.block import VerifyPlan
 
-    pad, compare = RaggedVerifyLayout.padded_to_bucket, VerifyPlan.compared
+    pad, spread = RaggedVerifyLayout.padded_to_bucket, VerifyPlan.blocks
 
     def pad_another(layout: Any, **rest: Any) -> Any:
         padded = pad(layout, **rest)
@@ -221,7 +190,8 @@ def _plant_errors_of_packed_rows() -> None:
             graph_num_tokens=padded.graph_num_tokens,
         )
 
-    def compare_all(plan: Any) -> Any:
-        return plan.chains() if _planted(UNMASKED_DRAFTS) else compare(plan)
+    def spread_another(plan: Any, values: Any) -> Any:
+        blocks = spread(plan, values)
+        return blocks.roll(1, 0) if plan.rows is not None and _planted(NEIGHBOURS) else blocks
 
-    RaggedVerifyLayout.padded_to_bucket, VerifyPlan.compared = pad_another, compare_all
+    RaggedVerifyLayout.padded_to_bucket, VerifyPlan.blocks = pad_another, spread_another

@@ -46,30 +46,16 @@ struct Workspace {
   }
 };
 
-// The keys that a row sees: begin .. end - 1. With a mask, only some of its own block's rows among them.
+// The keys that a row sees: begin .. end - 1.
 struct Sight {
   int64_t begin, end;
-  const bool* own;  // the row's line of the mask; null without one
 };
 
 INLINE Sight sight(const Attention& a, const AttentionItem& item, int64_t row) {
   const int64_t prefix = a.prefix_lens[item.request];
   const int64_t count = a.row_starts[item.request + 1] - a.row_starts[item.request];
-  const int64_t line = item.request * a.mask_width + row;
-  const int64_t position = prefix + (a.row_mask ? a.depths[line] : row);
-  Sight s;
-  s.own = a.row_mask ? a.row_mask + line * a.mask_width : nullptr;
-  s.begin = a.window_left < 0 ? 0 : larger(0, position - a.window_left);
-  if (s.own) s.begin = smaller(s.begin, prefix);
-  s.end = a.causal && !s.own ? position + 1 : prefix + count;
-  return s;
-}
-
-// Whether a row with a mask sees row `other` of its block.
-INLINE bool sees_own(const Attention& a, const AttentionItem& item, const Sight& s, int64_t row, int64_t other) {
-  if (!s.own[other]) return false;
-  const int32_t* depths = a.depths + item.request * a.mask_width;
-  return a.window_left < 0 || depths[row] - depths[other] <= a.window_left;
+  const int64_t position = prefix + row;
+  return {a.window_left < 0 ? 0 : larger(0, position - a.window_left), a.causal ? position + 1 : prefix + count};
 }
 
 // Prefetches into the L2 cache: in L1, slots that lie whole pages apart would evict each other.
@@ -167,10 +153,6 @@ INLINE void weigh(const Attention& a, const AttentionItem& item, const Workspace
   const int64_t whole = (end + kLanes - 1) / kLanes * kLanes;
   for (int64_t i = 0; i < from; i++) s[i] = -kInfinity;
   for (int64_t i = to; i < whole; i++) s[i] = -kInfinity;
-  if (seen.own) {
-    for (int64_t i = larger(begin, prefix - chunk_begin); i < end; i++)
-      if (!sees_own(a, item, seen, row, chunk_begin + i - prefix)) s[i] = -kInfinity;
-  }
   Vec best = broadcast(-kInfinity);
   for (int64_t i = 0; i < whole; i += kLanes) {
     const Vec x = load(s + i);

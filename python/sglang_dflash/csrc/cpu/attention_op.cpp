@@ -23,9 +23,8 @@ void lay_out_tiles(const Attention& a, int64_t batch, Work& work) {
     const int64_t prefix = a.prefix_lens[b], rows = a.row_starts[b + 1] - a.row_starts[b];
     for (int64_t first = 0; first < rows; first += tile) {
       const int64_t count = std::min(tile, rows - first);
-      const int64_t lowest = prefix + (a.row_mask ? -1 : first);  // position of the row that sees farthest back
-      const int64_t begin = a.window_left < 0 ? 0 : std::max<int64_t>(0, lowest - a.window_left);
-      const int64_t end = prefix + (a.causal && !a.row_mask ? first + count : rows);
+      const int64_t begin = a.window_left < 0 ? 0 : std::max<int64_t>(0, prefix + first - a.window_left);
+      const int64_t end = prefix + (a.causal ? first + count : rows);
       for (int64_t head = 0; head < a.kv_heads; head++)
         work.tiles.push_back({b, first, count, head, begin, end, -1, -1});
     }
@@ -91,27 +90,13 @@ void check_rows(const Attention& a, int64_t batch, int64_t tokens, const at::Ten
     const int64_t rows = a.row_starts[b + 1] - a.row_starts[b];
     TORCH_CHECK(rows >= 0 && a.prefix_lens[b] >= 0 && a.prefix_lens[b] + rows <= table.size(1), "request ", b, " has ",
                 a.prefix_lens[b], " tokens and ", rows, " rows; a row of req_to_token has ", table.size(1));
-    TORCH_CHECK(!a.row_mask || rows <= a.mask_width, "request ", b, " has ", rows, " rows; row_mask has ",
-                a.mask_width);
   }
-}
-
-// [B, W]: the number of other rows of its block that each row sees: its depth in a tree, its index in a chain.
-std::vector<int32_t> depths_of(const Attention& a, int64_t batch) {
-  std::vector<int32_t> depths(batch * a.mask_width, -1);
-  for (int64_t b = 0; b < batch; b++) {
-    const int64_t rows = a.row_starts[b + 1] - a.row_starts[b];
-    for (int64_t line = b * a.mask_width; line < b * a.mask_width + rows; line++)
-      for (int64_t j = 0; j < rows; j++) depths[line] += a.row_mask[line * a.mask_width + j];
-  }
-  return depths;
 }
 
 at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
                            const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
                            const at::Tensor& prefix_lens, const at::Tensor& row_starts, double scaling, bool causal,
-                           int64_t window_left, const std::optional<at::Tensor>& row_mask,
-                           const std::optional<at::Tensor>& sinks) {
+                           int64_t window_left, const std::optional<at::Tensor>& sinks) {
   TORCH_CHECK(q.dim() == 3 && k_cache.dim() == 3 && v_cache.dim() == 3, "q, k_cache, v_cache need 3 dimensions");
   TORCH_CHECK(k_cache.scalar_type() == v_cache.scalar_type(), "k_cache is ", k_cache.scalar_type(), ", v_cache ",
               v_cache.scalar_type());
@@ -144,19 +129,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
                 "sinks is ", sinks->scalar_type(), sinks->sizes(), "; float32 of [", q.size(1), "] is needed");
     a.sinks = sinks->const_data_ptr<float>();
   }
-  std::vector<int32_t> depths;
-  if (row_mask) {
-    TORCH_CHECK(row_mask->scalar_type() == at::kBool && row_mask->dim() == 3 && row_mask->is_contiguous() &&
-                    row_mask->size(0) == batch && row_mask->size(1) == row_mask->size(2),
-                "row_mask is ", row_mask->scalar_type(), row_mask->sizes(), "; dense bool of [B, W, W] is needed");
-    a.row_mask = row_mask->const_data_ptr<bool>();
-    a.mask_width = row_mask->size(2);
-  }
   check_rows(a, batch, q.size(0), req_to_token);
-  if (row_mask) {
-    depths = depths_of(a, batch);
-    a.depths = depths.data();
-  }
   if (out.numel() > 0 && a.groups > 0) run(a, batch);
   return out;
 }
@@ -174,7 +147,7 @@ at::Tensor write_and_attend(const at::Tensor& q, const at::Tensor& k, const at::
                             const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& req_to_token,
                             const at::Tensor& req_pool_indices, const at::Tensor& prefix_lens,
                             const at::Tensor& row_starts, double scaling, bool causal, int64_t window_left,
-                            const std::optional<at::Tensor>& row_mask, const std::optional<at::Tensor>& sinks) {
+                            const std::optional<at::Tensor>& sinks) {
   TORCH_CHECK(k_cache.dim() == 3 && v_cache.dim() == 3 && k_cache.size(0) == v_cache.size(0), "shapes of k_cache ",
               k_cache.sizes(), ", v_cache ", v_cache.sizes());
   TORCH_CHECK(q.dim() == 2 || q.dim() == 3, "q has shape ", q.sizes(), "; 2 or 3 dimensions are needed");
@@ -187,7 +160,7 @@ at::Tensor write_and_attend(const at::Tensor& q, const at::Tensor& k, const at::
   write_rows(k.view({rows, heads, dim}), slot, k_cache, "k");
   write_rows(v.view({rows, v_cache.size(1), v_cache.size(2)}), slot, v_cache, "v");
   return paged_attention(q.view({rows, q_heads, dim}), k_cache, v_cache, req_to_token, req_pool_indices, prefix_lens,
-                         row_starts, scaling, causal, window_left, row_mask, sinks)
+                         row_starts, scaling, causal, window_left, sinks)
       .view({rows, q_heads * v_cache.size(2)});
 }
 

@@ -13,6 +13,6 @@ namespace sglang_dflash {
 const Kernels TABLE = {TEXT(ISA),   attention_workspace, attend,     merge,       norm,
                        norm_rope,   panel_rows,          pack_panels, linear,     conv,
                        delta,       scan,                gated_norm,  activate,   weighted_sum,
-                       kLinearRows, kLinearRowsBFloat16, argmax,      top};
+                       kLinearRows, kLinearRowsBFloat16, argmax,      softmax};
 
 }  // namespace sglang_dflash

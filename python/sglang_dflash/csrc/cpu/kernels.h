@@ -45,9 +45,6 @@ struct Attention {
   const int64_t* requests;       // [B], rows of `table`
   const int64_t* prefix_lens;    // [B]
   const int64_t* row_starts;     // [B + 1]
-  const bool* row_mask;          // [B, W, W] or null
-  const int32_t* depths;         // [B, W] with a mask: number of other rows of its block that a row sees
-  int64_t mask_width;            // W
   int64_t slots, kv_heads, groups, dim, v_dim;
   float scaling;
   bool causal;
@@ -186,26 +183,12 @@ struct Best {
   int64_t index;
 };
 
-// The best candidates of a row, best first, and the sum of exp(value - maximum) over all columns so far.
-struct Top {
-  float* values;  // [count]; -inf where there is no candidate
-  int64_t* ids;   // [count]; -1 there
-  int64_t count;
-  float maximum, sum;
+// The best of a row's columns so far, and the sum of exp(value - best value) over them. NaN counts as -inf.
+struct Softmax {
+  float value;    // -inf at first
+  int64_t index;  // the lowest of ties
+  float sum;
 };
-
-// Adds a candidate behind those that are at least as good; the last one drops out. Always inlined, so that no unit's
-// copy is used by another.
-SHARED void insert(Top& top, float value, int64_t id) {
-  int64_t place = top.count - 1;
-  if (!(value > top.values[place])) return;
-  for (; place > 0 && value > top.values[place - 1]; place--) {
-    top.values[place] = top.values[place - 1];
-    top.ids[place] = top.ids[place - 1];
-  }
-  top.values[place] = value;
-  top.ids[place] = id;
-}
 
 struct Kernels {
   const char* name;
@@ -225,7 +208,7 @@ struct Kernels {
   void (*weighted_sum)(const Weighted&, int64_t begin, int64_t end);            // rows
   int64_t linear_rows, linear_rows_bfloat16;  // rows up to which it beats a BLAS, or one that emulates bfloat16
   Best (*argmax)(const void* values, Type, int64_t count);                      // lowest index of ties; NaN wins
-  void (*top)(const void* values, Type, int64_t first_id, int64_t count, Top&);  // adds columns; NaN counts as -inf
+  void (*softmax)(const void* values, Type, int64_t first_id, int64_t count, Softmax&);  // adds columns
 };
 
 extern const Kernels kScalar;

@@ -166,9 +166,9 @@ Best argmax(const void* values, Type type, int64_t size) {
                               : first_largest(static_cast<const BFloat16*>(values), size);
 }
 
-// Adds `size` columns, whose ids start at `first_id`, to a row's candidates and softmax sum.
+// Adds `size` columns, whose ids start at `first_id`.
 template <typename T>
-void add_columns(const T* values, int64_t first_id, int64_t size, Top& top) {
+void add_columns(const T* values, int64_t first_id, int64_t size, Softmax& row) {
   for (int64_t block = 0; block < size; block += kScanned) {
     const int64_t count = smaller(kScanned, size - block);
     float x[kScanned + kLanes];
@@ -180,26 +180,24 @@ void add_columns(const T* values, int64_t first_id, int64_t size, Top& top) {
       for (int64_t j = some; j < kLanes; j++) x[i + j] = -kInfinity;
       largest = load(x + i) > largest ? load(x + i) : largest;
     });
-    const float maximum_here = maximum(largest);
-    if (maximum_here == -kInfinity) continue;
-    if (maximum_here > top.maximum) {
-      top.sum = top.maximum == -kInfinity ? 0 : top.sum * exp_negative(top.maximum - maximum_here);
-      top.maximum = maximum_here;
+    const float best = maximum(largest);
+    if (best == -kInfinity) continue;
+    if (best > row.value) {
+      row.sum = row.value == -kInfinity ? 0 : row.sum * exp_negative(row.value - best);
+      row.value = best;
+      int64_t place = 0;
+      while (x[place] != best) place++;
+      row.index = first_id + block + place;
     }
     Vec total = {};
-    for (int64_t i = 0; i < count; i += kLanes) total += exp_negative(load(x + i) - top.maximum);
-    top.sum += sum(total);
-    if (!(maximum_here > top.values[top.count - 1])) continue;
-    for (int64_t i = 0; i < count; i += kLanes) {
-      if (!(maximum(load(x + i)) > top.values[top.count - 1])) continue;
-      for (int64_t j = i; j < smaller(i + kLanes, count); j++) insert(top, x[j], first_id + block + j);
-    }
+    for (int64_t i = 0; i < count; i += kLanes) total += exp_negative(load(x + i) - row.value);
+    row.sum += sum(total);
   }
 }
 
-void top(const void* values, Type type, int64_t first_id, int64_t size, Top& top) {
-  type == Type::kFloat ? add_columns(static_cast<const float*>(values), first_id, size, top)
-                       : add_columns(static_cast<const BFloat16*>(values), first_id, size, top);
+void softmax(const void* values, Type type, int64_t first_id, int64_t size, Softmax& row) {
+  type == Type::kFloat ? add_columns(static_cast<const float*>(values), first_id, size, row)
+                       : add_columns(static_cast<const BFloat16*>(values), first_id, size, row);
 }
 
 }  // namespace

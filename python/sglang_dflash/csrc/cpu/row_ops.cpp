@@ -1,6 +1,7 @@
-// The row-wise ops: norms, rotary embedding, block layout, context KV, argmax, greedy acceptance. Also the choice of
-// the kernels.
+// The row-wise ops: norms, rotary embedding, block layout, context KV, argmax, softmax, greedy acceptance. Also the
+// choice of the kernels.
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <vector>
 
@@ -206,6 +207,37 @@ Three block_layout(const at::Tensor& bonus_ids, const at::Tensor& prefix_lens, c
     }
   }
   return {ids, positions, slots};
+}
+
+std::tuple<at::Tensor, at::Tensor> best_log_probs(const at::Tensor& logits) {
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && dense(logits), "logits are ", logits.sizes(), " with strides ",
+              logits.strides(), "; [N, V] with dense rows is needed");
+  constexpr int64_t kSpan = 16384;
+  const int64_t rows = logits.size(0), vocabulary = logits.size(1), element = logits.element_size();
+  const int64_t spans = (vocabulary + kSpan - 1) / kSpan;
+  const Type type = type_of(logits, "logits");
+  at::Tensor ids = unfilled({rows}, at::kLong), log_probs = unfilled({rows}, at::kFloat);
+  const char* base = static_cast<const char*>(logits.const_data_ptr());
+  int64_t* id = ids.data_ptr<int64_t>();
+  float* log_prob = log_probs.data_ptr<float>();
+  each_of_logits(rows, vocabulary, [&](int64_t row) {
+    const char* values = base + row * logits.stride(0) * element;
+    std::vector<Softmax> parts(spans, Softmax{-INFINITY, 0, 0});
+    at::parallel_for(0, spans, 2, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        kernels().softmax(values + i * kSpan * element, type, i * kSpan, std::min(kSpan, vocabulary - i * kSpan),
+                          parts[i]);
+    });
+    Softmax best = parts[0];
+    for (const Softmax& part : parts)
+      if (part.value > best.value) best = part;
+    float sum = 0;
+    for (const Softmax& part : parts)
+      if (part.value > -INFINITY) sum += part.sum * std::exp(part.value - best.value);
+    id[row] = best.index;
+    log_prob[row] = sum > 0 && sum < INFINITY ? -std::log(sum) : -INFINITY;  // without a finite maximum: no chance
+  });
+  return {ids, log_probs};
 }
 
 TORCH_LIBRARY_IMPL(sglang_dflash, CPU, m) {

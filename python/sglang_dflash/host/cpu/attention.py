@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_exec
 
 from sglang_dflash import ops
 from sglang_dflash.host.cpu import mla
-from sglang_dflash.host.tree_verify import trees_of
+from sglang_dflash.host.ragged import lens_of
 
 
 class CpuAttentionBackend(AttentionBackend):
@@ -59,9 +59,9 @@ class CpuAttentionBackend(AttentionBackend):
     def _lay_out(self, table: torch.Tensor, requests: torch.Tensor, forward_batch: ForwardBatch) -> Any:
         mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_target_verify():
-            trees = trees_of(forward_batch)
-            if trees is not None and trees.width > 1:
-                return self._attention.lay_out_planned(table, requests, seq_lens, trees)
+            lens = lens_of(forward_batch)
+            if lens is not None:
+                return self._attention.lay_out(table, requests, seq_lens.tolist(), lens.tolist())
             width = forward_batch.spec_info.draft_token_num
             return self._attention.lay_out_uniform(table, requests, seq_lens, width)
         if mode.is_decode_or_idle():

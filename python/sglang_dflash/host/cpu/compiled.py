@@ -81,11 +81,6 @@ def capture_forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> No
         return
     seconds = time.perf_counter() - begin
     logger.info("The %s's forward is captured: %d compiled pieces, %.1f s.", what, captured.distinct_pieces, seconds)
-    runner.dflash_captured = captured
-
-
-def is_captured(runner: Any) -> bool:
-    return hasattr(runner, "dflash_captured")
 
 
 def why_not(runner: Any) -> str | None:

@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_exec, get_server_args
 from sglang_dflash import ops
 from sglang_dflash.host.cpu.shims import Unpinned
 from sglang_dflash.host.hooking import AROUND, hook
-from sglang_dflash.host.tree_verify import trees_of
+from sglang_dflash.host.ragged import lens_of
 from sglang_dflash.ops import StateRows
 
 
@@ -69,9 +69,9 @@ class CpuStateBackend(MambaAttnBackendBase):
         old = torch.zeros(batch, dtype=torch.bool)
         self._tracked = None
         if mode.is_target_verify():
-            trees = trees_of(forward_batch)  # chains here; see `planned_step.py`
+            lens = lens_of(forward_batch)
             starts = torch.arange(batch + 1) * forward_batch.spec_info.draft_token_num
-            starts = starts if trees is None else trees.row_starts
+            starts = starts if lens is None else torch.cat((lens.new_zeros(1), lens.cumsum(0))).long()
             self._rows = StateRows(slots, starts, old, scratch=torch.arange(batch))
         elif mode.is_decode_or_idle():
             self._rows = StateRows(slots, torch.arange(batch + 1), old)

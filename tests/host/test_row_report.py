@@ -1,0 +1,85 @@
+"""When the counts of rows are reported, and where."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import prometheus_client
+import pytest
+
+from sglang_dflash.core.row_counts import PREFILLED, STATE, RowCounts
+from sglang_dflash.host import row_report
+
+
+@pytest.fixture
+def observability(monkeypatch):
+    """What the server was started with."""
+    options = SimpleNamespace(decode_log_interval=4, enable_metrics=False)
+    monkeypatch.setattr(row_report, "get_observability", lambda: options)
+    monkeypatch.setattr(row_report, "get_serving", lambda: SimpleNamespace(served_model_name="tiny"))
+    return options
+
+
+def take(counts: RowCounts, report: row_report.RowReport, steps: int, blocks: int) -> None:
+    for _ in range(steps):
+        counts.steps += 1
+        counts.blocks += blocks
+        counts.rows += 3 * blocks
+        report.step()
+
+
+def test_the_log_speaks_at_intervals(observability, caplog):
+    """Fails where each step is logged, where a line says what an earlier one said, or where steps without drafts fill
+    the log."""
+    caplog.set_level(logging.INFO, logger=row_report.__name__)
+    counts = RowCounts()
+    report = row_report.RowReport(counts)
+    take(counts, report, 7, blocks=2)
+    take(counts, report, 1, blocks=0)
+    take(counts, report, 4, blocks=0)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and said[0].startswith("Rows: 8 blocks in 4 steps, on average 3.00 rows;")
+    assert said[1].startswith("Rows: 6 blocks in 4 steps")
+
+
+def test_prometheus_gets_what_is_new(observability):
+    """Fails where a counter counts twice, or lacks the model's name."""
+    observability.enable_metrics = True
+    counts = RowCounts()
+    report = row_report.RowReport(counts)
+    take(counts, report, 4, blocks=1)
+    take(counts, report, 4, blocks=1)
+
+    def value(name: str) -> float | None:
+        return prometheus_client.REGISTRY.get_sample_value(f"sglang_dflash:rows_{name}_total", {"model_name": "tiny"})
+
+    assert (value("steps"), value("blocks"), value("rows"), value("accepted")) == (8, 8, 24, 0)
+    assert set(row_report.METRICS) == set(report.state())
+
+
+def test_server_info_has_the_counts(observability):
+    """Fails where `/server_info` lacks them, or fails on a server whose blocks are whole, or without speculation."""
+    calls, counts = [], RowCounts(steps=5, blocks=2)
+    report = row_report.RowReport(counts)
+    for worker in (SimpleNamespace(row_report=report), SimpleNamespace(row_report=None), SimpleNamespace(), None):
+        state: dict = {}
+        controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker))
+        row_report._add_rows(lambda *arguments: calls.append(arguments), controller, state)
+        assert calls.pop() == (controller, state)
+        if getattr(worker, "row_report", None) is None:
+            assert not state
+        else:
+            assert state[STATE] == asdict(counts)
+            assert RowCounts.total([state[STATE]] * 2) == RowCounts(steps=10, blocks=4)
+
+
+def test_server_info_has_the_prefilled_tokens():
+    """Fails where `/server_info` lacks how many prompt tokens got draft KV, with whole blocks or before any prompt."""
+    for prefilled in (0, 7):
+        state: dict = {}
+        worker = SimpleNamespace(row_report=None, prefilled=prefilled)
+        controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker))
+        row_report._add_rows(lambda *arguments: None, controller, state)
+        assert state == {PREFILLED: prefilled}

@@ -1,0 +1,93 @@
+"""Some rows of all blocks through SGLang's own graph runner, with tapes in the place of CUDA graphs: the target's
+graphs are of fixed numbers of rows, and any number of requests shares them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from arms import ADMIT_ALL, PENALTIES, PLAIN, REGEX, SPECULATE, TINY_POOL
+from plugins import graph_tape
+from tape_checks import SHORT, ask, check_finding, check_logprobs, check_retraction
+from test_graph_tape import GRAPHS, QUICK_START, TAPES, first
+
+from equality import assert_equal_tokens, tau
+from preloaded import PreloadedServer
+from sglang_dflash.serving import TINY_OVERLAPPING, Completion, Server
+
+pytestmark = pytest.mark.server
+BLOCK = 8
+
+
+@pytest.fixture(scope="module")
+def server(bug: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    environment = TINY_OVERLAPPING | ADMIT_ALL | TAPES
+    environment |= {"GRAPH_TAPE_BUG": str(bug), "SGLANG_DFLASH_WIDTH": "auto"}
+    arguments = [*PLAIN, *SPECULATE, *TINY_POOL, *GRAPHS, *QUICK_START]
+    with PreloadedServer(arguments, tmp_path_factory.mktemp("packed") / "server.log", environment) as running:
+        yield running
+
+
+def replays(server: Server, log_start: int) -> Counter[tuple[int, int]]:
+    """The target's replays since `log_start` by rows of the graph and number of requests, from the host's own log."""
+    with server.log.open() as log:
+        log.seek(log_start)
+        found = re.findall(r"worker=target key_size=(\d+) \(num_tokens\) mode=TARGET_VERIFY raw_bs=(\d+)", log.read())
+    return Counter((int(size), int(requests)) for size, requests in found)
+
+
+def test_requests_get_what_they_get_alone(
+    server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
+) -> None:
+    """Fails where packed rows commit other tokens than each request alone, or where a size of graph is not replayed."""
+    log_start = server.log.stat().st_size
+
+    def sizes() -> set[int]:
+        return {size for size, requests in replays(server, log_start) if requests == 3}
+
+    answers = ask(server, prompts, 3, lambda: sizes() == {8, 16, 32}, max_new_tokens=SHORT)
+    assert_equal_tokens(answers, [first(one, SHORT) for one in off["plain"][:3]], prompts[:3])
+    assert sizes() == {8, 16, 32}, replays(server, log_start)
+    seen: Counter[int] = Counter()
+    for answer in answers:
+        histogram = answer.meta["spec_cap_lens_histogram"]
+        assert sum(histogram) == answer.steps
+        seen.update({rows: count for rows, count in enumerate(histogram) if count})
+    assert seen[1] and seen[BLOCK] and set(seen) - {1, BLOCK}, seen
+    print(f"rows: {dict(seen)}, {tau(answers):.2f} tokens per step")
+    assert tau(answers) > 1.5
+
+
+def test_retraction_and_the_end_of_the_context(
+    server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
+) -> None:
+    """Fails where slots behind a request's rows are used wrongly once they are given to another request."""
+    check_retraction(server, prompts, off)
+
+
+def test_grammars(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
+    """Fails where a row's grammar mask is not that of its chain."""
+    assert_equal_tokens(ask(server, prompts, 3, **REGEX), off["regex"], prompts[:3])
+
+
+def test_penalties(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
+    """Fails where a row's penalties are not those of its chain."""
+    limit = PENALTIES["min_new_tokens"]
+    answers = ask(server, prompts, 3, **PENALTIES, max_new_tokens=limit)
+    assert_equal_tokens(answers, [one.cut(limit) for one in off["penalties"]], prompts[:3])
+
+
+def test_logprobs(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
+    """Fails where logprobs are those of other rows."""
+    check_logprobs(server, prompts, off)
+
+
+@pytest.mark.parametrize("name", [graph_tape.OTHER_LENS, graph_tape.NEIGHBOURS])
+def test_a_planted_bug_is_found(
+    name: str, bug: Path, server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
+) -> None:
+    """Fails where the first test passes although the bug is there."""
+    check_finding(name, bug, server, prompts, off)
