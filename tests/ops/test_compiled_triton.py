@@ -39,7 +39,7 @@ types = {"choices": "*i64", "ids": "*i64", "out_ids": "*i64", "commit_lens": "*i
 types |= {"splits": "i32"}
 for splits in (0, 64):
     build(acceptance._accept_kernel, capability, types, WIDTH=16, MAX_SPLITS=splits, LANES=16)
-types = {"logits": "*fp32", "request_stride": "i32", "row_stride": "i32", "requests": "*i64", "rows": "*i64"}
+types = {"logits": "*fp32", "row_stride": "i32", "block_rows": "*i64", "block_lens": "*i64", "rows": "*i64"}
 types |= {"block_ids": "*i64", "seen": "*u8", "sums": "*fp32", "lens": "*i64", "frequency": "*fp32"}
 types |= {"presence": "*fp32", "repetition": "*fp32", "min_new_tokens": "*i64", "stop_ids": "*i64"}
 types |= {"num_stops": "i32", "vocab": "i32"}

@@ -240,9 +240,9 @@ class TestPlantedBugs:
         with fa3_rig.rig(Setup(16, graphs, draft_window=20)) as rig:
             lay_out = rig.worker._draft._window.lay_out
 
-            def lay_out_late(block, rows):
-                seen = lay_out(block, rows)
-                table = rig.draft.table_pool.req_to_token
+            def lay_out_late(block):
+                seen = lay_out(block)
+                table, rows = rig.draft.table_pool.req_to_token, block.req_pool_indices
                 table[rows] = table[rows].roll(-16, 1)
                 return seen - 16
 

@@ -21,11 +21,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from host.stand_ins import Batch, configured, make_req, one_rank
 from rehearsal.fa3_models import BLOCK, CONTEXT, GRAPH_SIZES, REQUESTS, VOCAB, AttentionModel, Graphs, Layer, Setup
 from sglang_dflash import ops
+from sglang_dflash.core.policy import SameRows
 from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.draft_input import DraftInput, reserve_lens
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.draft_window import DraftWindow
 from sglang_dflash.host.hooks import _row_headroom
+from sglang_dflash.host.rows import StepRows
 from sglang_dflash.host.worker import DFlashWorker, WorkerParts
 
 TARGET_LAYERS = (Layer(), Layer(left=20))
@@ -79,18 +81,19 @@ class Rig:
             model_runner=self.target.runner, device="cuda", forward_batch_generation=self._verify
         )
         sampler = SimpleNamespace(is_plain_greedy=lambda batch: True, commit=_nothing, grammar_tree=_nothing)
+        draft, kernels = self._make_draft_runner(), ops.TORCH_KERNELS
         return DFlashWorker(
             WorkerParts(
                 target_worker=target_worker,
                 block_size=BLOCK,
-                verified_rows=BLOCK,
                 mask_token_id=VOCAB - 1,
-                kernels=ops.TORCH_KERNELS,
+                kernels=kernels,
                 tp_sync=None,
-                draft=self._make_draft_runner(),
+                draft=draft,
                 sampler=sampler,
-                acceptor=Acceptor(sampler, ops.TORCH_KERNELS, None, None, one_rank=True),
+                acceptor=Acceptor(sampler, kernels, None, None, one_rank=True),
                 hidden_states=SimpleNamespace(put=_nothing),
+                rows=StepRows(BLOCK, SameRows(BLOCK), self.target.runner, draft, VOCAB - 1, kernels),
             )
         )
 
@@ -98,7 +101,9 @@ class Rig:
         runner = self.draft.runner
         runner.forward = self._propose
         ids = torch.zeros(max(GRAPH_SIZES), BLOCK - 1, dtype=torch.int64)
-        head = SimpleNamespace(captured_ids=ids, draft_ids=lambda hidden, block: ids[: len(hidden)])
+        head = SimpleNamespace(
+            captured_ids=ids, captured_log_probs=None, draft_ids=lambda hidden, block: ids[: len(hidden)]
+        )
         model = SimpleNamespace(block_size=BLOCK)
         bundle = SimpleNamespace(draft_worker=None, draft_model_runner=runner, draft_model=model)
         context_kv = SimpleNamespace(write=_nothing)
