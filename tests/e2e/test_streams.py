@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +124,23 @@ def started(flags: list[str], environment: dict[str, str], folder: Path, drafts:
     )
 
 
+def most(readings: Iterable[Channels]) -> Channels:
+    """The reading that most others equal."""
+    held = list(readings)
+    return max(held, key=held.count)
+
+
 @pytest.fixture(scope="module")
 def off(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], dict[str, Channels]]:
-    """The ids of `SAID`, and endpoint -> what a stream brings, with speculation off: one token at a time."""
+    """The ids of `SAID`, and endpoint -> what a stream brings, with speculation off: one token at a time.
+
+    On a busy machine SGLang sends several tokens as one, and its parsers may then miss a thought. So the commonest of
+    five readings counts.
+    """
     with started([], TINY_ENVIRONMENT, tmp_path_factory.mktemp("off"), []) as server:
         answer = server.client().post("/generate", {"text": "say it"}).json()
         assert answer["text"] == SAID
-        streams = {path: read_all(server, path, 1)[0] for path in requests_of(0, "")}
+        streams = {path: most(read_all(server, path, 1)[0] for _ in range(5)) for path in requests_of(0, "")}
     return answer["output_ids"], streams
 
 
