@@ -66,7 +66,7 @@ def test_the_host_s_rollout(rows: int, shift_label: bool, monkeypatch) -> None:
     with torch.inference_mode():
         expected = _of_the_host(model, rows)
         drafts = head.draft_ids(hidden, ids)
-        head(hidden, ids.flatten())
+        head(hidden, ids)
     assert torch.equal(drafts, expected) and torch.equal(head.captured_ids[:5], expected)
 
 

@@ -81,7 +81,7 @@ def test_a_quantised_head_drafts_through_its_method(with_weight: bool, monkeypat
     block_ids = torch.zeros(2, BLOCK_SIZE, dtype=torch.int64)
     expected = (hidden @ weight.T).view(2, BLOCK_SIZE, -1)[:, 1:].argmax(-1)
     assert torch.equal(head.draft_ids(hidden, block_ids), expected)
-    head(hidden, block_ids.flatten())
+    head(hidden, block_ids)
     assert torch.equal(head.captured_ids, expected) and head.compared_logits[0] == len(weight)
 
 

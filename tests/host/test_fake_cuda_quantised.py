@@ -98,6 +98,6 @@ def test_a_greedy_step_with_a_quantised_head(watch: Watch) -> None:
     with watch:
         head(
             torch.zeros(BATCH * BLOCK, HIDDEN, device="cuda"),
-            torch.zeros(BATCH * BLOCK, dtype=torch.int64, device="cuda"),
+            torch.zeros(BATCH, BLOCK, dtype=torch.int64, device="cuda"),
         )
     assert head.captured_ids.device.type == "cuda" and lm_head.calls == 2 and not watch.waits

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from sglang_dflash import ops
 from sglang_dflash.core.policy import Drafting
 from sglang_dflash.host import device_rows, rows
-from sglang_dflash.host.device_rows import DeviceRows
+from sglang_dflash.host.trimmed_rows import TrimmedRows
 from sglang_dflash.host.worker import DFlashWorker
 
 __all__ = ["watch"]  # a fixture
@@ -52,13 +52,13 @@ def worker_with(monkeypatch: pytest.MonkeyPatch, drafting: Drafting, sampler: An
     monkeypatch.setattr(rows, "StepClock", Silent)
     kernels = ops.choose_kernels("cuda", torch.float32)
     one = worker_of(table_of(), kernels, sampler)
-    one._target.sliding_window_size = None
+    monkeypatch.setattr(TrimmedRows, "made", False)
     policy = SimpleNamespace(
         weighs=True,
         draft=lambda names: drafting,
         offsets=lambda names, depths: np.zeros((len(names), depths), np.float32),
     )
-    one.rows = DeviceRows(BLOCK, policy, one._target, one._draft, VOCAB - 1, kernels)
+    one.rows = TrimmedRows(BLOCK, policy, one._target, one._draft, VOCAB - 1, kernels)
     one.rows._sizes, one.rows._slots = [10, SIZE], BATCH
     return one
 
@@ -87,7 +87,7 @@ def test_the_drafts_chances_can_be_captured(monkeypatch: pytest.MonkeyPatch, wat
     head.reserve(4)
     hidden = torch.zeros(BATCH * BLOCK, head._lm_head.weight.shape[1], device="cuda")
     with watch:
-        head(hidden, torch.zeros(BATCH * BLOCK, dtype=torch.int64, device="cuda"))
+        head(hidden, torch.zeros(BATCH, BLOCK, dtype=torch.int64, device="cuda"))
     assert not watch.waits
     assert head.captured_log_probs.shape == (4, BLOCK - 1)
 

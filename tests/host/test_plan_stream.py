@@ -139,7 +139,7 @@ class Step:
         if with_stream:
             kernels, models = ops.TORCH_KERNELS, (self.worker._target, self.worker._draft)
             self.worker.rows = BesideRows(BLOCK, SameRows(BLOCK), *models, VOCAB - 1, kernels)
-            self.worker.rows.prepare = self.worker._prepare_verify
+            self.worker.rows.use_graphs(self.worker._prepare_verify)
             self.worker.rows._stream = self.stream = PlanStream("cuda")
         self.metadata = torch.zeros(BATCH, dtype=torch.int64)
         self.prepared_on: list[Stream] = []

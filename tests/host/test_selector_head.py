@@ -138,7 +138,7 @@ def test_captured_ids(alone: None) -> None:
     hidden, block_ids = _block(batch=2)
     head.reserve(3)
     with torch.inference_mode():
-        head(hidden, block_ids.flatten())
+        head(hidden, block_ids)
         assert torch.equal(head.captured_ids[:2], head.draft_ids(hidden, block_ids))
 
 

@@ -134,7 +134,7 @@ def test_an_exchange_is_bounded_and_in_place() -> None:
     short.take_up()
     assert (short.weight.data_ptr(), short.ids.data_ptr()) == places
     hidden, block_ids = _random(2 * BLOCK, HIDDEN), torch.zeros(2, BLOCK, dtype=torch.int64)
-    head(hidden, block_ids.flatten())
+    head(hidden, block_ids)
     assert torch.equal(head.captured_ids, head.draft_ids(hidden, block_ids)) and head.compared_logits[0] == FEW
 
 

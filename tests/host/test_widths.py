@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_dflash.host import widths
 
@@ -26,6 +30,7 @@ def _unset(monkeypatch):
         (None, "cuda", "full"),
         ("full", "cuda", "full"),
         ("auto", "cuda", "auto"),
+        ("4", "cuda", 4),
         (None, "npu", "full"),
     ],
 )
@@ -35,7 +40,7 @@ def test_what_is_asked(monkeypatch, value, device, asked):
         monkeypatch.setenv(widths.WIDTH, value)
     widths.check(device, 8)
     assert widths.asked(device) == asked
-    assert widths.trims_on_device(device) == (device == "cuda" and asked == "auto")
+    assert widths.on_graphs(device) == (device == "cuda")
 
 
 def test_the_old_name_is_said(monkeypatch, caplog):
@@ -49,9 +54,55 @@ def test_simulated_acceptance_has_whole_blocks(monkeypatch):
     """Fails where a mean commit_len of 4 would be drawn in blocks of 2."""
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "4")
     assert widths.asked("cpu") == "full"
+    widths.check_server(config_of(device="cpu"), None)
     monkeypatch.setenv(widths.WIDTH, "2")
-    with pytest.raises(ValueError, match="SGLANG_SIMULATE_ACC_LEN unset"):
-        widths.check("cpu", 8)
+    with pytest.raises(ValueError, match="SGLANG_DFLASH_WIDTH=2 needs SGLANG_SIMULATE_ACC_LEN unset"):
+        widths.check_server(config_of(device="cpu"), None)
+
+
+def config_of(**changed: Any) -> SimpleNamespace:
+    fields = {"enable_deterministic_inference": False, "enable_lora": False, "lora_paths": None, "device": "cuda"}
+    decode = SimpleNamespace(backend=changed.pop("decode_graphs", Backend.FULL))
+    fields |= {"cuda_graph_config": SimpleNamespace(decode=decode), "speculative_num_draft_tokens": 8}
+    fields |= {f"linear_attn_{name}backend": None for name in ("", "decode_", "verify_")}
+    return SimpleNamespace(**(fields | changed))
+
+
+@pytest.mark.parametrize("value", ["auto", "4"])
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, None),
+        ({"device": "cpu", "enable_lora": True}, None),
+        ({"device": "npu"}, "--device cuda or cpu, not npu"),
+        ({"enable_deterministic_inference": True}, "without --enable-deterministic-inference"),
+        ({"enable_lora": True}, "without --enable-lora"),
+        ({"decode_graphs": Backend.DISABLED}, "CUDA graphs of decode steps"),
+        ({"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM=0"),
+        ({"recurrent": "mamba"}, "gated delta nets"),
+        ({"recurrent": "gdn"}, None),
+        ({"recurrent": "gdn", "linear_attn_backend": "flashinfer"}, "--linear-attn-backend triton, not flashinfer"),
+        ({"recurrent": "gdn", "linear_attn_verify_backend": "cutedsl"}, "triton, not cutedsl"),
+    ],
+)
+def test_what_other_rows_cannot_have_is_refused(monkeypatch, value, changed, words):
+    """Fails where a server would start with rows that it cannot honour, or refuses one that did not ask."""
+    for name in [name for name in changed if name.isupper()]:
+        monkeypatch.setenv(name, changed[name])
+    recurrent = changed.get("recurrent")
+    monkeypatch.setattr(widths, "mambaish_config", lambda target: recurrent)
+    monkeypatch.setattr(widths, "hybrid_gdn_config", lambda target: recurrent if recurrent == "gdn" else None)
+    names = {*vars(config_of()), "decode_graphs"}
+    config = config_of(**{name: own for name, own in changed.items() if name in names})
+    for whole in ("full", "8"):
+        monkeypatch.setenv(widths.WIDTH, whole)
+        widths.check_server(config, None)
+    monkeypatch.setenv(widths.WIDTH, value)
+    if words is None:
+        widths.check_server(config, None)
+    else:
+        with pytest.raises(ValueError, match=f"SGLANG_DFLASH_WIDTH={value} needs.*{words}.*Use full"):
+            widths.check_server(config, None)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +111,6 @@ def test_simulated_acceptance_has_whole_blocks(monkeypatch):
         (widths.WIDTH, "9", "cpu", "'9'; allowed: auto, full, or a number from 1 to 8"),
         (widths.WIDTH, "0", "cpu", "'0'; allowed: auto, full, or a number from 1 to 8"),
         (widths.WIDTH, "wide", "cpu", "'wide'; allowed: auto, full, or a number from 1 to 8"),
-        (widths.WIDTH, "4", "cuda", "SGLANG_DFLASH_WIDTH=4 needs --device cpu, not cuda"),
-        (widths.WIDTH, "4", "cuda", "because an accelerator.*Use full, or auto"),
-        (widths.WIDTH, "auto", "npu", "needs --device cpu, not npu, because an accelerator"),
         ("SGLANG_DFLASH_TURN_MS", "0", "cpu", "SGLANG_DFLASH_TURN_MS is '0', but it is gone: each"),
         ("SGLANG_DFLASH_TREE", "8", "cuda", "SGLANG_DFLASH_TREE is '8', but it is gone: the rows"),
         ("SGLANG_DFLASH_COPY", "1", "cpu", "SGLANG_DFLASH_COPY is '1', but it is gone: nothing"),

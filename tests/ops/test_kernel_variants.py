@@ -67,7 +67,7 @@ def step(batch: int, width: int, logits: torch.Tensor, table: torch.Tensor, plac
             emitted.append(row, row, committed, place(batch, torch.int32), 9, params)
 
 
-@pytest.mark.parametrize("width", [2, 7, 16])
+@pytest.mark.parametrize("width", [1, 2, 7, 16])
 def test_a_step_meets_only_what_was_warmed_up(width, monkeypatch):
     """Fails where the kernel of a batch of 1 to 256 requests has another variant than the warm-up's."""
     table = torch.zeros((300, 4096), dtype=torch.int32)

@@ -43,7 +43,8 @@ class Policy(Protocol):
     """Who chooses the rows of a step.
 
     Where the host reads what the draft computed, `verify` chooses the rows. On CUDA the host reads it some steps later;
-    the step then verifies the likeliest rows, as many as `draft` has said. `see_*` and `learn` may come late.
+    the step then verifies all rows, or the likeliest ones, as many as `draft` has said. `see_*` and `learn` may come
+    late.
     """
 
     weighs: bool

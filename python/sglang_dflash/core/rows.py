@@ -100,7 +100,7 @@ class RowPolicy:
             size_of: see `StepTimes`.
         """
         halves = [max(2, block_size // part) for part in (1, 2, 4)]
-        self._block_size, self._widths = block_size, list(widths or dict.fromkeys(halves))
+        self._block_size, self.widths = block_size, list(widths or dict.fromkeys(halves))
         self._together, self._trims, self._settings = together, trims, settings or RowSettings()
         self._draft_times, self._rest_times = StepTimes(), StepTimes(size_of)
         self._calibration = Calibration(block_size - 1)
@@ -154,7 +154,7 @@ class RowPolicy:
         whole_rate = (batch + float(survival.sum())) / self._seconds(whole)
         plain_rate = batch / self._seconds(plain)
         best, rate = (whole, whole_rate) if whole_rate > plain_rate else (plain, plain_rate)
-        for width in self._widths:
+        for width in self.widths:
             before: list[int] = []
             for _ in range(2):  # the second time at the price of the best so far
                 chosen = self._worth_drafting(survival[:, : width - 1], width, rate)
@@ -182,7 +182,7 @@ class RowPolicy:
 
     def _untimed(self, survival: np.ndarray, best_rate: float) -> Drafting | None:
         """The narrowest width that was not timed with so many requests, and might be the fastest."""
-        for width in reversed(self._widths):
+        for width in reversed(self.widths):
             if not self._rest_times.knows(self._batch * width):
                 drafting = self._of(width, list(range(self._batch)))
                 tokens = self._batch + float(survival[:, : width - 1].sum())
@@ -249,9 +249,9 @@ class RowPolicy:
 
     def _probe_all(self, decided: Drafting) -> Drafting:
         """The widest block for everybody, now and then, where nothing else would show what it brings."""
-        if decided.width == self._widths[0]:
+        if decided.width == self.widths[0]:
             return decided
-        wide = self._of(self._widths[0], list(range(self._batch)))
+        wide = self._of(self.widths[0], list(range(self._batch)))
         if self._trims:
             wide = wide._replace(rows=decided.rows)
         step_s = self._seconds(decided)

@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file
 from sglang_dflash import __version__, ops
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.core.mask_embedding import MASK_EMBEDDING_FILE, read_mask_embedding
-from sglang_dflash.host import capture, device_rows, recurrent_state, short_head, simulated, widths
+from sglang_dflash.host import capture, recurrent_state, short_head, simulated, widths
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_dflash.host.features import refuse_features
 from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
@@ -87,13 +87,12 @@ def check(server_args: Any, previous: Any) -> None:
         if simulated.simulates():
             simulated.check(block_size, cfg.tp_size)
         widths.check(cfg.device, block_size)
-        device_rows.check(cfg, target)
         short_head.asked(target.vocab_size)
         recurrent_state.check(cfg, target, block_size, cpu_platform_in_use())
         declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
         previous(server_args)
         _check_sinks(cfg, draft)
-        device_rows.check_backends(cfg)
+        widths.check_server(resolving_view(server_args), target)
     except ValueError as error:
         raise SystemExit(f"{CANNOT_START}{error}") from None
     cfg = resolving_view(server_args)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host.plan_stream import PlanStream
-from sglang_dflash.host.protocols import ForwardBatch, ScheduleBatch
-from sglang_dflash.host.rows import Proposed, StepRows
+from sglang_dflash.host.protocols import ScheduleBatch
+from sglang_dflash.host.rows import Prepare, Proposed, StepRows
 
 
 class BesideRows(StepRows):
@@ -18,12 +15,14 @@ class BesideRows(StepRows):
     graph runner copies ids and positions once more at replay.
     """
 
-    prepare: Callable[[VerifyPlan, ScheduleBatch, Any], ForwardBatch] | None = None
-    """Gives the target's forward batch over rows, from the host's KV plan. None: the forward prepares itself."""
+    _prepare: Prepare | None = None
     _stream: PlanStream | None = None
 
+    def use_graphs(self, prepare: Prepare) -> None:
+        self._prepare = prepare
+
     def propose(self, batch: ScheduleBatch) -> Proposed:
-        if self.prepare is None or self._target.decode_cuda_graph_runner is None:
+        if self._prepare is None or self._target.decode_cuda_graph_runner is None:
             return super().propose(batch)
         if self._stream is None:
             self._stream = PlanStream(self._target.device)
@@ -34,7 +33,7 @@ class BesideRows(StepRows):
         draft_ids, _ = self._propose_all(block, kv_plan, batch)
         plan = VerifyPlan.of(block, block.ids)
         with self._stream.work():
-            forward_batch = self.prepare(plan, batch, kv_plan)
+            forward_batch = self._prepare(plan, batch, kv_plan)
         self._stream.join()
         plan.chains()[:, 1:].copy_(draft_ids)
         return Proposed(plan, kv_plan, forward_batch)

@@ -30,6 +30,8 @@ from sglang_dflash.host.sampling import RowSampler
 from sglang_dflash.host.sharded_logits import ShardedLogits
 from sglang_dflash.host.shared_policy import SharedPolicy
 from sglang_dflash.host.short_head import special_ids
+from sglang_dflash.host.trimmed_rows import TrimmedRows, can_trim
+from sglang_dflash.host.width_graphs import WidthGraphs
 from sglang_dflash.host.worker import DFlashWorker, WorkerParts
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ def build_worker(server_args: Any, gpu_id: int, nccl_port: int, target_worker: A
         sampler=sampler,
         acceptor=Acceptor(sampler, kernels, tp_sync, sharded_logits, one_rank),
         hidden_states=ReturnedHiddenStates(target.model),
-        rows=_rows(target, block_size, draft, draft_config.mask_token_id, kernels),
+        rows=_rows(target, cfg, block_size, draft, draft_config.mask_token_id, kernels),
         recurrent_state=RecurrentState.of(target_worker),
         sharded_logits=sharded_logits,
     )
@@ -69,20 +71,30 @@ def build_worker(server_args: Any, gpu_id: int, nccl_port: int, target_worker: A
 
 
 def _rows(
-    target: ModelRunner, block_size: int, draft: DraftRunner, mask_token_id: int, kernels: ops.Kernels
+    target: ModelRunner, cfg: Any, block_size: int, draft: DraftRunner, mask_token_id: int, kernels: ops.Kernels
 ) -> StepRows:
-    """Who chooses the rows of a step, as the variable and the device ask."""
+    """Who chooses the rows of a step, as the variable and the device ask. cfg: see `can_trim`."""
     asked, parts = widths.asked(target.device), (target, draft, mask_token_id, kernels)
-    if widths.trims_on_device(target.device):
-        policy = RowPolicy(block_size, [block_size], together=True, size_of=lambda rows: chosen.size_for(rows))
-        chosen = DeviceRows(block_size, policy, *parts, RowReport)
-        logger.info("Steps verify the likeliest rows, as many as pay; %s=full verifies whole blocks.", widths.WIDTH)
-        return chosen
-    if asked == widths.FULL:
+    on_graphs = widths.on_graphs(target.device)
+    if asked in (widths.FULL, block_size):
         kind = BesideRows if PlanStream.wanted(target.device) else StepRows
         return kind(block_size, SameRows(block_size), *parts)
     if asked != widths.AUTO:
-        return StepRows(block_size, SameRows(int(asked)), *parts)
+        rows = StepRows(block_size, SameRows(int(asked)), *parts)
+        rows.graphs = WidthGraphs(target, draft, [int(asked)]) if on_graphs else None
+        return rows
+    if on_graphs and can_trim(cfg, target):
+        policy = RowPolicy(block_size, [block_size], together=True, size_of=lambda rows: trimmed.size_for(rows))
+        trimmed = TrimmedRows(block_size, policy, *parts, RowReport)
+        logger.info("Steps verify the likeliest rows, as many as pay; %s=full verifies whole blocks.", widths.WIDTH)
+        return trimmed
+    own = RowPolicy(block_size, together=on_graphs, trims=not on_graphs)
+    group = get_parallel().tp_group
+    shared = own if group.world_size == 1 else SharedPolicy(own, group)
+    if on_graphs:
+        logger.info("Steps have the width that pays; %s=full verifies whole blocks.", widths.WIDTH)
+        rows = DeviceRows(block_size, shared, *parts, RowReport)
+        rows.graphs = WidthGraphs(target, draft, [*own.widths, 1])
+        return rows
     logger.info("Steps verify the rows that pay, request by request; %s=full verifies whole blocks.", widths.WIDTH)
-    group, policy = get_parallel().tp_group, RowPolicy(block_size)
-    return StepRows(block_size, policy if group.world_size == 1 else SharedPolicy(policy, group), *parts, RowReport)
+    return StepRows(block_size, shared, *parts, RowReport)

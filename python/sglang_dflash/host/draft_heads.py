@@ -146,15 +146,15 @@ class DraftHead:
         if self.captured_log_probs is not None:
             self.captured_log_probs = torch.empty(shape, device=self._device)
 
-    def __call__(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> None:
-        """Called while the host captures the draft's graph."""
-        block_ids = input_ids.view(-1, self._block_size)
+    def __call__(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> None:
+        """Called while the host captures the draft's graph. hidden: [B * W, H]; block_ids: [B, W]."""
+        batch, width = block_ids.shape
         if self.captured_log_probs is None:
-            self.captured_ids[: len(block_ids)].copy_(self.draft_ids(hidden, block_ids))
+            self.captured_ids[:batch, : width - 1].copy_(self.draft_ids(hidden, block_ids))
             return
         drafts = self.weighed(hidden, block_ids)
-        self.captured_ids[: len(block_ids)].copy_(drafts.ids)
-        self.captured_log_probs[: len(block_ids)].copy_(drafts.log_probs)
+        self.captured_ids[:batch, : width - 1].copy_(drafts.ids)
+        self.captured_log_probs[:batch, : width - 1].copy_(drafts.log_probs)
 
 
 class SelectorHead(DraftHead):

@@ -24,7 +24,6 @@ from sglang.srt.speculative.draft_worker_common import (
     DraftWorkerBundle,
     build_draft_tp_worker,
     make_draft_block_spec_info,
-    make_draft_sampler_capture_hook,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
@@ -171,14 +170,24 @@ class DraftRunner:
         capture = graphs.decode.backend != Backend.DISABLED
         if capture and current_platform.is_out_of_tree():
             capture = current_platform.capabilities.graph_capture
-        if capture and self._free_memory_gb() < MIN_GRAPH_MEMORY_GB:
+        if capture and self.free_memory_gb() < MIN_GRAPH_MEMORY_GB:
             logger.warning("The draft runs without CUDA graphs: less than %.0f GB are free.", MIN_GRAPH_MEMORY_GB)
             capture = False
         if capture:
             self._head.reserve(max(graphs.decode.bs))
-            self.runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(self._head))
+            self.runner.capture_tail_hooks.append(self._capture_head)
         with draft_pp_context(), own_input_buffers(PlanStream.wanted(self.runner.device)):
             self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
+
+    def _capture_head(self, runner: Any, out: Any, forward_batch: ForwardBatch, num_rows: int) -> None:
+        """The host calls it at the end of each forward that it captures."""
+        self._head(out.hidden_states, forward_batch.input_ids.view(forward_batch.batch_size, -1))
+
+    def capture_graphs_of(self, width: int, capture: Callable[[ModelRunner], None]) -> None:
+        """Lets `capture` make graphs for W rows a request."""
+        self.model.set_block_size(width)
+        with draft_pp_context():
+            capture(self.runner)
 
     def warm_up(self) -> None:
         """Compiles the write of context KV, by a row in slot 0, which no request owns."""
@@ -192,7 +201,7 @@ class DraftRunner:
         """Columns and dtype of the logits whose argmax the head takes."""
         return self._head.compared_logits
 
-    def _free_memory_gb(self) -> float:
+    def free_memory_gb(self) -> float:
         """The lowest value of all ranks, because either all of them capture or none."""
         return self._tp_sync.available_memory_gb(
             SpecTpSyncSite.DFLASH_MEM, self.runner.device, self.runner.gpu_id, group=get_parallel().tp_group
@@ -222,10 +231,10 @@ class DraftRunner:
             `weigh_drafts`, else None.
         """
         out = self._forward(block, kv_plan, *kv_lens, can_run_graph)
-        head, count = self._head, len(block.ids)
-        log_probs = head.captured_log_probs
+        head, log_probs = self._head, self._head.captured_log_probs
         if out.can_run_graph:
-            return head.captured_ids[:count], None if log_probs is None else log_probs[:count]
+            drafts = slice(len(block.ids)), slice(block.width - 1)
+            return head.captured_ids[drafts], None if log_probs is None else log_probs[drafts]
         with torch.inference_mode():
             hidden = out.logits_output.hidden_states
             return (head.draft_ids(hidden, block.ids), None) if log_probs is None else head.weighed(hidden, block.ids)

@@ -44,7 +44,6 @@ def worker_hooks() -> list[Hook]:
     from sglang_dflash.host import (
         block_results,
         capture,
-        device_rows,
         features,
         ragged,
         requests,
@@ -52,11 +51,12 @@ def worker_hooks() -> list[Hook]:
         sampler,
         sessions,
         streamed_text,
+        trimmed_rows,
         weights,
     )
 
     modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
-    modules += [ragged, row_report, device_rows, streamed_text]
+    modules += [ragged, row_report, streamed_text, trimmed_rows]
     return [ours for module in modules for ours in hooks_of(module).values()]
 
 

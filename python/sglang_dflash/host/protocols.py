@@ -119,6 +119,7 @@ class ModelRunner(Protocol):
     """SGLang's `ModelRunner`, of the target or of the draft."""
 
     device: str
+    gpu_id: int
     dtype: torch.dtype
     model: Any
     model_config: Any
@@ -131,3 +132,8 @@ class ModelRunner(Protocol):
     max_running_requests: int
     sampling_prewarm_result: Any
     sliding_window_size: int | None
+    graph_memory_usage: Any
+    graph_time_usage: Any
+
+    def _get_attention_backend(self, init_new_workspace: bool = False) -> Any: ...
+    def init_decode_cuda_graph(self) -> None: ...

@@ -19,6 +19,9 @@ from sglang_dflash.host.draft_input import known_kv_lens
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.protocols import ForwardBatch, ModelRunner, ScheduleBatch
 from sglang_dflash.host.row_report import RowReport
+from sglang_dflash.host.width_graphs import WidthGraphs
+
+Prepare = Callable[[VerifyPlan, ScheduleBatch, Any], ForwardBatch]
 
 
 class Proposed(NamedTuple):
@@ -42,7 +45,12 @@ class Timed(NamedTuple):
 
 
 class StepRows:
-    """The rows of a step. A policy that weighs needs a device whose values the host may read at once: a CPU."""
+    """The rows of a step. A policy that weighs needs a device whose values the host may read at once: a CPU.
+
+    graphs: of the widths that steps have; None: the host's own serve all steps.
+    """
+
+    graphs: WidthGraphs | None = None
 
     def __init__(
         self,
@@ -66,9 +74,25 @@ class StepRows:
             draft.weigh_drafts()
         self._weighed: tuple[np.ndarray, np.ndarray] | None = None  # survival and lens of this step's blocks
 
+    @property
+    def widths(self) -> list[int]:
+        """W of all steps."""
+        return [self._block_size] if self.graphs is None else self.graphs.widths
+
+    def use_graphs(self, prepare: Prepare) -> None:
+        """To be called when the host has captured the graphs of width K. prepare: gives the target's forward batch over
+        rows, from the host's KV plan."""
+        if self.graphs is not None:
+            self.graphs.capture()
+
+    def warm_up(self) -> None:
+        """Compiles what a first step would otherwise wait for."""
+
     def interrupt(self) -> None:
-        """Something other than a decode step runs."""
+        """Something other than a decode step runs. Graphs of prefills are made over the host's own attention."""
         self._clock.interrupt()
+        if self.graphs is not None:
+            self.graphs.use(self._block_size)
 
     def propose(self, batch: ScheduleBatch) -> Proposed:
         """Runs the draft where it pays."""
@@ -90,6 +114,8 @@ class StepRows:
                 self.policy.see_rest(timed.verified, rest_s)
         self._names, self._weighed = [req.rid for req in batch.reqs], None
         self._drafting = self.policy.draft(self._names)
+        if self.graphs is not None:
+            self.graphs.use(self._drafting.width)
 
     def _draft_block(self, block: Block, kv_plan: Any, batch: ScheduleBatch) -> VerifyPlan:
         drafted = self._drafting.requests

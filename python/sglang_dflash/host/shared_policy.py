@@ -14,7 +14,8 @@ from sglang_dflash.core.policy import Drafting, Policy, Step
 class SharedPolicy:
     """A `Policy` that asks another one on the first rank alone, and sends its answers to the others.
 
-    All ranks call it with the same requests. A step takes one exchange, or three if anything is drafted.
+    All ranks call it with the same requests. A step takes one exchange; one that drafts anything takes two on CUDA and
+    three on a CPU.
     """
 
     def __init__(self, policy: Policy, group: Any) -> None:
@@ -25,7 +26,7 @@ class SharedPolicy:
 
     def _shared(self, values: torch.Tensor) -> torch.Tensor:
         """The first rank's values; of the same shape and dtype on all ranks."""
-        self._group.broadcast(values, src=0)
+        torch.distributed.broadcast(values, src=self._group.ranks[0], group=self._group.cpu_group)
         return values
 
     def draft(self, names: Sequence[str]) -> Drafting:

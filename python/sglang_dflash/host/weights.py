@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from sglang_dflash.core.draft_config import ARCHITECTURES
 from sglang_dflash.host.hooking import AROUND, hook, serves_dflash
+from sglang_dflash.host.widths import WIDTH
 
 
 class WatchedRunner:
@@ -103,7 +104,14 @@ def _update_from_disk(original: Any, manager: Any, request: Any) -> Any:
             f"{request.model_path} holds a DFlash draft, and updates from disk are for the target: begin a weight "
             "update with selector 'draft' and send the draft's tensors."
         )
+    elif request.recapture_cuda_graph and _has_widths(manager.draft_worker):
+        message = f"recapture_cuda_graph is true; {WIDTH}=auto or a number needs false, because each width has graphs."
     return UpdateWeightFromDiskReqOutput(success=False, message=message) if message else original(manager, request)
+
+
+def _has_widths(worker: Any) -> bool:
+    rows = getattr(worker, "rows", None)  # SGLang's own worker has none
+    return rows is not None and rows.graphs is not None
 
 
 def _holds_draft(path: str) -> bool:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
+
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.environ import envs
+from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_dflash.host import simulated
 
@@ -20,14 +25,19 @@ GONE = {
 
 def asked(device: str) -> str | int:
     """`auto`, `full`, or the number of rows of every request; without the variable, the device's default."""
-    value = os.environ.get(WIDTH) or (AUTO if _why_full(device) is None and device == "cpu" else FULL)
+    value = os.environ.get(WIDTH) or (AUTO if device == "cpu" and not simulated.simulates() else FULL)
     if value == "adaptive":  # its name in earlier versions
         return AUTO
     return int(value) if value.isascii() and value.isdigit() else value
 
 
+def on_graphs(device: str) -> bool:
+    """Whether a step's forwards replay graphs, each of which is of one width."""
+    return device == "cuda"
+
+
 def check(device: str, block_size: int) -> None:
-    """Raises ValueError if a variable has no allowed value, or asks for what this server does not serve."""
+    """Raises ValueError if a variable has no allowed value."""
     for variable, now in GONE.items():
         if variable in os.environ:
             raise ValueError(f"{variable} is {os.environ[variable]!r}, but it is gone: {now}. Unset it.")
@@ -37,23 +47,49 @@ def check(device: str, block_size: int) -> None:
         raise ValueError(
             f"{WIDTH} is {os.environ[WIDTH]!r}; allowed: {AUTO}, {FULL}, or a number from 1 to {block_size}."
         )
-    reason = _why_full(device)
-    if value != FULL and reason is not None and not trims_on_device(device):
-        others = f"Use {FULL}, or {AUTO}." if device == "cuda" else f"Use {FULL}."
-        raise ValueError(f"{WIDTH}={os.environ[WIDTH]} needs {reason}. {others}")
     if os.environ.get(WIDTH) == "adaptive":
         logger.warning("%s=adaptive is called %s now.", WIDTH, AUTO)
 
 
-def trims_on_device(device: str) -> bool:
-    """Whether steps on CUDA verify the likeliest rows of all blocks."""
-    return device == "cuda" and asked(device) == AUTO
+def check_server(cfg: Any, target: Any) -> None:
+    """Refuses other rows than whole blocks where the server cannot verify them.
+
+    Args:
+        cfg: the host's view of the server arguments, with the backends that it has chosen.
+        target: the host's `ModelConfig`.
+
+    Raises:
+        ValueError: one sentence that names the value, the variable and what is needed.
+    """
+    reason = _why_full(cfg, target)
+    if asked(cfg.device) not in (FULL, cfg.speculative_num_draft_tokens) and reason is not None:
+        raise ValueError(f"{WIDTH}={os.environ[WIDTH]} needs {reason}. Use {FULL}.")
 
 
-def _why_full(device: str) -> str | None:
-    """What other rows than whole blocks need and this server lacks, and why; None if it lacks nothing."""
-    if device != "cpu":
-        return f"--device cpu, not {device}, because an accelerator's graphs are captured for whole blocks"
+WITH_GRAPHS = "CUDA graphs of decode steps, because each width has its own"
+
+
+def _why_full(cfg: Any, target: Any) -> str | None:
     if simulated.simulates():
         return f"{simulated.VARIABLE} unset, because it draws commit lengths for whole blocks"
+    if cfg.device == "cpu":
+        return None
+    if cfg.device != "cuda":
+        return f"--device cuda or cpu, not {cfg.device}, because its graphs were never captured for other rows"
+    if cfg.cuda_graph_config.decode.backend == Backend.DISABLED:
+        return WITH_GRAPHS
+    if cfg.enable_deterministic_inference:
+        return "a server without --enable-deterministic-inference, because the two have never been run together"
+    if cfg.enable_lora or cfg.lora_paths:
+        return "a server without --enable-lora, because SGLang lays adapters out for whole blocks"
+    if envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
+        return "SGLANG_ENABLE_OVERLAP_PLAN_STREAM=0, because it prepares whole blocks"
+    if mambaish_config(target) is None:
+        return None
+    if hybrid_gdn_config(target) is None:
+        return "a target whose recurrent layers, if any, are gated delta nets, because no others were ever run so"
+    decode = cfg.linear_attn_decode_backend or cfg.linear_attn_backend
+    others = {decode, cfg.linear_attn_verify_backend} - {None, "triton"}
+    if others:
+        return f"--linear-attn-backend triton, not {', '.join(sorted(others))}, because only there a test has run"
     return None

@@ -21,8 +21,6 @@ from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
 from sglang_dflash.host import page_tables, waiting
 from sglang_dflash.host.acceptance import Acceptor
-from sglang_dflash.host.beside_rows import BesideRows
-from sglang_dflash.host.device_rows import DeviceRows
 from sglang_dflash.host.draft_input import DraftInput, bounded_kv_lens, upload
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
@@ -130,10 +128,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         self._draft.init_graphs()
-        if isinstance(self.rows, DeviceRows):
-            self.rows.use_graphs()
-        if isinstance(self.rows, BesideRows):
-            self.rows.prepare = self._prepare_verify
+        self.rows.use_graphs(self._prepare_verify)
 
     def prewarm_sampling(self) -> SamplingPrewarmResult:
         """Compiles the step's kernels and measures sampling, while no request waits for it or can run out of memory."""
@@ -142,10 +137,10 @@ class DFlashWorker(BaseSpecWorker):
             return super().prewarm_sampling()
         verified = vocab_size if self._sharded_logits is None else self._sharded_logits.span
         compared = {(verified, torch.float32), self._draft.compared_logits}
-        ops.warm_up(self.block_size, compared, vocab_size, table, self._mask_token_id)
+        for width in self.rows.widths:
+            ops.warm_up(width, compared, vocab_size, table, self._mask_token_id)
         self._draft.warm_up()
-        if isinstance(self.rows, DeviceRows):
-            self.rows.warm_up()
+        self.rows.warm_up()
         most = self._target.max_running_requests
         seeded = get_exec().deterministic.enable_deterministic_inference
         result = measure_sampling(

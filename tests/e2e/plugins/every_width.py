@@ -1,12 +1,14 @@
 """A plugin of SGLang that makes our worker verify rows at random, whatever they bring: answers must not change.
 
-Requests are left out of drafts at random, blocks have any width, and of each block any number of rows is verified.
+Requests are left out of drafts at random, blocks have any width, and of each block any number of rows is verified. A
+request whose id is `plain-N-...` runs alone instead: N plain steps, then whole blocks.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,18 +22,30 @@ class RandomRows:
 
     weighs = True
 
-    def __init__(self, block_size: int, chance: random.Random) -> None:
+    def __init__(self, block_size: int, chance: random.Random, together: bool = False) -> None:
+        """together: all requests of a step are drafted, or none, and blocks have one of the widths that graphs have."""
+        self.together, self.widths = together, [block_size, block_size // 2, block_size // 4]
         self.block_size, self.chance, self.given = block_size, chance, itertools.count()
         self.drafting = Drafting(1, [], 0)
         self.lens: np.ndarray = np.empty(0, dtype=int)
         self.learned: list[Step] = []
+        self.plain: Counter[str] = Counter()  # steps of requests that begin with plain ones
+        self.whole = False
 
     def draft(self, names: Sequence[str]) -> Drafting:
+        self.whole = len(names) == 1 and names[0].startswith("plain-")
+        if self.whole:
+            self.plain.update(names)
+            plain = self.plain[names[0]] <= int(names[0].split("-")[1])
+            self.drafting = Drafting(1, [], 1) if plain else Drafting(self.block_size, [0], self.block_size)
+            return self.drafting
         chance, everyone = self.chance, list(range(len(names)))
         some = everyone if chance.random() < 0.6 else sorted(chance.sample(everyone, chance.randint(1, len(everyone))))
         width = chance.choice(
             [1, self.block_size, self.block_size, self.block_size, chance.randint(2, self.block_size)]
         )
+        if self.together:
+            some, width = everyone, chance.choice([*self.widths, 1])
         drafted = some if width > 1 else []
         # The number of rows is for devices that choose the rows themselves.
         rows = chance.randint(len(names), len(names) + len(drafted) * (width - 1))
@@ -44,7 +58,7 @@ class RandomRows:
     def verify(self, survival: np.ndarray) -> np.ndarray:
         requests, width = len(self.drafting.requests), self.drafting.width
         assert survival.shape == (requests, width - 1) and (np.diff(survival) <= 0).all()
-        share = self.chance.random()
+        share = 0.0 if self.whole else self.chance.random()
         if share < 0.3:
             self.lens = np.full(requests, width)
         elif share < 0.5:
@@ -77,4 +91,8 @@ def _use(*_: Any) -> None:
 
     # Each rank would choose other rows, if they did not follow the first.
     chance = random.Random(20261123 + get_parallel().tp_rank)
-    build.RowPolicy = lambda block_size, *_, **__: RandomRows(block_size, chance)  # type: ignore[assignment]
+
+    def policy(block_size: int, widths: Any = None, together: bool = False, **_: Any) -> RandomRows:
+        return RandomRows(block_size, chance, together)
+
+    build.RowPolicy = policy  # type: ignore[assignment,misc]

@@ -1,6 +1,7 @@
 """A plugin of SGLang for tests: our CPU platform offers SGLang's own graph runner, with tapes in the place of graphs.
 
-The file that `GRAPH_TAPE_BUG` names holds the name of a bug for the moment, or nothing.
+The file that `GRAPH_TAPE_BUG` names holds the name of a bug for the moment, or nothing. With `GRAPH_TAPE_WIDTHS`,
+graphs of all widths are made in the place of those of packed rows.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ REBOUND_IDS = "a rebound buffer of ids"
 LIVE_PADDING = "padding that writes a live slot"
 OTHER_LENS = "rows are laid out for the lengths of the capture"
 NEIGHBOURS = "the rows of the next request"
+OTHER_WIDTH = "attention is prepared for the width before"
+WIDTHS = "GRAPH_TAPE_WIDTHS"
 
 
 def activate() -> None:
     """Entry point."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_dflash.host import device_rows, widths
+    from sglang_dflash.host import trimmed_rows, widths
     from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
 
-    widths.trims_on_device = lambda device: os.environ.get(widths.WIDTH) == "auto"
-    device_rows.BACKENDS = {ATTENTION_BACKEND}
+    widths.on_graphs = lambda device: True
+    trimmed_rows.BACKENDS = set() if WIDTHS in os.environ else {ATTENTION_BACKEND}
     setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
     HookRegistry.register(f"{setup}.capture_decode_graph", _capture, HookType.REPLACE)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tp_model_worker", _offer, HookType.BEFORE)
@@ -66,6 +69,7 @@ def _offer(*_: Any) -> None:
     _plant_live_padding()
     _take_any_rows()
     _plant_errors_of_packed_rows()
+    _plant_another_width()
 
 
 def _capture(*, model_runner: Any) -> Any:
@@ -120,7 +124,7 @@ def _plant_stale_drafts() -> None:
     propose = DraftRunner.propose
 
     def propose_stale(runner: Any, block: Any, *rest: Any) -> Any:
-        stale = runner._head.captured_ids[: len(block.ids)].clone()
+        stale = runner._head.captured_ids[: len(block.ids), : block.width - 1].clone()
         fresh = propose(runner, block, *rest)
         return (stale, fresh[1]) if _planted(STALE_DRAFTS) else fresh
 
@@ -158,7 +162,7 @@ def _plant_live_padding() -> None:
 
 
 def _take_any_rows() -> None:
-    """The policy tries plain steps and every size of graph in turn, whatever pays."""
+    """The policy tries plain steps and every size of graph, or every width, in turn, whatever pays."""
     from sglang_dflash.core.policy import Drafting
     from sglang_dflash.core.rows import RowPolicy
 
@@ -166,7 +170,11 @@ def _take_any_rows() -> None:
         policy._step, policy._names = policy._step + 1, list(names)
         for name in names:
             policy._request(name)
-        count = len(names)
+        count = policy._batch = len(names)
+        if not policy._trims:
+            choices = [*policy.widths, 1]
+            width = choices[policy._step % len(choices)]
+            return policy._of(width, list(range(count)) if width > 1 else [])
         options = [count, *range(count + policy._block_size, count * policy._block_size, policy._block_size)]
         options.append(count * policy._block_size)
         rows = options[policy._step % len(options)]
@@ -195,3 +203,16 @@ def _plant_errors_of_packed_rows() -> None:
         return blocks.roll(1, 0) if plan.rows is not None and _planted(NEIGHBOURS) else blocks
 
     RaggedVerifyLayout.padded_to_bucket, VerifyPlan.blocks = pad_another, spread_another
+
+
+def _plant_another_width() -> None:
+    from sglang_dflash.host.width_graphs import _Graphs
+
+    give = _Graphs.give
+
+    def give_another(graphs: Any, runner: Any) -> None:
+        before = runner.attn_backend
+        give(graphs, runner)
+        graphs.decode_cuda_graph_runner.attn_backend = before if _planted(OTHER_WIDTH) else graphs.attn_backend
+
+    _Graphs.give = give_another
