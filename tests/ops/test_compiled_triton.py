@@ -54,7 +54,8 @@ build(block._block_layout_kernel, capability, types, WIDTH=16, LANES=16)
 types = {"kv": "*bf16", "k_norm_weight": "*bf16", "positions": "*i64", "cos_sin": "*fp32", "slots": "*i64"}
 types |= {"pointers": "*i64", "slot_stride": "i32", "eps": "fp32"}
 shape = {"LAYERS": 5, "HEADS": 8, "DIM": 128, "ROTARY": 128, "HEAD_LANES": 8, "DIM_LANES": 128}
-ptx = build(context_kv._write_context_kv_kernel, capability, types, **shape)
+build(context_kv._write_context_kv_kernel, capability, types, FP8=True, **shape)
+ptx = build(context_kv._write_context_kv_kernel, capability, types, FP8=False, **shape)
 assert "st.global.v4" in ptx and "st.global.b16" not in ptx, "keys and values are written element by element"
 """
 

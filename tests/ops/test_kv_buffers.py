@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_dflash.ops import KVBuffers, context_kv, fits, project_context
+from sglang_dflash.ops import FP8, KVBuffers, context_kv, fits, project_context
 from sglang_dflash.ops.reference import write_context_kv
 
 
@@ -22,11 +22,12 @@ def _layers(*shape: int, dtype: torch.dtype = torch.bfloat16, count: int = 2) ->
         (_layers(4, 2, 8), _layers(4, 2, 6), False),
         (_layers(4, 2, 8), _layers(4, 2, 8, dtype=torch.float32), False),
         (_layers(4, 2, 8, dtype=torch.float8_e5m2), _layers(4, 2, 8, dtype=torch.float8_e5m2), False),
+        (_layers(4, 2, 8, dtype=FP8), _layers(4, 2, 8, dtype=FP8), True),
         (_layers(4, 2, 8, dtype=torch.uint8), _layers(4, 2, 8, dtype=torch.uint8), False),
         (_layers(2, 2, 2, 8), _layers(2, 2, 2, 8), False),
         ([b.transpose(0, 1) for b in _layers(2, 4, 8)], [b.transpose(0, 1) for b in _layers(2, 4, 8)], False),
     ],
-    ids=["plain", "none", "counts", "value dim", "dtypes", "fp8", "packed", "pages", "heads first"],
+    ids=["plain", "none", "counts", "value dim", "dtypes", "e5m2", "e4m3fn", "packed", "pages", "heads first"],
 )
 def test_only_plain_buffers_fit(k, v, expected):
     """Fails where buffers that need the host's writer are accepted, or plain ones are refused."""

@@ -63,7 +63,8 @@ class Acceptor:
             if self._sharded_logits is not None:
                 target_out.next_token_logits = self._sharded_logits.gather(target_out.next_token_logits)
             target_ids, group = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
-        target_ids = self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
+        if not greedy or self._sharded_logits is None:  # of shards, the ranks have just exchanged the best ids
+            target_ids = self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
         in_blocks(target_out, plan)
         return self._accept_chain(plan.blocks(target_ids), plan.chains()), group
 

@@ -42,19 +42,19 @@ class ContextKVWriter:
     def bind(self, pool: Any) -> None:
         """Chooses how rows are written to the draft's KV pool.
 
-        One call writes all layers if the pool holds plain rows of the draft's dtype and an op supports them. Otherwise
-        the host writes layer by layer: it quantises and knows other layouts.
+        One call writes all layers if the pool holds plain rows of the draft's dtype, or on CUDA of FP8 without scales,
+        and an op supports them. Otherwise the host writes layer by layer: it scales and knows other layouts.
         """
         if not self._stacked:
             method = type(self._attentions[0].qkv_proj.quant_method).__name__
             logger.info("sglang-dflash computes and writes context KV layer by layer (%s).", method)
             return
-        k: list[torch.Tensor] = getattr(pool, "k_buffer", [])
-        v: list[torch.Tensor] = getattr(pool, "v_buffer", [])
+        k, v = ([_as_held(pool, buffer) for buffer in getattr(pool, name, [])] for name in ("k_buffer", "v_buffer"))
         scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)]
         plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and not any(scales)
-        same = plain and ops.fits(k, v) and k[0].dtype == self._kv_weight.dtype and len(k) == len(self._layers)
-        if same and (k[0].is_cuda or self._kernels.native):
+        fits = plain and ops.fits(k, v) and len(k) == len(self._layers)
+        same = fits and k[0].dtype == self._kv_weight.dtype and (k[0].is_cuda or self._kernels.native)
+        if same or (fits and k[0].dtype == ops.FP8 and _has_fp8(k[0])):
             self._buffers = ops.KVBuffers(k, v)
         way = "one call for all layers" if self._buffers else "one write per layer"
         logger.info("sglang-dflash writes context KV with %s.", way)
@@ -122,6 +122,16 @@ class ContextKVWriter:
             k = attention.apply_k_rope(positions, attention.apply_k_norm(k))
             shape = (-1, attention.num_kv_heads, attention.head_dim)
             yield k.view(shape), v.view(shape)
+
+
+def _as_held(pool: Any, buffer: torch.Tensor) -> torch.Tensor:
+    """A pool's buffer in the dtype of its values: FP8 lies there as bytes."""
+    return buffer.view(pool.dtype) if buffer.dtype == torch.uint8 and pool.dtype == ops.FP8 else buffer
+
+
+def _has_fp8(buffer: torch.Tensor) -> bool:
+    """Whether Triton converts to FP8 on this device: from Ada on."""
+    return buffer.is_cuda and torch.cuda.get_device_capability(buffer.device) >= (8, 9)
 
 
 def _can_be_stacked(attention: Any) -> bool:

@@ -19,7 +19,7 @@ from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels
 from sglang_dflash.ops.block_conv import grouped_conv
 from sglang_dflash.ops.domino import DominoWeights, domino_rollout
 from sglang_dflash.ops.kernels import TORCH_KERNELS, Kernels, bodies, choose_kernels, warm_up
-from sglang_dflash.ops.kv_buffers import KVBuffers, fits
+from sglang_dflash.ops.kv_buffers import FP8, KVBuffers, fits
 from sglang_dflash.ops.murmur import murmur_hash32
 from sglang_dflash.ops.native import DTYPES as NATIVE_DTYPES
 from sglang_dflash.ops.native import install_linear, serves
@@ -45,6 +45,7 @@ from sglang_dflash.ops.selector import (
 )
 
 __all__ = [
+    "FP8",
     "NATIVE_DTYPES",
     "TORCH_ATTENTION",
     "TORCH_KERNELS",

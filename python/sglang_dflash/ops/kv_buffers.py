@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+FP8 = torch.float8_e4m3fn
+
 
 class KVBuffers:
     """The buffers and their addresses. Holding the buffers keeps the addresses valid.
@@ -30,17 +32,19 @@ class KVBuffers:
         self.slot_stride = first.stride(0)
 
     def check(self, kv: torch.Tensor) -> None:
-        """Asserts that the rows of `kv` ([N, L, 2, Hkv, D]) have the buffers' layers, shape, dtype and device."""
+        """Asserts that the rows of `kv` ([N, L, 2, Hkv, D]) have the buffers' layers, shape, dtype and device.
+        Buffers in FP8 take rows of any dtype."""
         slot = self.k[0]
         assert kv.shape[1:] == (len(self.k), 2, *slot.shape[1:]), (kv.shape, len(self.k), slot.shape)
-        assert kv.dtype == slot.dtype and kv.device == slot.device, (kv.dtype, slot.dtype, kv.device, slot.device)
+        same = kv.dtype == slot.dtype or slot.dtype == FP8
+        assert same and kv.device == slot.device, (kv.dtype, slot.dtype, kv.device, slot.device)
 
 
 def fits(k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> bool:
     """Whether `KVBuffers` can hold these.
 
-    They must be [slots, heads, dim] in float32, bfloat16 or float16, and have the same shape, strides, dtype and
-    device. Each slot must be contiguous, and each buffer aligned to 16 bytes.
+    They must be [slots, heads, dim] in float32, bfloat16, float16 or FP8 (e4m3fn), and have the same shape, strides,
+    dtype and device. Each slot must be contiguous, and each buffer aligned to 16 bytes.
     """
     if not k or len(k) != len(v):
         return False
@@ -50,5 +54,5 @@ def fits(k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> bool:
         for b in (*k, *v)
     )
     aligned = all(buffer.data_ptr() % 16 == 0 for buffer in (*k, *v))
-    wide = first.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return alike and aligned and wide and first.dim() == 3 and first.stride()[1:] == (first.shape[2], 1)
+    known = first.dtype in (torch.float32, torch.bfloat16, torch.float16, FP8)
+    return alike and aligned and known and first.dim() == 3 and first.stride()[1:] == (first.shape[2], 1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from sglang_dflash.ops.kv_buffers import KVBuffers
+from sglang_dflash.ops.kv_buffers import FP8, KVBuffers
 
 
 class Drafts(NamedTuple):
@@ -266,13 +266,15 @@ def write_context_kv(
         kv: [N, L, 2, Hkv, D]; from `project_context`.
         k_norm_weight, eps, positions, cos_sin: as in `context_kv`.
         slots: [N] int, each within the buffers; if one occurs twice, either row may be kept.
-        buffers: of the L layers, in `kv`'s dtype.
+        buffers: of the L layers, in `kv`'s dtype or in FP8, to which rows are rounded.
     """
     buffers.check(kv)
     k = rope_neox(rms_norm(kv[:, :, 0], k_norm_weight[:, None], eps), positions, cos_sin)  # [N, L, Hkv, D]
     for layer, (k_buffer, v_buffer) in enumerate(zip(buffers.k, buffers.v, strict=True)):
-        k_buffer[slots.long()] = k[:, layer]
-        v_buffer[slots.long()] = kv[:, layer, 1]
+        for buffer, rows in ((k_buffer, k[:, layer]), (v_buffer, kv[:, layer, 1])):
+            if buffer.dtype == FP8:  # torch assigns no rows of FP8
+                buffer, rows = buffer.view(torch.uint8), rows.to(FP8).view(torch.uint8)
+            buffer[slots.long()] = rows
 
 
 def paged_attention(

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dflash.ops.kv_buffers import KVBuffers
+from sglang_dflash.ops.kv_buffers import FP8, KVBuffers
 
 
 @triton.jit(do_not_specialize_on_alignment=("positions", "slots"))
@@ -25,6 +25,7 @@ def _write_context_kv_kernel(
     ROTARY: tl.constexpr,
     HEAD_LANES: tl.constexpr,
     DIM_LANES: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """One program per row and layer. kv: [N, LAYERS, 2, HEADS, DIM]; pointers: [2, LAYERS] int64."""
     row = tl.program_id(0).to(tl.int64)
@@ -33,6 +34,7 @@ def _write_context_kv_kernel(
     column = tl.arange(0, DIM_LANES)[None, :]
     valid = (head < HEADS) & (column < DIM)
     element = kv.dtype.element_ty
+    held = tl.float8e4nv if FP8 else element
 
     source = kv + (row * LAYERS + layer) * 2 * HEADS * DIM
     k = tl.load(source + head * DIM + column, mask=valid, other=0.0).to(tl.float32)
@@ -54,11 +56,11 @@ def _write_context_kv_kernel(
 
     target = tl.load(slots + row).to(tl.int64) * slot_stride + head * DIM + column
     # The compiler cannot know the alignment of a loaded address. Without this hint it stores element by element.
-    k_buffer = tl.multiple_of(tl.load(pointers + layer).to(tl.pointer_type(element)), 16)
-    v_buffer = tl.multiple_of(tl.load(pointers + LAYERS + layer).to(tl.pointer_type(element)), 16)
+    k_buffer = tl.multiple_of(tl.load(pointers + layer).to(tl.pointer_type(held)), 16)
+    v_buffer = tl.multiple_of(tl.load(pointers + LAYERS + layer).to(tl.pointer_type(held)), 16)
     v = tl.load(source + HEADS * DIM + head * DIM + column, mask=valid)
-    tl.store(k_buffer + target, k.to(element), mask=valid)
-    tl.store(v_buffer + target, v, mask=valid)
+    tl.store(k_buffer + target, k.to(element).to(held), mask=valid)  # the host rounds twice, too
+    tl.store(v_buffer + target, v.to(held), mask=valid)
 
 
 def write_context_kv(
@@ -91,5 +93,6 @@ def write_context_kv(
             ROTARY=cos_sin.shape[1],
             HEAD_LANES=triton.next_power_of_2(heads),
             DIM_LANES=triton.next_power_of_2(dim),
+            FP8=buffers.k[0].dtype == FP8,
             num_warps=4,
         )
