@@ -69,7 +69,8 @@ def test_buffers_in_fp8(dtype):
     assert not torch.equal(expected.k[0].float()[slots], torch.full((9, 2, 16), SENTINEL).to(FP8).float())
     for least, held, torch_body in ((0.9, got.k, expected.k), (0.98, got.v, expected.v)):
         for own, others in zip(held, torch_body, strict=True):
-            # Where a value is rounded up to a power of two, the interpreter forgets to raise the exponent; small ones it cuts.
+            # Where a value is rounded up to a power of two, the interpreter forgets to raise the exponent; small values
+            # it cuts.
             judged = others.float().abs().log2() % 1 != 0
             assert judged.float().mean() > 0.8
             assert (own.view(torch.uint8) == others.view(torch.uint8))[judged].float().mean() >= least

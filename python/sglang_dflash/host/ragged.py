@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
+from sglang_dflash.host.draft_input import upload
 from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.protocols import ForwardBatch
 
@@ -34,21 +35,22 @@ def lens_of(batch: Any) -> torch.Tensor | None:
 @hook(
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions",
     AROUND,
-    why="MRoPE positions are read as [requests, rows], equally many for each",
-    until="SGLang reads the rows of each request",
+    why="MRoPE positions are read as [requests, rows], equally many for each, and a batch with an image waits for them",
+    until="SGLang reads the rows of each request and uploads without a wait",
 )
 def positions_of_sections(
     original: Any, forward_batch: ForwardBatch, runner: Any, batch: Any, seq_positions: torch.Tensor | None = None
 ) -> None:
-    """The positions of time, height and width (MRoPE). The host reads [B, W] positions."""
-    lens = lens_of(batch)
-    if lens is None or seq_positions is not None:
+    """The positions of time, height and width (MRoPE) of a verification of ours."""
+    if not isinstance(batch.spec_info, RaggedVerifyInput) or seq_positions is not None:
         original(forward_batch, runner, batch, seq_positions)
         return
+    lens, positions = batch.spec_info.lens, batch.spec_info.positions
     deltas = [0 if one is None else int(one.mrope_position_delta) for one in batch.multimodal_inputs]
-    positions = batch.spec_info.positions
-    positions = positions + torch.tensor(deltas, device=positions.device).repeat_interleave(lens.long())
-    forward_batch.mrope_positions = positions[None].repeat(3, 1)
+    if any(deltas):
+        rows = len(positions) // len(deltas) if lens is None else lens.long()
+        positions = positions + upload(torch.tensor(deltas), positions.device).repeat_interleave(rows)
+    forward_batch.mrope_positions = positions.long()[None].repeat(3, 1)
 
 
 @hook(
