@@ -24,10 +24,12 @@ def ask_off(client: Client, prompt: list[int], images: Sequence[str] = (), **sam
     return answer
 
 
-def assert_equal_tokens(on: Sequence[Completion], off: Sequence[Completion], prompts: Sequence[object]) -> None:
+def assert_equal_tokens(
+    on: Sequence[Completion], off: Sequence[Completion], prompts: Sequence[object], tie_gap: float = TIES.tie_gap
+) -> None:
     """Fails where a request's tokens or finish reason differ from those it gets alone with speculation off.
 
-    A difference is excused if the off arm's two best logits tie (TIES), and if such ties are rare.
+    A difference is excused if the off arm's two best logits tie (TIES, or `tie_gap`), and if such ties are rare.
     """
     ties = set()  # answers to one prompt that part at one token count once
     for answer, expected, prompt in zip(on, off, prompts, strict=True):
@@ -40,7 +42,7 @@ def assert_equal_tokens(on: Sequence[Completion], off: Sequence[Completion], pro
         )
         assert index < min(len(answer.ids), len(expected.ids)), f"one answer is a prefix of the other: {prompt}"
         gap = expected.gaps[index]
-        assert gap < TIES.tie_gap, f"token {index} differs with a logit gap of {gap:.2e}: {prompt}"
+        assert gap < tie_gap, f"token {index} differs with a logit gap of {gap:.2e}: {prompt}"
         ties.add((id(expected), index))
     tokens = sum(len(answer.ids) for answer in on)
     assert not TIES.too_many(len(ties), tokens), f"{len(ties)} ties in {tokens} tokens"

@@ -26,6 +26,9 @@ from sglang_dflash.serving import TINY_ENVIRONMENT, TINY_OVERLAPPING, TINY_TARGE
 
 pytestmark = pytest.mark.server
 WHOLE_BLOCKS_TAU, EVERY_WIDTH_TAU = 2.5, 1.8  # lower bounds; a draft that is never accepted has 1
+EIGHT_BIT_GAP = 0.03
+"""Logits with KV in FP8: where sums differ in their last bits, values are rounded to another neighbour. Speculation off
+has other tokens by the batch, too, at gaps of up to 0.012."""
 
 
 def ask(client: Client, prompt: list[int], max_new_tokens: int = MAX_NEW_TOKENS, **more: Any) -> Completion:
@@ -292,6 +295,6 @@ def test_lora_and_kv_in_fewer_bits(baseline: Baseline, tmp_path: Path) -> None:
     with PreloadedServer([*adapted, *on_flags], tmp_path / "on.log", TINY_OVERLAPPING | EVERY_WIDTH) as server:
         answers = ask_all(server.client())
         assert_pool_empties(server.client())
-    assert_equal_tokens(answers, off, requests)
+    assert_equal_tokens(answers, off, requests, EIGHT_BIT_GAP)
     assert tau(answers[:: 1 + len(ADAPTERS)]) >= EVERY_WIDTH_TAU
     assert tau(answers) > 1.2
