@@ -107,6 +107,14 @@ def test_newcomers_are_drafted_in_their_first_steps():
     assert sum(7 in step.drafting.requests for step in first) > 4
 
 
+def test_newcomers_are_left_alone_where_drafting_pays_for_nobody():
+    """Fails where every new request costs two blocks although no request before it was worth one."""
+    policy, world = RowPolicy(K), World(replace(CPU, row_s=8e-3))
+    world.run(policy, {f"old {n}": 0.1 for n in range(10)}, 60)
+    steps = world.run(policy, {f"new {n}": 0.1 for n in range(10)}, 20)
+    assert sum(len(step.drafting.requests) for step in steps) < 10
+
+
 def test_a_request_that_gets_good_is_found():
     """Fails where a request that was not drafted is never drafted again."""
     policy, world = RowPolicy(K), World(replace(CPU, row_s=1e-3, draft_s=1e-3))

@@ -21,6 +21,8 @@ from sglang_dflash.core.step_times import StepTimes, eighths
 
 MEAN_SHARE = 0.05
 """Least weight of a block in its request's mean: of the last 20 blocks or so."""
+JUDGED, FEWEST_JUDGED = 64, 8
+"""Requests, the latest, by which newcomers are judged; with fewer, all newcomers are drafted."""
 REMEMBERED = 1024
 """Requests of which is kept what their blocks were worth; one that was retracted comes back."""
 
@@ -32,8 +34,10 @@ class RowSettings:
     Fields:
         dead_band: share. Fewer rows than whole blocks, and drafting after a step that drafted nobody, must be so much
             faster: every published prototype without such a band loses 4 to 8 % at few requests.
-        newcomer_blocks: steps in which a new request is drafted, whatever it costs, because what it brings must be
-            known while it matters. Two of some hundred steps.
+        newcomer_blocks: steps in which a new request is drafted, because what it brings must be known while it matters.
+            Two of some hundred steps.
+        newcomer_share: share of the requests known so far. If drafting paid for fewer of them, no newcomer is drafted:
+            at 8 requests on two cores, where it paid for none, newcomers took 4 % of the time.
         probe_share: share of the time that goes into blocks of requests that are not drafted otherwise. Two servers of
             one command differ by 3 %.
         memory: weight of a request's latest block in what is expected of its next one. Text comes in runs of hard and
@@ -45,6 +49,7 @@ class RowSettings:
 
     dead_band: float = 0.04
     newcomer_blocks: int = 2
+    newcomer_share: float = 0.1
     probe_share: float = 0.02
     memory: float = 0.25
     hope: float = 0.85
@@ -110,7 +115,7 @@ class RowPolicy:
         self._drafts: bool | None = None  # whether the latest decision drafted anybody; None: there was none
         self._whole = False  # whether this step verifies all rows of its blocks
         self._probed: set[str] = set()
-        self._batch, self._drafting = 0, Drafting(1, [], 0)
+        self._batch, self._drafting, self._rate = 0, Drafting(1, [], 0), 0.0
 
     # Before the draft runs.
 
@@ -157,7 +162,9 @@ class RowPolicy:
         for width in self.widths:
             before: list[int] = []
             for _ in range(2):  # the second time at the price of the best so far
-                chosen = self._worth_drafting(survival[:, : width - 1], width, rate)
+                chosen = list(range(batch))
+                if not self._together:
+                    chosen = self._worth_drafting(survival[:, : width - 1], width, rate)
                 if not chosen or chosen == before:
                     break
                 found, its_rate = self._best_rows(survival, self._of(width, chosen))
@@ -168,6 +175,7 @@ class RowPolicy:
             best = whole
         elif self._drafts is False and rate < band * plain_rate:
             best = plain
+        self._rate = rate
         untimed = self._untimed(survival, rate)
         self._whole, self._drafts = untimed is not None or best is whole, best.width > 1
         return best if untimed is None else untimed
@@ -191,10 +199,8 @@ class RowPolicy:
         return None
 
     def _worth_drafting(self, survival: np.ndarray, width: int, rate: float) -> list[int]:
-        """Requests whose rows bring more tokens than their time is worth at this rate. survival: [B, width - 1]."""
+        """Which blocks bring more tokens than their time is worth at this rate. survival: [n, width - 1]."""
         batch, most = self._batch, self._batch * width
-        if self._together:
-            return list(range(batch))
         rest, draft = self._rest_times.table(most), self._draft_times.table(most)
         row_s = float(rest[most] - rest[batch]) / (most - batch)
         block_s = float(draft[most] - draft[width]) / (batch - 1) if batch > 1 else 0.0
@@ -230,6 +236,8 @@ class RowPolicy:
         settings, width = self._settings, decided.width if decided.width > 1 else self._block_size
         left = [place for place in range(self._batch) if place not in decided.requests]
         new = [place for place in left if requests[place].blocks < settings.newcomer_blocks]
+        if new and not self._are_newcomers_worth_it():
+            new = []
         drafting = decided
         if new:
             drafting = Drafting(width, sorted([*decided.requests, *new]), decided.rows + len(new))
@@ -246,6 +254,17 @@ class RowPolicy:
         self._probe_s -= cost_s
         self._probed = {self._names[probed]}
         return with_one
+
+    def _are_newcomers_worth_it(self) -> bool:
+        """Whether drafting now would pay for enough of the requests that were drafted before."""
+        known = [one.mean for one in self._requests.values() if one.blocks >= self._settings.newcomer_blocks][-JUDGED:]
+        if len(known) < FEWEST_JUDGED:
+            return True
+        means = np.stack(known)
+        worth = {
+            place for width in self.widths for place in self._worth_drafting(means[:, : width - 1], width, self._rate)
+        }
+        return len(worth) >= self._settings.newcomer_share * len(known)
 
     def _probe_all(self, decided: Drafting) -> Drafting:
         """The widest block for everybody, now and then, where nothing else would show what it brings."""
