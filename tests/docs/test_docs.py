@@ -146,8 +146,9 @@ def test_commands_parse(page: Path) -> None:
 def test_commands_are_found() -> None:
     """Fails where the test above looks at no command, and so tests nothing."""
     found = [words for page in PAGES for words in commands(page)]
-    for start in ("sglang-dflash", "python benchmark_sglang.py", "python -m sglang.launch_server"):
-        assert sum(shlex.join(words).startswith(start) for words in found) >= 3, start
+    least = {"sglang-dflash": 3, "python benchmark_sglang.py": 2, "python -m sglang.launch_server": 3}
+    for start, count in least.items():
+        assert sum(shlex.join(words).startswith(start) for words in found) >= count, start
     with pytest.raises((Exception, SystemExit)):
         parse(["sglang-dflash", "check", "--no-such-flag"])
     with pytest.raises((Exception, SystemExit)):
