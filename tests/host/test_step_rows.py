@@ -194,13 +194,19 @@ PLANTED: dict[str, tuple[Any, str, Any, list[Asked]]] = {
 }
 
 
-@pytest.mark.parametrize("bug", PLANTED)
-def test_planted_bugs_are_found(bug, monkeypatch):
-    """Fails where this file could not fail."""
-    owner, name, wrong, asked = PLANTED[bug]
+def check_finding(
+    rig: type[Rig], owner: Any, name: str, wrong: Any, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rig's steps fail with `wrong` around the function `name` of `owner`, and not without it."""
     with configured(**(SEEDED if asked is SEEDS else {})):
-        Rig(1, asked).run()
+        rig(1, asked).run()
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *rest, **named: wrong(original, *rest, **named))
         with pytest.raises((AssertionError, RuntimeError, IndexError)):
-            Rig(1, asked).run()
+            rig(1, asked).run()
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_are_found(bug, monkeypatch):
+    """Fails where this file could not fail."""
+    check_finding(Rig, *PLANTED[bug], monkeypatch)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from arms import to_the_limit
+from arms import PENALTIES, REGEX, to_the_limit
 from test_graph_tape import TRIES, first
 
 from equality import ask_off, assert_equal_tokens
@@ -45,6 +45,16 @@ def check_retraction(server: Server, prompts: list[list[int]], off: Answers) -> 
         answers = list(pool.map(lambda prompt: client.generate(prompt, **to_the_limit(prompt)), prompts))
     assert_equal_tokens(answers, off["plain"], prompts)
     assert sum(answer.meta["num_retractions"] for answer in answers) > 0, "nothing was retracted"
+
+
+def check_grammars(server: Server, prompts: list[list[int]], off: Answers) -> None:
+    assert_equal_tokens(ask(server, prompts, 3, **REGEX), off["regex"], prompts[:3])
+
+
+def check_penalties(server: Server, prompts: list[list[int]], off: Answers) -> None:
+    limit = PENALTIES["min_new_tokens"]
+    answers = ask(server, prompts, 3, **PENALTIES, max_new_tokens=limit)
+    assert_equal_tokens(answers, [one.cut(limit) for one in off["penalties"]], prompts[:3])
 
 
 def check_logprobs(server: Server, prompts: list[list[int]], off: Answers) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from arms import ADMIT_ALL, PENALTIES, PLAIN, REGEX, SPECULATE, TINY_POOL
+from arms import ADMIT_ALL, PLAIN, SPECULATE, TINY_POOL
 from plugins import graph_tape
-from tape_checks import SHORT, ask, check_finding, check_logprobs, check_retraction
+from tape_checks import SHORT, ask, check_finding, check_grammars, check_logprobs, check_penalties, check_retraction
 from test_graph_tape import GRAPHS, QUICK_START, TAPES, first
 
 from equality import assert_equal_tokens, tau
@@ -70,14 +70,12 @@ def test_retraction_and_the_end_of_the_context(
 
 def test_grammars(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
     """Fails where a row's grammar mask is not that of its chain."""
-    assert_equal_tokens(ask(server, prompts, 3, **REGEX), off["regex"], prompts[:3])
+    check_grammars(server, prompts, off)
 
 
 def test_penalties(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
     """Fails where a row's penalties are not those of its chain."""
-    limit = PENALTIES["min_new_tokens"]
-    answers = ask(server, prompts, 3, **PENALTIES, max_new_tokens=limit)
-    assert_equal_tokens(answers, [one.cut(limit) for one in off["penalties"]], prompts[:3])
+    check_penalties(server, prompts, off)
 
 
 def test_logprobs(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:

@@ -148,8 +148,8 @@ class RowPolicy:
         self._requests[name] = known  # the latest last
         return known
 
-    def _of(self, width: int, requests: list[int], rows: int | None = None) -> Drafting:
-        return Drafting(width, requests, self._batch + len(requests) * (width - 1) if rows is None else rows)
+    def _of(self, width: int, requests: list[int]) -> Drafting:
+        return Drafting(width, requests, self._batch + len(requests) * (width - 1))
 
     def _decide(self, requests: list[_Request]) -> Drafting:
         """Whom to draft, by what their recent blocks had."""

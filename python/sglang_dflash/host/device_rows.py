@@ -47,7 +47,7 @@ class DeviceRows(StepRows):
         assert log_probs is not None
         survival = ops.survival(log_probs, offsets)
         plan = self._verified(block, ids, survival)
-        self._chosen = survival, self._same_lens(plan.batch, block.width) if plan.lens is None else plan.lens
+        self._chosen = survival, self._lens(plan)
         return plan
 
     def _block_width(self) -> int:

@@ -119,7 +119,6 @@ class ModelRunner(Protocol):
     """SGLang's `ModelRunner`, of the target or of the draft."""
 
     device: str
-    gpu_id: int
     dtype: torch.dtype
     model: Any
     model_config: Any

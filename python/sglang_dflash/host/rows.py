@@ -179,6 +179,10 @@ class StepRows:
         """[B] int32: the rows of each request, which SGLang counts; None where all steps verify whole blocks."""
         if not self.policy.weighs and plan.width == self._block_size:
             return None
+        return self._lens(plan)
+
+    def _lens(self, plan: VerifyPlan) -> torch.Tensor:
+        """[B] int32: the rows of each request."""
         return self._same_lens(plan.batch, plan.width) if plan.lens is None else plan.lens
 
     def _same_lens(self, requests: int, lens: int) -> torch.Tensor:

@@ -104,9 +104,8 @@ class TrimmedRows(DeviceRows):
         return len(plan.ids) if plan.rows is None else plan.rows.size
 
     def verify_fields(self, plan: VerifyPlan) -> dict[str, Any]:
-        lens = self._same_lens(plan.batch, plan.width) if plan.lens is None else plan.lens
         cols = None if plan.rows is None else plan.rows.padded()
-        return {"kv_loc_cols": cols, "ragged_verify_layout": _layout(lens, self._size(plan))}
+        return {"kv_loc_cols": cols, "ragged_verify_layout": _layout(self._lens(plan), self._size(plan))}
 
 
 def _layout(lens: torch.Tensor, size: int) -> RaggedVerifyLayout:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from sglang.srt.runtime_context import get_context, get_spec
-from sglang.srt.utils.common import get_available_gpu_memory
 
 from sglang_dflash.host import page_tables
 from sglang_dflash.host.draft_runner import MIN_GRAPH_MEMORY_GB, DraftRunner
@@ -56,7 +55,7 @@ class WidthGraphs:
         target, draft, block_size = self._target, self._draft.runner, get_spec().speculative_num_draft_tokens
         if target.decode_cuda_graph_runner is None:
             raise SystemExit(f"DFLASH cannot start: {WIDTH} needs {WITH_GRAPHS}. Unset it.")
-        begin, free_gb = time.perf_counter(), self._free_gb()
+        begin, free_gb = time.perf_counter(), self._draft.free_memory_gb()
         self._of_target[block_size], self._of_draft[block_size] = _Graphs.of(target), _Graphs.of(draft)
         for width in self.widths:
             if width != block_size:
@@ -73,7 +72,7 @@ class WidthGraphs:
             " or ".join(map(str, self.widths)),
             block_size,
             time.perf_counter() - begin,
-            free_gb - self._free_gb(),
+            free_gb - self._draft.free_memory_gb(),
         )
 
     def _check_memory(self, width: int) -> None:
@@ -84,10 +83,6 @@ class WidthGraphs:
                 f"{MIN_GRAPH_MEMORY_GB:.0f} GB. Lower --mem-fraction-static, give fewer or smaller sizes of batches "
                 f"(--cuda-graph-bs-decode), or unset {WIDTH}."
             )
-
-    def _free_gb(self) -> float:
-        free_gb: float = get_available_gpu_memory(self._target.device, self._target.gpu_id)
-        return free_gb
 
     def use(self, width: int) -> None:
         """The forwards of this step have W rows a request."""
