@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sglang_dflash.core.policy import SameRows, Step
-from sglang_dflash.core.rows import RowPolicy, RowSettings, best_count
+from sglang_dflash.core.rows import RowPolicy, RowSettings
 from tools.measure.worlds import CPU, H200, K, World, rate
 
 MACHINES = {"cpu": CPU, "h200": H200}
@@ -137,12 +137,6 @@ def test_a_disturbed_time_changes_little():
     before = world.run(policy, dict.fromkeys("abcd", 0.93), 50)[-1].drafting
     policy.see_rest(4 * K, 60.0)
     assert world.run(policy, dict.fromkeys("abcd", 0.93), 3)[-1].drafting == before
-
-
-def test_best_count():
-    """Fails where rows of equal worth are taken, or a later peak is missed."""
-    assert best_count(np.array([1.0, 2.0, 2.5]), np.array([1.0, 2.0, 2.5])) == (0, 1.0)
-    assert best_count(np.array([1.0, 1.1, 3.0]), np.array([1.0, 1.5, 2.0])) == (2, 1.5)
 
 
 def test_requests_are_forgotten():

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 KEPT = 0.98
 """Share of a size's weight that stays when it is measured again: times change as contexts grow."""
 OUTLIER = 3.0
 """A time this many times the mean counts as that long only. One as much shorter replaces the mean: steps before it were
 disturbed."""
-ALIKE = 1.1
-"""Sizes within this factor tell each other's time. Up to 8 rows no two do: there a forward's time has steps."""
 LONG = 500
 """A size that was not used for so many measurements is measured again: a few slow steps must not rule it out."""
 STALE, FEW = 8, 3
@@ -41,10 +40,9 @@ class StepTimes:
         return len(self._sums)
 
     def knows(self, rows: int) -> bool:
-        """Whether a size like that of so many rows was measured more than a few times, not long ago."""
-        size = self.size_of(rows)
-        alike = (self._sums[known] for known in self._sums if size <= ALIKE * known and known <= ALIKE * size)
-        return any(weight >= FEW and self._count - seen < LONG for weight, _, seen in alike)
+        """Whether the size of so many rows was measured more than a few times, not long ago."""
+        weight, _, seen = self._sums.get(self.size_of(rows), (0.0, 0.0, 0))
+        return weight >= FEW and self._count - seen < LONG
 
     def see(self, rows: int, seconds: float) -> None:
         """A forward over so many rows took so long."""
@@ -66,27 +64,15 @@ class StepTimes:
         tried."""
         if self._seen >= STALE or most >= len(self._table):
             most = max(most, len(self._table) - 1)
-            rows = np.array([self.size_of(count) for count in range(most + 1)], dtype=float)
-            sizes, means, slope = self._fit()
-            below = np.maximum(means[0] - slope * (sizes[0] - rows), means[0] / 2)
-            above = means[-1] + slope * (rows - sizes[-1])
-            inside = np.interp(rows, sizes, means)
-            self._table = np.where(rows < sizes[0], below, np.where(rows > sizes[-1], above, inside))
+            sizes = np.array(sorted(self._sums), dtype=float)
+            weights, totals, _ = np.array([self._sums[int(size)] for size in sizes]).T
+            means = isotonic_regression(totals / weights, weights=weights).x
+            slope = means[0] / sizes[0]
+            if len(sizes) > 1:
+                slope = max(np.polyfit(sizes, means, 1, w=np.sqrt(weights))[0], 0.0)
+            last = sizes[-1] + self.size_of(most)
+            seconds = [means[0] - slope * sizes[0], *means, means[-1] + slope * (last - sizes[-1])]
+            rows = [self.size_of(count) for count in range(most + 1)]
+            self._table = np.interp(rows, [0, *sizes, last], seconds).clip(means[0] / 2)
             self._seen = 0
         return self._table
-
-    def _fit(self) -> tuple[np.ndarray, np.ndarray, float]:
-        sizes = np.array(sorted(self._sums), dtype=float)
-        weights, totals, _ = np.array([self._sums[int(size)] for size in sizes]).T
-        pools: list[list[float]] = []  # weight, total, sizes: neighbours that would fall are averaged
-        for weight, total in zip(weights, totals, strict=True):
-            pools.append([weight, total, 1])
-            while len(pools) > 1 and pools[-2][1] / pools[-2][0] > pools[-1][1] / pools[-1][0]:
-                last = pools.pop()
-                pools[-1] = [one + other for one, other in zip(pools[-1], last, strict=True)]
-        means = np.concatenate([[total / weight] * int(count) for weight, total, count in pools])
-        if len(sizes) == 1:
-            return sizes, means, float(means[0] / sizes[0])
-        away = sizes - np.average(sizes, weights=weights)
-        slope = (weights * away * means).sum() / (weights * away**2).sum()
-        return sizes, means, max(float(slope), 0.0)
