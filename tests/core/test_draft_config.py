@@ -23,8 +23,10 @@ def test_published_config_is_read():
         num_layers=5,
         num_heads=32,
         num_kv_heads=8,
+        head_dim=128,
         intermediate_size=12288,
         attention=(LayerAttention(causal=False, window=None),) * 5,
+        dtype="bfloat16",
     )
 
 
@@ -126,18 +128,6 @@ def test_target_layer_ids_must_be_layer_numbers(value):
     sentence = refusal_of(config_of(dflash={"target_layer_ids": value}))
     assert f"dflash_config.target_layer_ids is {value!r}" in sentence
     assert "list of layer numbers" in sentence
-
-
-def test_taps_without_layer_ids_follow_the_formula():
-    """Fails where a checkpoint without `target_layer_ids` gets other layers than it was trained with."""
-    config = config_of(without=("target_layer_ids",), num_target_layers=64)
-    assert DraftConfig.from_dict(config).target_layer_ids == (1, 16, 31, 46, 61)
-
-
-def test_taps_need_the_number_of_target_layers():
-    """Fails where the formula is used without `num_target_layers`."""
-    sentence = refusal_of(config_of(without=("target_layer_ids", "num_target_layers")))
-    assert "num_target_layers=None" in sentence
 
 
 FEATURES = [
@@ -260,7 +250,7 @@ def test_another_hidden_size_is_refused():
     assert "equal" in sentence
 
 
-@pytest.mark.parametrize(("layers", "outside"), [([1, 32, 33], [33]), ([-1, 9], [-1]), ([33, 40], [33, 40])])
+@pytest.mark.parametrize(("layers", "outside"), [([1, 32, 33], [33]), ([-2, 9], [-2]), ([33, 40], [33, 40])])
 def test_taps_outside_the_target_are_refused(layers, outside):
     """Fails where a tap is accepted for a missing layer."""
     sentence = _target_refusal(config_of(dflash={"target_layer_ids": layers}), num_layers=33)
@@ -287,8 +277,3 @@ def test_taps_must_rise(layers):
     layer once, in the model's order."""
     sentence = refusal_of(config_of(dflash={"target_layer_ids": layers}))
     assert f"target_layer_ids is {layers}" in sentence and "must rise" in sentence
-
-
-def test_taps_of_the_formula_must_rise():
-    """Fails where the formula names a layer twice, because the target has too few layers, and this is accepted."""
-    assert "must rise" in refusal_of(config_of(without=("target_layer_ids",), num_target_layers=6))

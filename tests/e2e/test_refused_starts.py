@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from arms import PLAIN, POOL, SPECULATE
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
     FalconH1Config,
@@ -75,7 +77,32 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
     mixed = target("mixed", Qwen3Config(**shape, quantization_config=fp8 | experts))
     mask_embedding = draft("e", lambda c: None)
     torch.save(torch.zeros(5), tmp_path / "e" / "mask_embedding.pt")
+
+    def weights(name: str, change: Callable[[Path], Any]) -> list[str]:
+        arguments = draft(name, lambda c: None)
+        change(tmp_path / name / "model.safetensors")
+        return arguments
+
+    def without_fc(file: Path) -> None:
+        save_file({key: one for key, one in load_file(file).items() if key != "fc.weight"}, file)
+
     cases: dict[str, tuple[list[str], list[str]]] = {
+        "no fc": (weights("w1", without_fc), ["lack fc.weight"]),
+        "cut": (weights("w2", lambda file: os.truncate(file, 5000)), ["model.safetensors", "cut"]),
+        "none": (weights("w3", Path.unlink), ["no weights"]),
+        "a layer more": (draft("w4", lambda c: c.update(num_hidden_layers=3, layer_types=None)), ["lack layers.2."]),
+        "an inner size": (draft("w5", lambda c: c.update(intermediate_size=512)), ["[576, 256]", "[512, 256]"]),
+        "a file": (speculate(str(TINY_DRAFT / "config.json")), ["config.json, a file", "folder or hub name"]),
+        "dtype": (draft("w6", lambda c: c.update(dtype="auto")), ["dtype is 'auto'", "bfloat16"]),
+        "context": (
+            draft("w7", lambda c: c.update(max_position_embeddings=512)),
+            ["512", "2048", "--context-length 512", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"],
+        ),
+        "a shorter context": (
+            [*draft("w8", lambda c: c.update(max_position_embeddings=512)), "--context-length", "512"],
+            ["accepted"],
+        ),
+        "unknown key": (draft("w9", lambda c: c["dflash_config"].update(causl=True)), ["causl=True", "causal_head"]),
         "fine": (speculate(good), ["accepted"]),
         "hidden size": (draft("h", lambda c: c.update(hidden_size=512)), ["hidden_size", "512", "256"]),
         "no mask": (draft("m", lambda c: c["dflash_config"].pop("mask_token_id")), ["mask_token_id"]),

@@ -192,13 +192,6 @@ def test_block_size_in_its_section():
     assert DFlashDraftModel(DFlashConfig(**config)).block_size == 6
 
 
-def test_taps_by_the_published_formula():
-    """Fails where a draft that names no taps does not get the `fc` of its training."""
-    draft = make_draft({"target_layer_ids": None}, num_target_layers=8)
-    assert draft.target_layer_ids == (1, 5)
-    assert draft.fc.in_features == 2 * SMALL["hidden_size"]
-
-
 @torch.inference_mode()
 def test_checkpoint_round_trip(tmp_path):
     """Fails where saving or loading changes a weight, a weight's published name, or a published key of the config."""

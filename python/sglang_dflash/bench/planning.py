@@ -110,7 +110,7 @@ def _block_size(draft: str) -> int:
         config = cached_file(draft, "config.json")
     except OSError as error:
         raise ValueError(f"--draft-model {draft} cannot be read: {' '.join(str(error).split())[:200]}") from None
-    return DraftConfig.from_dict(json.loads(Path(config).read_text(encoding="utf-8"))).block_size
+    return DraftConfig.from_dict(json.loads(Path(config).read_text(encoding="utf-8"))).most_rows
 
 
 def _serving(options: Options, tiny: bool) -> Serving:

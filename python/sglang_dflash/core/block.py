@@ -36,6 +36,11 @@ class Block:
         """W."""
         return self.ids.shape[1]
 
+    def first(self, rows: int) -> Block:
+        """The first rows of each block."""
+        kept = [values[:, :rows].contiguous() for values in (self.ids, self.positions, self.slots)]
+        return Block(*kept, self.prefix_lens, self.req_pool_indices)
+
     def of(self, requests: torch.Tensor) -> Block:
         """The blocks of some requests ([b] int64)."""
         return Block(*(getattr(self, name)[requests] for name in self.__slots__))

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
+
+from sglang_dflash.core.draft_formats import EMBEDDING, PLAIN_ARCHITECTURE, ZLAB, read_published
 from sglang_dflash.core.draft_heads import (
     DFLASH2_ARCHITECTURES,
     Convolution,
@@ -17,7 +20,6 @@ from sglang_dflash.core.draft_heads import (
     read_selector,
 )
 
-PLAIN_ARCHITECTURE = "DFlashDraftModel"
 ARCHITECTURES = (PLAIN_ARCHITECTURE, *DFLASH2_ARCHITECTURES)
 # Config keys, at either level, that ask for a head that we do not serve -> the name of what they ask for.
 SPECIAL_HEADS = {
@@ -26,6 +28,7 @@ SPECIAL_HEADS = {
     "enable_confidence_head": "DSpark's confidence head",
 }
 NESTED, TOP_LEVEL = ("attention_sink_bias", "attention_value_scale"), ("use_gemma_norm",)  # where the host reads them
+QWEN3_HEAD_DIM = 128  # the default of transformers' Qwen3Config, with which the host reads most drafts' configs
 DSPARK_KEYS = ("markov_rank", "enable_confidence_head")
 USE_BUILTIN = "start with SGLANG_DFLASH_WORKER=builtin, which may serve it"
 USE_DSPARK = "start with --speculative-algorithm DSPARK, an algorithm of its own in SGLang"
@@ -48,18 +51,23 @@ class DraftConfig:
     """A DFlash draft; a DFlash2 draft, which has a selector and mostly convolutions; or a Domino draft.
 
     Fields:
-        block_size: rows the draft was trained to fill, anchor included.
+        layout: who writes such a config; see `draft_formats`.
+        block_size: K, rows the draft was trained to fill, anchor included.
+        anchor_first: whether row k predicts the token behind its own position, so that K rows give K drafts. Otherwise
+            row k predicts the token at its position, and the anchor's row predicts nothing.
         mask_token_id: None if the config has only `mask_token`.
         mask_token: the mask's text in the target's tokenizer.
-        target_layer_ids: 0-based target layers whose residual output is a context feature.
+        target_layer_ids: 0-based target layers whose residual output is a context feature; -1: the embedding.
         hidden_size: of the draft; the target's must be equal.
-        num_layers, num_heads, num_kv_heads, intermediate_size: of the draft.
+        num_layers, num_heads, num_kv_heads, head_dim, intermediate_size: of the draft.
         attention: one value per draft layer. If the config has `is_causal`, it holds for all layers. Otherwise sliding
             layers are causal in the block and full ones are not (z-lab/dflash, SpecForge, SGLang 0.5.23).
         gemma_norms: whether a norm multiplies by 1 + weight instead of the weight.
         value_scale: factor of all attention values; None for 1.
         attention_sinks: whether each attention head has a learned sink: a logit that takes part in the softmax and
             has no value.
+        head_vocab_size: ids among which a head of the draft's own chooses (`d2t`); None: it has the target's head.
+        dtype: of the weights, as torch names it; None: the config does not say.
         quantization: what the config says of quantised weights (`quantization_config`); None if they are plain.
         convolution: around attention and MLP of every layer; None: none.
         selector: chooses each draft given the one before it; None: each draft is its row's argmax.
@@ -74,8 +82,13 @@ class DraftConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     intermediate_size: int
     attention: tuple[LayerAttention, ...]
+    layout: str = ZLAB
+    anchor_first: bool = False
+    head_vocab_size: int | None = None
+    dtype: str | None = None
     gemma_norms: bool = False
     value_scale: float | None = None
     attention_sinks: bool = False
@@ -86,16 +99,16 @@ class DraftConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DraftConfig:
-        """Reads `config.json` as published (z-lab layout).
+        """Reads `config.json` in any published layout (see `draft_formats`).
 
         Raises:
             ValueError: one sentence with the key, its value and what is allowed.
         """
+        config, layout = read_published(config)
         dflash = config.get("dflash_config") or {}
-        if not isinstance(dflash, Mapping):
-            raise ValueError(f"dflash_config is {dflash!r}; it must be an object.")
         _refuse_special_heads(config, dflash)
         num_layers, num_heads = _positive(config, "num_hidden_layers"), _positive(config, "num_attention_heads")
+        hidden_size = _positive(config, "hidden_size")
         # Older checkpoints have some keys at top level that newer ones have in dflash_config, which wins.
         merged = {**config, **{key: value for key, value in dflash.items() if value is not None}}
         mask_token_id, mask_token = merged.get("mask_token_id"), merged.get("mask_token")
@@ -103,24 +116,58 @@ class DraftConfig:
             raise ValueError("The draft's config names no mask: dflash_config.mask_token_id must be a token id.")
         if mask_token_id is not None and (type(mask_token_id) is not int or mask_token_id < 0):
             raise ValueError(f"dflash_config.mask_token_id is {mask_token_id!r}; it must be a token id.")
+        anchor_first = _flag(dflash, "sample_from_anchor")
+        selector, domino = read_selector(config, dflash), read_domino(config, merged)
+        if anchor_first and (selector or domino):
+            raise ValueError(
+                "The draft's sample_from_anchor is true and it has a selector or Domino's head; we serve the one only "
+                "without the other."
+            )
         return cls(
             block_size=_positive(merged, "block_size"),
             mask_token_id=mask_token_id,
             mask_token=mask_token,
-            target_layer_ids=_target_layer_ids(merged, num_layers),
-            hidden_size=_positive(config, "hidden_size"),
+            target_layer_ids=_target_layer_ids(merged),
+            hidden_size=hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=_positive({"num_key_value_heads": num_heads, **config}, "num_key_value_heads"),
+            head_dim=_head_dim(config, hidden_size // num_heads),
             intermediate_size=_positive(config, "intermediate_size"),
             attention=_layer_attention(merged, num_layers),
+            layout=layout,
+            anchor_first=anchor_first,
+            head_vocab_size=_head_vocab_size(config),
+            dtype=_dtype(config),
             gemma_norms=_flag(config, "use_gemma_norm"),
             value_scale=_value_scale(dflash),
             attention_sinks=_flag(dflash, "attention_sink_bias", null=False),
             quantization=_quantization(config),
             convolution=read_convolution(config, dflash),
-            selector=read_selector(config, dflash),
-            domino=read_domino(config, merged),
+            selector=selector,
+            domino=domino,
+        )
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a request that a step verifies at most, anchor included."""
+        return self.block_size + self.anchor_first
+
+    def summary(self, rows: int) -> str:
+        """What is in force, as a server says it. rows: of a step, at most."""
+        dtype = self.dtype or "no dtype given"
+        windows = {f"{one.window} tokens" if one.window else "no window" for one in self.attention}
+        causal = [str(place) for place, one in enumerate(self.attention) if one.causal]
+        seen = "its whole block"
+        if causal:
+            seen += f", in layers {', '.join(causal)} only the rows up to itself"
+        anchor = "gives a draft, too" if self.anchor_first else "is the anchor"
+        head = f"a head of its own over {self.head_vocab_size} ids" if self.head_vocab_size else "the target's head"
+        return (
+            f"{self.num_layers} layers, {dtype}; blocks of {self.block_size} rows, of which the "
+            f"first {anchor}; at most {rows} rows in a step; a row sees {seen}; {' or '.join(sorted(windows))}; "
+            f"taps {', '.join(map(str, self.target_layer_ids))}; mask id "
+            f"{self.mask_token_id}{f' ({self.mask_token!r})' if self.mask_token else ''}; {head}"
         )
 
     def check_target(self, num_layers: int, hidden_size: int, vocab_size: int) -> None:
@@ -130,11 +177,11 @@ class DraftConfig:
                 f"The draft's hidden_size is {self.hidden_size} and the target's is {hidden_size}: "
                 "they must be equal, because the draft uses the target's embedding and head."
             )
-        outside = [layer for layer in self.target_layer_ids if not 0 <= layer < num_layers]
+        outside = [layer for layer in self.target_layer_ids if not EMBEDDING <= layer < num_layers]
         if outside:
             raise ValueError(
                 f"dflash_config.target_layer_ids has {outside}, but a draft can read only layers 0 to {num_layers - 1} "
-                f"of the target's {num_layers}."
+                f"of the target's {num_layers}, and {EMBEDDING}, its embedding."
             )
         if self.mask_token_id is None or self.mask_token_id >= vocab_size:
             raise ValueError(
@@ -177,6 +224,13 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def _head_dim(config: Mapping[str, Any], share: int) -> int:
+    """share: of one head in the hidden size."""
+    if config.get("head_dim") is not None:
+        return _positive(config, "head_dim")
+    return QWEN3_HEAD_DIM if config.get("model_type") == "qwen3" else share
+
+
 def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
@@ -197,6 +251,21 @@ def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) 
     lilicorr = sorted(key for key in dflash if key.startswith("lilicorr"))
     if lilicorr:
         raise ValueError(f"The draft has LiLiCorr's reranker ({lilicorr[0]}), which we do not serve: {USE_BUILTIN}.")
+
+
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    value = config.get("dtype", config.get("torch_dtype"))
+    name = value.removeprefix("torch.") if isinstance(value, str) else value
+    if name is not None and (type(name) is not str or not isinstance(getattr(torch, name, None), torch.dtype)):
+        raise ValueError(f"The draft's dtype is {value!r}; it must be one of torch, such as 'bfloat16', or absent.")
+    return name
+
+
+def _head_vocab_size(config: Mapping[str, Any]) -> int | None:
+    """None where the draft's vocabulary is the target's."""
+    if config.get("draft_vocab_size") in (None, config.get("vocab_size")):
+        return None
+    return _positive(config, "draft_vocab_size")
 
 
 def _flag(config: Mapping[str, Any], key: str, null: bool = True) -> bool:
@@ -266,10 +335,8 @@ def _layer_attention(config: Mapping[str, Any], num_layers: int) -> tuple[LayerA
     )
 
 
-def _target_layer_ids(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def _target_layer_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     layer_ids = config.get("target_layer_ids")
-    if layer_ids is None:
-        layer_ids = list(build_target_layer_ids(_positive(config, "num_target_layers"), num_layers))
     if not isinstance(layer_ids, list) or not layer_ids or any(type(i) is not int for i in layer_ids):
         raise ValueError(f"dflash_config.target_layer_ids is {layer_ids!r}; it must be a list of layer numbers.")
     # Whatever the list says, the host captures each layer once, in the model's order.

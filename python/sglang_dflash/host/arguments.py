@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import replace
 from typing import Any
 
-import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.environ import envs
-from transformers import AutoTokenizer, PretrainedConfig
-from transformers.utils.hub import cached_file
 
 from sglang_dflash import __version__, ops
 from sglang_dflash.core.draft_config import DraftConfig
-from sglang_dflash.core.mask_embedding import MASK_EMBEDDING_FILE, read_mask_embedding
-from sglang_dflash.host import capture, recurrent_state, short_head, simulated, widths
+from sglang_dflash.host import capture, draft_files, recurrent_state, short_head, simulated, widths
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_dflash.host.features import refuse_features
 from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
@@ -77,12 +71,15 @@ def check(server_args: Any, previous: Any) -> None:
     cfg = resolving_view(server_args)
     try:
         _refuse_unserved(cfg)
-        draft = read_draft_config(cfg)
+        layout = draft_files.use_plain_layout(server_args)
+        cfg = resolving_view(server_args)
+        draft = draft_files.read_draft_config(cfg)
         target = model_config_of(server_args)
         _check_target(target, draft)
         draft.check_ranks(cfg.tp_size)
         _check_quantization(cfg, draft)
-        trained_mask_embedding(cfg, draft)
+        draft_files.trained_mask_embedding(cfg, draft)
+        draft_files.check_weights(cfg, draft)
         block_size = _block_size(cfg, draft, target.context_len)
         if simulated.simulates():
             simulated.check(block_size, cfg.tp_size)
@@ -93,6 +90,7 @@ def check(server_args: Any, previous: Any) -> None:
         previous(server_args)
         _check_sinks(cfg, draft)
         widths.check_server(resolving_view(server_args), target)
+        draft_files.check_context(cfg, target.context_len)
     except ValueError as error:
         raise SystemExit(f"{CANNOT_START}{error}") from None
     cfg = resolving_view(server_args)
@@ -107,66 +105,15 @@ def check(server_args: Any, previous: Any) -> None:
         ops.bodies("cpu" if cpu_platform_in_use() else "cuda"),
         WORKER_VARIABLE,
     )
+    logger.info("The draft, in the layout of %s: %s.", layout, draft.summary(block_size))
+    if cfg.quantization and cfg.speculative_draft_model_quantization == "unquant":
+        logger.info(
+            "The draft stays unquantised: --quantization %s is for the target, --speculative-draft-model-quantization "
+            "for the draft.",
+            cfg.quantization,
+        )
     if simulated.simulates():
         logger.warning(simulated.warning())
-
-
-def read_draft_config(cfg: Any) -> DraftConfig:
-    """The draft's config, with its mask token id resolved.
-
-    Args:
-        cfg: server arguments, or the host's view of them.
-
-    Raises:
-        ValueError: one sentence on what is wrong with the draft.
-    """
-    path = cfg.speculative_draft_model_path
-    if path is None:
-        raise ValueError("--speculative-draft-model-path is missing: give the DFlash draft's folder or hub name.")
-    config = _config_dict(path, cfg.speculative_draft_model_revision)
-    config.update(json.loads(cfg.json_model_override_args))  # the host overrides target and draft alike
-    draft = DraftConfig.from_dict(config)
-    if draft.mask_token_id is None:
-        draft = replace(draft, mask_token_id=_mask_token_id(cfg, draft.mask_token))
-    return draft
-
-
-def trained_mask_embedding(cfg: Any, draft: DraftConfig) -> torch.Tensor | None:
-    """The result of `read_mask_embedding`; None if the draft has no such file.
-
-    Raises:
-        ValueError: one sentence on what is wrong with the file.
-    """
-    path = cached_file(
-        cfg.speculative_draft_model_path,
-        MASK_EMBEDDING_FILE,
-        revision=cfg.speculative_draft_model_revision,
-        _raise_exceptions_for_missing_entries=False,
-    )
-    return None if path is None else read_mask_embedding(path, draft)
-
-
-def _mask_token_id(cfg: Any, mask_token: str | None) -> int:
-    path = cfg.tokenizer_path or cfg.model_path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code, revision=cfg.revision)
-    except OSError as error:
-        raise ValueError(f"the tokenizer at {path!r} cannot be read: {str(error).splitlines()[0]}") from None
-    vocabulary = tokenizer.get_vocab()
-    if mask_token is None or mask_token not in vocabulary:
-        raise ValueError(f"dflash_config.mask_token {mask_token!r} is not in the target's tokenizer.")
-    return vocabulary[mask_token]
-
-
-def _config_dict(path: str, revision: str | None) -> dict[str, Any]:
-    try:
-        config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"the draft's config.json at {path!r} cannot be read: {reason}") from None
-    if not config:
-        raise ValueError(f"there is no draft config.json at {path!r} (--speculative-draft-model-path).")
-    return config
 
 
 def _check_target(target: Any, draft: DraftConfig) -> None:
@@ -203,12 +150,12 @@ def _check_quantization(cfg: Any, draft: DraftConfig) -> None:
 
 def _block_size(cfg: Any, draft: DraftConfig, context_len: int) -> int:
     flags = (cfg.speculative_num_draft_tokens, cfg.speculative_dflash_block_size)
-    asked = next((value for value in flags if value is not None), draft.block_size)
-    if not 2 <= asked <= draft.block_size:
-        raise ValueError(
-            f"--speculative-num-draft-tokens is {asked}; allowed: 2 to {draft.block_size}, the block size that this "
-            "draft was trained with."
-        )
+    asked = next((value for value in flags if value is not None), draft.most_rows)
+    if not 2 <= asked <= draft.most_rows:
+        rows = "the block size that this draft was trained with"
+        if draft.anchor_first:
+            rows = f"the rows of a step: this draft gives {draft.block_size} drafts behind the anchor"
+        raise ValueError(f"--speculative-num-draft-tokens is {asked}; allowed: 2 to {draft.most_rows}, {rows}.")
     if asked >= context_len:
         raise ValueError(
             f"--speculative-num-draft-tokens is {asked} and the context {context_len} tokens (--context-length): "

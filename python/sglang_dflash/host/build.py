@@ -11,14 +11,15 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync
 
 from sglang_dflash import ops
+from sglang_dflash.core.draft_folder import read_own_head
 from sglang_dflash.core.policy import SameRows
 from sglang_dflash.core.rows import RowPolicy
 from sglang_dflash.host import widths
 from sglang_dflash.host.acceptance import Acceptor
-from sglang_dflash.host.arguments import read_draft_config, trained_mask_embedding
 from sglang_dflash.host.beside_rows import BesideRows
 from sglang_dflash.host.capture import lm_head_of
 from sglang_dflash.host.device_rows import DeviceRows
+from sglang_dflash.host.draft_files import read_draft_config, trained_mask_embedding, weights_folder
 from sglang_dflash.host.draft_runner import DraftRunner
 from sglang_dflash.host.hidden_states import ReturnedHiddenStates
 from sglang_dflash.host.plan_stream import PlanStream
@@ -46,10 +47,14 @@ def build_worker(server_args: Any, gpu_id: int, nccl_port: int, target_worker: A
     assert draft_config.mask_token_id is not None  # resolved by `read_draft_config`
     tp_sync = SpecTpSync(get_parallel().tp_group)
     kernels = ops.choose_kernels(target_worker.device, target.dtype)
-    draft = DraftRunner.build(server_args, gpu_id, nccl_port, target, block_size, tp_sync)
+    draft = DraftRunner.build(server_args, gpu_id, nccl_port, target, block_size, draft_config.anchor_first, tp_sync)
     draft.use_mask_embedding(trained_mask_embedding(cfg, draft_config))
     lm_head = lm_head_of(target.model)
-    draft.shorten_head(lm_head, target.model_config.vocab_size, special_ids(target_worker))
+    if draft_config.head_vocab_size is not None:
+        folder = weights_folder(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
+        draft.use_own_head(read_own_head(folder, draft_config.head_vocab_size))
+    else:
+        draft.shorten_head(lm_head, target.model_config.vocab_size, special_ids(target_worker))
     sampler = RowSampler(target, block_size, kernels)
     sharded_logits = ShardedLogits.of(target.model, unwrap_lora_layer(lm_head), kernels)
     one_rank = get_parallel().tp_size == 1

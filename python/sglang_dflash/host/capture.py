@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
 
+from sglang_dflash.core.draft_formats import EMBEDDING
 from sglang_dflash.host.hooking import AROUND, hook
 
 # Classes whose last layer a draft may read: SGLang captures it, or `_LastTap` does.
@@ -29,6 +31,9 @@ LAST_TAP_ADDED = {
     "Qwen3ForCausalLM",
 }
 
+EMBEDDING_TAPPED = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Classes whose loop over the layers was seen to capture what enters the first one."""
+
 EMBEDDING_ADDED = frozenset({"ExaoneMoEForCausalLM", "Qwen2MoeForCausalLM"})
 """Classes that do not hand out their embedding."""
 
@@ -46,7 +51,13 @@ def lm_head_of(model: Any) -> Any:
 
 
 def check_taps(architectures: list[str], num_layers: int, layer_ids: tuple[int, ...]) -> None:
-    """Raises ValueError, in one sentence, if the draft reads the last layer of a target that cannot give it."""
+    """Raises ValueError, in one sentence, if the draft reads the last layer, or the embedding, of a target that cannot
+    give it."""
+    if EMBEDDING in layer_ids and not EMBEDDING_TAPPED.intersection(architectures):
+        raise ValueError(
+            f"dflash_config.target_layer_ids has {EMBEDDING}, the embedding of the target {', '.join(architectures)}; "
+            f"it is served for {', '.join(sorted(EMBEDDING_TAPPED))}."
+        )
     known = LAST_TAP_BY_SGLANG | LAST_TAP_ADDED
     if num_layers - 1 in layer_ids and not known.intersection(architectures):
         raise ValueError(
@@ -54,6 +65,20 @@ def check_taps(architectures: list[str], num_layers: int, layer_ids: tuple[int, 
             f"{', '.join(architectures)}, whose output SGLang does not capture there; it is served for "
             f"{', '.join(sorted(known))}."
         )
+
+
+@hook(
+    "sglang.srt.speculative.dflash_utils.DFlashDraftConfig.resolve_target_layer_ids",
+    AROUND,
+    why="refuses -1, the tap of the embedding",
+    until="SGLang takes it",
+)
+def resolve_target_layer_ids(original: Any, config: Any, **sizes: Any) -> list[int]:
+    ids = list(config.target_layer_ids or ())
+    if ids[:1] != [EMBEDDING]:
+        layer_ids: list[int] = original(config, **sizes)
+        return layer_ids
+    return [EMBEDDING, *(original(replace(config, target_layer_ids=ids[1:]), **sizes) if ids[1:] else [])]
 
 
 @hook(

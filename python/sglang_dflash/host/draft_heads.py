@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 
 from sglang_dflash import ops
+from sglang_dflash.core.draft_folder import OwnHead
 from sglang_dflash.core.draft_vocab import DraftVocabulary
 from sglang_dflash.host.sharded_logits import best_of_ranks, drafts_of_ranks
 from sglang_dflash.host.short_head import FEWEST_IDS, DraftIds, ShortHead
@@ -21,11 +22,14 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class DraftHead:
-    """Argmax of the target's head over rows 1..K-1 of every block; with a `ShortHead`, among its ids.
+    """Argmax of the target's head over the rows of every block that give drafts; with a `ShortHead`, among its ids.
 
     Ties: the lowest id wins; among the ids of a `ShortHead`, the lowest place. Under tensor parallelism each rank holds
     a span of the vocabulary, and all end with the same ids.
     """
+
+    first_row = 1
+    """The row of a block that gives the first draft: the one behind the anchor, or the anchor's (0)."""
 
     def __init__(self, lm_head: Any, block_size: int) -> None:
         self._lm_head = lm_head
@@ -47,7 +51,7 @@ class DraftHead:
         self._group = tp_group if shard is not None and tp_group.world_size > 1 else None
         assert self._vocab_size > 0, f"rank {tp_group.rank_in_group} of {tp_group.world_size} holds no token ids"
         self._block_size = block_size
-        self._short: ShortHead | None = None
+        self._short: ShortHead | OwnHead | None = None  # what is chosen among; None: all ids
         self._fewest_ids = FEWEST_IDS
         self._device = weight.device if self._dense else next(lm_head.parameters()).device
         self._kernels = ops.choose_kernels(self._device, self.compared_logits[1])
@@ -58,6 +62,15 @@ class DraftHead:
     def why_whole(self) -> str | None:
         """Why the head chooses among all ids; None if it can choose among fewer."""
         return None if self._dense else "the target's head is quantised"
+
+    def use_own(self, own: OwnHead) -> None:
+        """Chooses by a head that the draft brings, each rank among the ids of its span; to be called before graphs are
+        captured."""
+        ids = own.ids - self._first_id
+        here = (ids >= 0) & (ids < self._vocab_size)
+        weight = own.weight[here].to(self._device, self._lm_head.weight.dtype if self._dense else own.weight.dtype)
+        self._short, self._dense = OwnHead(ids[here].to(self._device), weight), True
+        self._kernels = ops.choose_kernels(self._device, weight.dtype)
 
     def shorten(self, draft_ids: DraftIds, kept: Sequence[int]) -> ShortHead | None:
         """Chooses among fewer ids from now on; to be called before graphs are captured.
@@ -74,16 +87,17 @@ class DraftHead:
         count = max(self._fewest_ids, -(-draft_ids.count // ranks))
         if count < self._vocab_size:
             vocabulary = DraftVocabulary(self._vocab_size, count, kept, draft_ids.first, self._first_id)
-            self._short = ShortHead(self._lm_head, vocabulary)
-        return self._short
+            short = self._short = ShortHead(self._lm_head, vocabulary)
+            return short
+        return None
 
     def draft_ids(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        """hidden: [B * D, H]; block_ids: [B, D] int64, the anchors first. Returns [B, D-1] int64."""
+        """hidden: [B * R, H]; block_ids: [B, R] int64, the anchors first. Returns [B, R - `first_row`] int64."""
         rows = self._rows(hidden, block_ids)
         return self._choose(rows, self._logits(rows), block_ids[:, 0]).view(len(block_ids), -1)
 
     def weighed(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> ops.Drafts:
-        """`draft_ids` and their log-probabilities: [B, D-1] each."""
+        """`draft_ids` and their log-probabilities."""
         rows = self._rows(hidden, block_ids)
         ids, log_probs = self._best(self._logits(rows))
         return ops.Drafts(ids.view(len(block_ids), -1), log_probs.view(len(block_ids), -1))
@@ -107,7 +121,7 @@ class DraftHead:
 
     def _rows(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         # `reshape` makes the rows dense, for one product of all rows. On a slice, torch multiplies request by request.
-        return hidden.view(*block_ids.shape, -1)[:, 1:].reshape(-1, hidden.shape[-1])
+        return hidden.view(*block_ids.shape, -1)[:, self.first_row :].reshape(-1, hidden.shape[-1])
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [N, H]. Returns [N, V], V this rank's span of the vocabulary, without the host's padding; or its ids in
@@ -147,14 +161,14 @@ class DraftHead:
             self.captured_log_probs = torch.empty(shape, device=self._device)
 
     def __call__(self, hidden: torch.Tensor, block_ids: torch.Tensor) -> None:
-        """Called while the host captures the draft's graph. hidden: [B * W, H]; block_ids: [B, W]."""
-        batch, width = block_ids.shape
+        """Called while the host captures the draft's graph. hidden: [B * R, H]; block_ids: [B, R]."""
+        batch, drafts = len(block_ids), block_ids.shape[1] - self.first_row
         if self.captured_log_probs is None:
-            self.captured_ids[:batch, : width - 1].copy_(self.draft_ids(hidden, block_ids))
+            self.captured_ids[:batch, :drafts].copy_(self.draft_ids(hidden, block_ids))
             return
-        drafts = self.weighed(hidden, block_ids)
-        self.captured_ids[:batch, : width - 1].copy_(drafts.ids)
-        self.captured_log_probs[:batch, : width - 1].copy_(drafts.log_probs)
+        ids, log_probs = self.weighed(hidden, block_ids)
+        self.captured_ids[:batch, :drafts].copy_(ids)
+        self.captured_log_probs[:batch, :drafts].copy_(log_probs)
 
 
 class SelectorHead(DraftHead):
@@ -255,10 +269,12 @@ class DominoHead(DraftHead):
         return ops.domino_rollout(weights, rows.to(up.dtype), logits, block_ids[:, 0], embed, best)
 
 
-def head_of(model: Any, lm_head: Any, block_size: int, embed: Embed) -> DraftHead:
+def head_of(model: Any, lm_head: Any, block_size: int, embed: Embed, anchor_first: bool = False) -> DraftHead:
     """The head of a draft, SGLang's `DFlashDraftModel` or `DFlash2DraftModel`. embed: the target's, ids to [..., H]."""
     if model.prefix_gru is not None:
         return DominoHead(lm_head, block_size, model, embed)
     if model.candidate_selector is not None:
         return SelectorHead(lm_head, block_size, model)
-    return DraftHead(lm_head, block_size)
+    head = DraftHead(lm_head, block_size)
+    head.first_row = 0 if anchor_first else 1
+    return head

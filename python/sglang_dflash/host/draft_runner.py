@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     enable_num_token_non_padded,
 )
 from sglang.srt.platforms import current_platform
-from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
+from sglang.srt.runtime_context import get_context, get_exec, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.draft_worker_common import (
     DraftWorkerBundle,
     build_draft_tp_worker,
@@ -30,6 +31,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_pp_context
 
 from sglang_dflash.core.block import Block
+from sglang_dflash.core.draft_folder import OwnHead
 from sglang_dflash.host.capture import embedding_of, lm_head_of
 from sglang_dflash.host.context_kv import ContextKVWriter
 from sglang_dflash.host.draft_heads import DraftHead, head_of
@@ -49,6 +51,17 @@ def _lookup(embedding: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     if not plain or embedding.tp_size > 1 or embedding.output_dtype is not None:
         return embedding
     return lambda ids: F.embedding(ids, embedding.weight)
+
+
+@contextmanager
+def rows_a_request(rows: int) -> Iterator[None]:
+    """What the host makes within this block, backends and graphs, is for so many rows a request."""
+    context, served = get_context(), get_spec().speculative_num_draft_tokens
+    context.override("sglang_dflash.rows_a_request", speculative_num_draft_tokens=rows)
+    try:
+        yield
+    finally:
+        context.override("sglang_dflash.rows_a_request", speculative_num_draft_tokens=served)
 
 
 class DraftRunner:
@@ -78,7 +91,7 @@ class DraftRunner:
         self._window: DraftWindow | None = None
         self._spec_infos = {
             rows: make_draft_block_spec_info(draft_token_num=rows, device=self.runner.device)
-            for rows in range(2, self.model.block_size + 1)
+            for rows in range(1, self.model.block_size + 1)
         }
 
     @classmethod
@@ -89,6 +102,7 @@ class DraftRunner:
         nccl_port: int,
         target_runner: ModelRunner,
         block_size: int,
+        anchor_first: bool,
         tp_sync: SpecTpSync,
     ) -> DraftRunner:
         """Loads the draft beside its target."""
@@ -101,15 +115,20 @@ class DraftRunner:
                 algo_label="DFLASH",
             )
         model = bundle.draft_model
-        model.set_block_size(block_size)
+        model.set_block_size(block_size - anchor_first)
         if bundle.draft_model_runner.device == "cpu":
             for layer in model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False  # Triton, also without CUDA (models/dflash.py:383)
         target_model = target_runner.model
         embed = _lookup(unwrap_lora_layer(embedding_of(target_model)))  # LoRA is for the target only
         scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
-        head = head_of(model, unwrap_lora_layer(lm_head_of(target_model)), block_size, embed)
+        head = head_of(model, unwrap_lora_layer(lm_head_of(target_model)), block_size, embed, anchor_first)
         return cls(bundle, head, ContextKVWriter(model), embed, float(scale()) if scale else 1.0, tp_sync)
+
+    def use_own_head(self, own: OwnHead) -> None:
+        """Lets the draft choose by a head of its own; to be called before graphs are captured."""
+        self._head.use_own(own)
+        logger.info("The draft chooses among %d ids by a head of its own.", len(own.ids))
 
     def shorten_head(self, lm_head: Any, vocab_size: int, kept: list[int]) -> None:
         """Lets the head choose among fewer ids, as the variable asks; to be called before graphs are captured.
@@ -161,7 +180,7 @@ class DraftRunner:
         self._window = window
 
     def init_attention_backends(self) -> None:
-        with draft_pp_context():
+        with draft_pp_context(), rows_a_request(self.model.block_size):
             self.worker.init_attention_backends()
 
     def init_graphs(self) -> None:
@@ -176,7 +195,8 @@ class DraftRunner:
         if capture:
             self._head.reserve(max(graphs.decode.bs))
             self.runner.capture_tail_hooks.append(self._capture_head)
-        with draft_pp_context(), own_input_buffers(PlanStream.wanted(self.runner.device)):
+        buffers, rows = own_input_buffers(PlanStream.wanted(self.runner.device)), rows_a_request(self.model.block_size)
+        with draft_pp_context(), buffers, rows:
             self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
 
     def _capture_head(self, runner: Any, out: Any, forward_batch: ForwardBatch, num_rows: int) -> None:
@@ -184,9 +204,10 @@ class DraftRunner:
         self._head(out.hidden_states, forward_batch.input_ids.view(forward_batch.batch_size, -1))
 
     def capture_graphs_of(self, width: int, capture: Callable[[ModelRunner], None]) -> None:
-        """Lets `capture` make graphs for W rows a request."""
-        self.model.set_block_size(width)
-        with draft_pp_context():
+        """Lets `capture` make graphs for blocks of W rows."""
+        rows = self.rows_of(width)
+        self.model.set_block_size(rows)
+        with draft_pp_context(), rows_a_request(rows):
             capture(self.runner)
 
     def warm_up(self) -> None:
@@ -215,13 +236,17 @@ class DraftRunner:
         """Drafts come with their log-probabilities from now on; to be called before graphs are captured."""
         self._head.weigh_drafts()
 
+    def rows_of(self, width: int) -> int:
+        """Rows of a block over which the draft runs, of W rows to verify."""
+        return width - 1 + self._head.first_row
+
     def propose(
         self, block: Block, kv_plan: Any, kv_lens: tuple[torch.Tensor, int], can_run_graph: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One draft forward over the block. The next call may overwrite what it returns.
 
         Args:
-            block: [B, W]; on a CPU, of all requests of the batch or of some.
+            block: [B, R], the first R = `rows_of(W)` rows; on a CPU, of all requests of the batch or of some.
             kv_plan: the `KVLocPlan` over the block's slots.
             kv_lens: [B] int64 on the CPU, and their sum: upper bounds of the KV that the draft reads.
             can_run_graph: whether all ranks may replay a graph.
@@ -233,7 +258,7 @@ class DraftRunner:
         out = self._forward(block, kv_plan, *kv_lens, can_run_graph)
         head, log_probs = self._head, self._head.captured_log_probs
         if out.can_run_graph:
-            drafts = slice(len(block.ids)), slice(block.width - 1)
+            drafts = slice(len(block.ids)), slice(block.width - head.first_row)
             return head.captured_ids[drafts], None if log_probs is None else log_probs[drafts]
         with torch.inference_mode():
             hidden = out.logits_output.hidden_states

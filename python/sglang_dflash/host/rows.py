@@ -125,6 +125,7 @@ class StepRows:
         else:
             some = torch.tensor(drafted)
             own = block.of(some)
+            own = own.first(self._draft.rows_of(own.width))
             kv_lens = own.prefix_lens + own.width
             own_plan = self.plan_kv(own, batch, own.prefix_lens)
             with spec_stage_span("draft"):
@@ -146,7 +147,11 @@ class StepRows:
         self, block: Block, kv_plan: Any, batch: ScheduleBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The drafts of all requests of the batch, by a graph where there is one."""
-        kv_lens = known_kv_lens(batch, block.width)
+        rows = self._draft.rows_of(block.width)
+        if rows < block.width:
+            block = block.first(rows)
+            kv_plan = self.plan_kv(block, batch)
+        kv_lens = known_kv_lens(batch, rows)
         with spec_stage_span("draft"):
             return self._draft.propose(block, kv_plan, kv_lens, batch.can_run_decode_cuda_graph)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from sglang.srt.runtime_context import get_context, get_spec
+from sglang.srt.runtime_context import get_spec
 
 from sglang_dflash.host import page_tables
-from sglang_dflash.host.draft_runner import MIN_GRAPH_MEMORY_GB, DraftRunner
+from sglang_dflash.host.draft_runner import MIN_GRAPH_MEMORY_GB, DraftRunner, rows_a_request
 from sglang_dflash.host.protocols import ModelRunner
 from sglang_dflash.host.widths import WIDTH, WITH_GRAPHS
 
@@ -60,12 +59,12 @@ class WidthGraphs:
         for width in self.widths:
             if width != block_size:
                 self._check_memory(width)
-                with _block_size_of(width):
+                with rows_a_request(width):
                     capture_graphs(target)
                     self._of_target[width] = _Graphs.of(target)
-                    if width > 1:
-                        self._draft.capture_graphs_of(width, capture_graphs)
-                        self._of_draft[width] = _Graphs.of(draft)
+                if width > 1:
+                    self._draft.capture_graphs_of(width, capture_graphs)
+                    self._of_draft[width] = _Graphs.of(draft)
         self.use(block_size)
         logger.info(
             "Steps have %s rows a request; graphs of other widths than %d took %.1f s and %.2f GB.",
@@ -99,14 +98,3 @@ def capture_graphs(runner: ModelRunner) -> None:
     usage = runner.graph_memory_usage, runner.graph_time_usage
     runner.init_decode_cuda_graph()
     runner.graph_memory_usage, runner.graph_time_usage = usage  # of width K; the log says those of the others
-
-
-@contextmanager
-def _block_size_of(width: int) -> Iterator[None]:
-    """What the host makes within this block is for W rows a request."""
-    context, block_size = get_context(), get_spec().speculative_num_draft_tokens
-    context.override("sglang_dflash.width_graphs", speculative_num_draft_tokens=width)
-    try:
-        yield
-    finally:
-        context.override("sglang_dflash.width_graphs", speculative_num_draft_tokens=block_size)

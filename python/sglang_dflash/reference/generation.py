@@ -145,6 +145,8 @@ class _Loop:
 
     def propose(self, state: _State, block: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Drafts for rows 1..K-1, [B, K-1] int64: greedy, whatever the temperature (paper, section 4)."""
+        rows = positions.shape[1] - self.draft.draft_config.anchor_first
+        block, positions = block[:, :rows], positions[:, :rows]
         position_ids = torch.cat((state.feature_positions, positions), dim=1)
         hidden = self.draft(
             noise_embedding=self.draft.embed_block(self.target.get_input_embeddings()(block)),
@@ -226,7 +228,7 @@ def spec_generate(
         stop_token_ids: an answer ends after the first of these; None: the target's own end tokens; []: never.
         temperature: 0 is greedy.
         attention_mask: [B, P], 0 where `input_ids` is padding, on either side; None: no padding.
-        block_size: K, 2 or more; default: the draft's.
+        block_size: rows of a step, 2 or more; default: as many as the draft can give.
         mask_token_id: default: the draft's; needed if the draft's config gives only the token's text.
         generator: for sampling; on the target's device.
         return_stats: return a `Generation` instead of its `output_ids`.
@@ -234,7 +236,7 @@ def spec_generate(
     Raises:
         ValueError: the models do not fit, or an argument is out of range; one sentence.
     """
-    width = draft.block_size if block_size is None else block_size
+    width = draft.draft_config.most_rows if block_size is None else block_size
     mask_token_id = draft.mask_token_id if mask_token_id is None else mask_token_id
     real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     _check(draft, target, input_ids, real, max_new_tokens, temperature, width, mask_token_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -20,7 +21,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import cached_file
 
 from sglang_dflash import ops
-from sglang_dflash.core.draft_config import PLAIN_ARCHITECTURE, DraftConfig, LayerAttention
+from sglang_dflash.core.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.core.draft_folder import OwnHead, plain_name, read_own_head
+from sglang_dflash.core.draft_formats import PLAIN_ARCHITECTURE
 from sglang_dflash.core.mask_embedding import MASK_EMBEDDING_FILE, read_mask_embedding
 from sglang_dflash.reference.dflash2 import CandidateSelector, GroupedConvolution
 from sglang_dflash.reference.domino import domino_projector, domino_weights
@@ -206,6 +209,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
 
     config_class = DFlashConfig
     _no_split_modules = ("DFlashDecoderLayer",)
+    _keys_to_ignore_on_load_unexpected = (r"^embed_tokens\.weight$", r"^lm_head\.weight$", "^d2t$", "^t2d$")
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -217,6 +221,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         self.norm = _norm(config, draft, config.hidden_size)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.mask_embedding: torch.Tensor | None = None  # [1 or K-1, H]; see `read_mask_embedding`
+        self.own_head: OwnHead | None = None  # None: the target's
         selector, domino = draft.selector, draft.domino
         self.candidate_selector = CandidateSelector(config.hidden_size, selector) if selector else None
         self.prefix_gru = nn.GRU(config.hidden_size, domino.gru_size, bias=False, batch_first=True) if domino else None
@@ -249,6 +254,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 weight or one of another shape.
         """
         revision = kwargs.get("revision")
+        name = plain_name(str(name), revision)
         where = {key: kwargs[key] for key in ("cache_dir", "local_files_only", "subfolder", "token") if key in kwargs}
         described = DFlashConfig.from_pretrained(name, revision=revision, **where).draft.quantization
         if described is not None:
@@ -266,6 +272,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         )
         if side_car is not None:
             model.mask_embedding = read_mask_embedding(side_car, model.draft_config)
+        if model.draft_config.head_vocab_size is not None:
+            model.own_head = read_own_head(Path(name), model.draft_config.head_vocab_size)
         return (model, info) if wanted else model
 
     def embed_block(self, embeds: torch.Tensor) -> torch.Tensor:
@@ -331,7 +339,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         head: Callable[[torch.Tensor], torch.Tensor],
         embed: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """The drafts for rows 1..K-1 of each block: the argmax of each row, the selector's walk, or Domino's rollout.
+        """The drafts of each block: the argmax of each row, the selector's walk, or Domino's rollout.
 
         Args:
             hidden: [B, K, H], as from `forward`.
@@ -340,7 +348,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             embed: the target's embedding, ids -> [..., H].
 
         Returns:
-            [B, K-1] int64.
+            [B, K-1] int64, for rows 1..K-1; [B, K] if the anchor's row gives a draft, too.
         """
         if self.prefix_gru is not None and self.embed_proj is not None:
             rows = hidden[:, :-1] if self.draft_config.domino.shift_label else hidden[:, 1:]
@@ -350,6 +358,11 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 return embed(ids).to(rows.dtype)
 
             return ops.domino_rollout(weights, rows, head(rows), anchor_ids, embedded, lambda row: row.argmax(-1))
+        if self.draft_config.anchor_first:
+            hidden = F.pad(hidden, (0, 0, 1, 0))  # in front of the row that gives the first draft
+        if self.own_head is not None:
+            ids, weight = (value.to(hidden.device) for value in self.own_head)
+            return ids[F.linear(hidden[:, 1:], weight.to(hidden.dtype)).argmax(-1)]
         logits = head(hidden[:, 1:])
         if self.candidate_selector is None:
             return logits.argmax(-1)

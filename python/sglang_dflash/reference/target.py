@@ -9,11 +9,14 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from sglang_dflash.core.draft_formats import EMBEDDING
+
 
 class FeatureTaps:
     """A context manager that records the residual-stream output of chosen target layers.
 
-    Layer ids are 0-based. The output of decoder layer `layer` is `hidden_states[layer + 1]` in transformers, without
+    Layer ids are 0-based; -1 is the embedding, what enters the first layer.
+    The output of decoder layer `layer` is `hidden_states[layer + 1]` in transformers, without
     the final norm (z-lab/dflash, `extract_context_feature`).
     """
 
@@ -25,7 +28,11 @@ class FeatureTaps:
 
     def __enter__(self) -> Self:
         for layer_id in set(self._layer_ids):
-            self._handles.append(self._layers[layer_id].register_forward_hook(self._recorder(layer_id)))
+            if layer_id == EMBEDDING:
+                hook = self._layers[0].register_forward_pre_hook(self._embedding_recorder, with_kwargs=True)
+            else:
+                hook = self._layers[layer_id].register_forward_hook(self._recorder(layer_id))
+            self._handles.append(hook)
         return self
 
     def __exit__(
@@ -39,6 +46,9 @@ class FeatureTaps:
             self._outputs[layer_id] = output[0] if isinstance(output, tuple) else output
 
         return record
+
+    def _embedding_recorder(self, module: nn.Module, inputs: Any, named: Any) -> None:
+        self._outputs[EMBEDDING] = inputs[0] if inputs else named["hidden_states"]
 
     def take(self) -> torch.Tensor:
         """Returns and clears the features of the target's last forward, [B, T, taps * H]."""

@@ -25,7 +25,7 @@ class Blocks:
         anchors: [B, A] int64; positions of the blocks' first rows.
         ids: [B, Q] int64; in each block the anchor's clean token, then K-1 mask tokens.
         positions: [B, Q] int64, absolute.
-        labels: [B, Q] int64; the clean token at the same position, IGNORED where nothing is learned.
+        labels: [B, Q] int64; the clean token that the row predicts, IGNORED where nothing is learned.
     """
 
     anchors: torch.Tensor
@@ -63,12 +63,17 @@ def sample_anchors(learned: torch.Tensor, count: int, generator: torch.Generator
 
 
 def make_blocks(
-    ids: torch.Tensor, learned: torch.Tensor, anchors: torch.Tensor, block_size: int, mask_token_id: int
+    ids: torch.Tensor,
+    learned: torch.Tensor,
+    anchors: torch.Tensor,
+    block_size: int,
+    mask_token_id: int,
+    anchor_first: bool = False,
 ) -> Blocks:
     """Makes a block `[anchor, MASK x (K-1)]` at each anchor.
 
-    The label of row k is the clean token at its own position, if all tokens from the anchor to that position are
-    learned: nothing is drafted after the target's end token.
+    The label of row k is the clean token at its own position, of an `anchor_first` draft that behind it, if all tokens
+    from the anchor to the label are learned: nothing is drafted after the target's end token.
 
     Args:
         ids: [B, T] int64; clean tokens.
@@ -78,12 +83,13 @@ def make_blocks(
     kept, anchors = anchors >= 0, anchors.clamp(min=0)
     offsets = torch.arange(block_size, device=ids.device)
     rows = anchors[..., None] + offsets  # [B, A, K]: absolute positions
-    inside = rows.clamp(max=ids.shape[1] - 1)
+    said = rows + anchor_first
+    inside = said.clamp(max=ids.shape[1] - 1)
     batch = torch.arange(len(ids), device=ids.device)[:, None, None]
-    clean = ids[batch, inside]
-    labelled = (learned[batch, inside] & (rows < ids.shape[1])).cumprod(2).bool()
-    labels = clean.masked_fill(~(labelled & kept[..., None] & (offsets > 0)), IGNORED)
-    block_ids = torch.where(offsets == 0, clean, mask_token_id)
+    labelled = (learned[batch, inside] & (said < ids.shape[1])).cumprod(2).bool()
+    labelled &= (kept & learned[batch[..., 0], anchors])[..., None] & (offsets + anchor_first > 0)
+    labels = ids[batch, inside].masked_fill(~labelled, IGNORED)
+    block_ids = torch.where(offsets == 0, ids[batch[..., 0], anchors][..., None], mask_token_id)
     return Blocks(anchors, block_ids.flatten(1), rows.flatten(1), labels.flatten(1), block_size)
 
 

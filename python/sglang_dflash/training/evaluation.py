@@ -81,12 +81,13 @@ def accept_lens(
     context = torch.arange(ids.shape[1], device=ids.device)[None]
     found: list[int] = []
     for some in anchors.split(_BLOCKS_AT_ONCE):
-        blocks = make_blocks(ids, learned, some[None], draft.block_size, draft.mask_token_id)
+        first = draft.draft_config.anchor_first
+        blocks = make_blocks(ids, learned, some[None], draft.block_size, draft.mask_token_id, first)
         masks = {kind: split_attention(blocks, ids.shape[1], kind) for kind in set(draft.draft_config.attention)}
         positions = torch.cat((context, blocks.positions), 1)
         hidden = draft(target.embed(blocks.ids), features, positions, masks, block_size=draft.block_size)
         hidden = hidden.view(len(some), draft.block_size, -1)
-        labels = blocks.labels.view(len(some), -1)[:, 1:]
+        labels = blocks.labels.view(len(some), -1)[:, 1 - first :]
         right = (draft.choose(hidden, ids[0, some], target.head, target.embed) == labels) & (labels != IGNORED)
         found += right.long().cumprod(1).sum(1).tolist()
     return found
@@ -107,7 +108,7 @@ def held_out_acceptance(
     Args:
         features: samples and their ids [B, T] -> context features [B, T, taps * H].
     """
-    steps = [0] * draft.block_size
+    steps = [0] * draft.draft_config.most_rows
     draft.eval()
     for sample in samples:
         ids, _ = collate([sample], device)

@@ -134,7 +134,9 @@ class Trainer:
         anchors = sample_anchors(learned, self.options.anchors, generator)
         if self.flex:
             anchors = F.pad(anchors, (-anchors.shape[1] % _FLEX_ANCHORS, 0), value=-1)
-        return make_blocks(ids, learned, anchors, self.draft.block_size, self.draft.mask_token_id)
+        draft = self.draft
+        first = draft.draft_config.anchor_first
+        return make_blocks(ids, learned, anchors, draft.block_size, draft.mask_token_id, first)
 
     def loss(
         self,
