@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -16,10 +17,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from sglang_dflash.cli import regenerate as module
+from sglang_dflash.cli import train as train_module
 from sglang_dflash.cli.regenerate import Asking, RegenerateOptions, Regeneration, regenerate
+from sglang_dflash.cli.train import AnswerOptions
 from sglang_dflash.serving import TINY_TARGET, Completion, ServerError
 from sglang_dflash.serving.lifetime import Stopped, stoppable
 from sglang_dflash.serving.rendering import Renderer
+from sglang_dflash.training import TrainOptions
 
 END = "<|im_end|>"
 
@@ -327,6 +331,37 @@ def test_a_line_separator_within_a_text_ends_no_line(client, tmp_path):
     _run(data, tmp_path / "out.jsonl")
     ((sample,),) = [_samples(tmp_path / "out.jsonl")]
     assert sample["messages"][0]["content"] == "First\u2028\x85?"
+
+
+def test_data_of_other_trainers_is_asked(client, tmp_path):
+    """Fails where a form that `train` takes is refused here, or loses a turn."""
+    rows = [
+        {"id": "a", "conversations": [_user("One?"), _assistant("Says.")]},
+        {"conversations": [{"from": "human", "value": "Two?"}, {"from": "gpt", "value": "Says."}]},
+    ]
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps(rows, indent=2))
+    _run(data, tmp_path / "out.jsonl")
+    said = [sample["messages"] for sample in _samples(tmp_path / "out.jsonl")]
+    assert said == [[_user("One?"), _assistant("Answer 1.")], [_user("Two?"), _assistant("Answer 1.")]]
+
+
+def test_answers_to_gzip_are_named_as_the_text_that_they_are(monkeypatch, tmp_path):
+    """Fails where `train --regenerate` writes text to a file that is named gzip."""
+    data, asked = tmp_path / "x.jsonl.gz", []
+    data.write_bytes(gzip.compress(b'{"prompt": "Hi"}'))
+    monkeypatch.setattr(train_module, "regenerate", asked.append)
+    options = TrainOptions(target=str(TINY_TARGET), data=(str(data),), output=str(tmp_path / "draft"))
+    assert train_module._own_answers(str(data), options, AnswerOptions()) == str(asked[0].output)
+    assert asked[0].output == tmp_path / "draft" / "answers-x.jsonl"
+
+
+def test_half_a_character_is_refused_with_its_place(client, tmp_path):
+    """Fails where a lone surrogate ends in a traceback, or the server is started before it is found."""
+    data = _lines(tmp_path / "data.jsonl", {"prompt": "Hi"}, {"conversations": [_user("a \ud83d b")]})
+    with pytest.raises(ValueError, match=r"data\.jsonl, line 2: conversations\[0\]\.content has half a character"):
+        _run(data, tmp_path / "out.jsonl")
+    assert FakeServer.made is None
 
 
 def test_aborted_answers_are_not_kept(client, data, tokenizer, tmp_path):

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionMessageGenericParam, Tool
+from sglang.srt.entrypoints.openai.protocol import _GENERIC_MESSAGE_ROLES, ChatCompletionMessageGenericParam, Tool
 from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments
 
-from sglang_dflash.serving.messages import messages_of, tools_of
+from sglang_dflash.serving.messages import ROLES, messages_of, tools_of
 
 ASKED = {"role": "user", "content": "What is in a.txt?"}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "63"}
@@ -43,6 +43,11 @@ def test_a_message_is_what_sglang_renders(message):
     *_, ours = messages_of({"messages": [ASKED, message]})
     assert ours == {key: value for key, value in dumped.items() if value is not None}
     assert json.dumps(ours.get("tool_calls")) == json.dumps(dumped["tool_calls"])  # a template prints them in order
+
+
+def test_roles_are_those_that_sglang_takes():
+    """Fails if a role that SGLang's server refuses is trained on, or one that it takes is refused."""
+    assert {*ROLES} == {*_GENERIC_MESSAGE_ROLES, "user"}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 from itertools import islice
 from pathlib import Path
@@ -57,6 +58,34 @@ def _turn(role: str, content: str) -> dict[str, str]:
         ({"prompt": "Hi", "response": ""}, [_turn("user", "Hi"), _turn("assistant", "")]),
         ({"prompt": "Hi"}, [_turn("user", "Hi")]),
         ({"messages": None, "conversations": None, "prompt": "Hi", "response": None}, [_turn("user", "Hi")]),
+        ({"id": "a", "conversations": [ASKED, SAID]}, [ASKED, SAID]),  # SpecForge, speculators
+        ({"conversation_id": "a", "conversation": [ASKED, SAID]}, [ASKED, SAID]),  # LMSYS, WildChat
+        ({"messages": [{"from": "human", "value": "Hi"}, SAID]}, [_turn("user", "Hi"), SAID]),
+        ({"messages": [{**ASKED, "from": None, "value": None, "weight": 1}, SAID]}, [ASKED, SAID]),
+        (
+            {"conversations": [{"from": "user", "value": "Hi"}, {"from": "chatgpt", "value": "Hello"}]},
+            [_turn("user", "Hi"), _turn("assistant", "Hello")],
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "observation", "value": "63"}]},
+            [_turn("user", "Hi"), _turn("tool", "63")],
+        ),
+        (
+            {"messages": [_turn("User", "Hi"), _turn("Assistant", "Hello")]},
+            [_turn("user", "Hi"), _turn("assistant", "Hello")],
+        ),
+        ({"prompt": [ASKED], "completion": [SAID]}, [ASKED, SAID]),  # TRL
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}, [_turn("user", "Hi")]),
+        (
+            {"conversations": [ASKED, {**SAID, "thinking": "9 times 7."}]},
+            [ASKED, {**SAID, "reasoning_content": "9 times 7."}],
+        ),
+        ({"system": "Be brief.", "conversations": [ASKED]}, [_turn("system", "Be brief."), ASKED]),
+        (
+            {"system": "Be brief.", "messages": [_turn("system", "Be brief."), ASKED]},
+            [_turn("system", "Be brief."), ASKED],
+        ),
+        ({"prompt": json.loads('"a \\ud83d\\ude00 b"')}, [_turn("user", "a \U0001f600 b")]),
     ],
 )
 def test_every_form_is_read(row, expected):
@@ -69,11 +98,46 @@ WRONG = [
     ({"messages": []}, "it must have"),
     ({"messages": "Hi"}, "list of objects"),
     ({"messages": ["Hi", "Hello"]}, "list of objects"),
-    ({"messages": [{"role": "user"}]}, "role and a content"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}, "role and a content"),
-    ({"conversations": [{"from": "human"}]}, "role and a content"),
-    ({"prompt": 5}, "role and a content"),
-    ({"prompt": "Hi", "response": 5}, "role and a content"),
+    ({"conversations": '[{"role": "user"}]'}, "its conversations must be a list of objects"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content is None; it must be text"),
+    ({"messages": [ASKED, {"role": "assistant", "content": None}]}, "messages[1].content is None; it must be text"),
+    (
+        {"messages": [ASKED, {"role": "model", "content": "63"}]},
+        "messages[1].role is 'model'; it must be one of system, ",
+    ),
+    ({"messages": [{"content": "63"}]}, "messages[0].role is None; it must be one of system, "),
+    ({"messages": [{"role": ["user"], "content": "63"}]}, "messages[0].role is ['user']; it must be one of system, "),
+    (
+        {"conversations": [{"from": "function_call", "value": "{}"}]},
+        "conversations[0].from is 'function_call'; it must",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}] * 2}]},
+        "messages[0].content is [{'type",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content is [{'type': 'image_"),
+    ({"conversations": [{"from": "human"}]}, "conversations[0].content is None; it must be text"),
+    ({"conversations": [{"from": "human", "value": 5}]}, "conversations[0].value is 5; it must be text"),
+    ({"prompt": 5}, "its prompt is 5; it must be text"),
+    ({"prompt": []}, "its prompt is []; it must be text"),
+    ({"prompt": "Hi", "response": 5}, "its response is 5; it must be text"),
+    ({"prompt": "Hi", "completion": "Hello"}, "it has `prompt` and `completion`; if this is a chat's answer, name"),
+    ({"system": 5, "messages": [ASKED, SAID]}, "its system is 5; it must be text"),
+    ({"system": "A", "messages": [_turn("system", "B"), ASKED]}, "both `system` and messages[0], which is another"),
+    (
+        {"messages": [ASKED, _turn("assistant", "a \ud83d b")]},
+        "messages[1].content has half a character, \\ud83d, behind",
+    ),
+    ({"conversations": [{"from": "human", "value": "\udc00"}]}, "conversations[0].value has half a character, \\udc00"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}]},
+        "messages[0].content[0].text has",
+    ),
+    ({"prompt": "Hi", "response": "a \ud83d"}, "response has half a character, \\ud83d, behind its first 2 characters"),
+    ({"system": "\ud83d", "prompt": "Hi"}, "system has half a character"),
+    ({"messages": [{**ASKED, "\ud83d": 3}]}, "a key in messages[0] has half a character"),
+    ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "a list of 0 and 1, one for each of its 3 input_ids"),
+    ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 2]}, "a list of 0 and 1, one for each of its 3 input_ids"),
     ({"input_ids": [1, 2, 3], "spans": [[1, 9]]}, "within its 3 input_ids"),
     ({"input_ids": [1, 2, 3], "spans": [[2, 1]]}, "within its 3 input_ids"),
     ({"input_ids": [1, 2, 3], "spans": [[1]]}, "within its 3 input_ids"),
@@ -109,11 +173,16 @@ def test_a_wrong_row_is_refused_with_its_place(row, said, tokenizer, end_ids, tm
         (b"{'messages': 3}\n", ", line 1: it is not valid JSON: "),
         (b'{"prompt": "Hi"\n', ", line 1: it is not valid JSON: "),
         (b"Hi\n", ", line 1: it is not valid JSON: "),
-        (b"[1]\n", ", line 1: it must be a JSON object."),
-        (b"", " cannot be read as JSONL: there are no lines."),
-        (b"\xff\xfe\n", " cannot be read as JSONL: "),
+        (b"[1]\n", ", item 1: it must be a JSON object."),
+        (b'[{"prompt": "Hi"}\n', " begins as one JSON document, which is not valid: "),
+        (b"", " holds no conversation: there are no lines."),
+        (b"\n \n", " holds no conversation: there are no lines."),
+        (b"\xff\xfe\n", ", line 1: it is not UTF-8 text: "),
+        (b'{"prompt": "Hi", "response": "Hello"}\n' * 2000 + b"\xff\n", ", line 2001: it is not UTF-8 text: "),
+        (b"PAR1\x15\x04", " is a Parquet file; it must be JSONL."),
+        (gzip.compress(b'{"prompt": "Hi"}\n')[:-9], " cannot be read: "),
     ],
-    ids=["python", "cut", "text", "list", "empty", "bytes"],
+    ids=["python", "cut", "text", "list", "cut list", "empty", "blank", "bytes", "late bytes", "parquet", "cut gzip"],
 )
 def test_no_jsonl_is_refused(content, said, tokenizer, end_ids, tmp_path):
     """Fails if a file without JSON lines gives a traceback of the reader."""
@@ -156,12 +225,23 @@ def test_a_template_that_refuses_is_named(tokenizer, end_ids, tmp_path):
 def test_all_forms_in_one_file_and_over_several(tokenizer, end_ids, tmp_path):
     """Fails if forms cannot be mixed, given ids are tokenized again, or a file is left out."""
     own = {"messages": [ASKED, SAID], "input_ids": [5, 6, 7, 8], "spans": [[1, 4]]}
-    rows = [{"messages": [ASKED, SAID]}, {"prompt": ASKED["content"], "response": SAID["content"]}, own]
+    masked = {"conversations": [ASKED, SAID], "input_ids": [5, 6, 7, 8, 9, 5], "loss_mask": [1, 1, 0, 1, 1, 1]}
+    rows = [{"messages": [ASKED, SAID]}, {"prompt": ASKED["content"], "response": SAID["content"]}, own, masked]
     first = _write(tmp_path / "first.jsonl", rows)
     samples = _read([first, _write(tmp_path / "second.jsonl", rows)], tokenizer, end_ids)
-    assert len(samples) == 6 and samples[:3] == samples[3:]
+    assert len(samples) == 8 and samples[:4] == samples[4:]
     assert samples[0] == samples[1]
     assert samples[2] == {"input_ids": [5, 6, 7, 8], "spans": [[1, 4]]}
+    assert samples[3] == {"input_ids": [5, 6, 7, 8, 9, 5], "spans": [[0, 2], [3, 6]]}
+
+
+def test_a_changed_file_is_read_again(tokenizer, end_ids, tmp_path):
+    """Fails where a file gives the samples that it held before, or a name of its folder is taken as a pattern."""
+    path = tmp_path / "data[1].jsonl"
+    asked = {"prompt": "Hi", "response": "Hello"}
+    first = _read(_write(path, [asked]), tokenizer, end_ids)
+    assert _read(_write(path, [{**asked, "response": "Hullo"}]), tokenizer, end_ids) != first  # of the same size
+    assert len(_read(_write(path, [asked] * 2), tokenizer, end_ids)) == 2
 
 
 def _said(tokenizer: Any, sample: dict[str, Any]) -> list[str]:

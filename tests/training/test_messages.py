@@ -105,21 +105,34 @@ def test_rows_do_not_mix(calls, end_ids, tmp_path):
         )
 
 
+def test_tools_as_text(calls, end_ids):
+    """Fails where the list of tools is lost if it comes as JSON text, as SpecForge and speculators write it."""
+    assert tools_of({"tools": json.dumps([READ, RUN])}) == tools_of({"tools": [READ, RUN]})
+    assert tools_of({"tools": ""}) == tools_of({"tools": "[]"}) == {}
+
+
 @pytest.mark.parametrize(
     ("row", "wrong"),
     [
-        ({"messages": [ASKED, {"role": "assistant", "content": None}]}, "every turn must have a role and a content"),
-        ({"messages": [ASKED, {"role": "assistant", "tool_calls": []}]}, "every turn must have a role and a content"),
-        ({"messages": [ASKED, {"role": "tool", "tool_call_id": "c1"}]}, "every turn must have a role and a content"),
-        ({"messages": [ASKED, {**SESSION[1], "tool_calls": "read"}]}, "the tool_calls of a turn must be a list of obj"),
+        ({"messages": [ASKED, {"role": "assistant", "content": None}]}, "messages[1].content is None; it must be text"),
+        (
+            {"messages": [ASKED, {"role": "assistant", "tool_calls": []}]},
+            "messages[1].content is None; it must be text",
+        ),
+        ({"messages": [ASKED, {"role": "tool", "tool_call_id": "c1"}]}, "messages[1].content is None; it must be text"),
+        ({"messages": [ASKED, {**SESSION[1], "tool_calls": "read"}]}, "messages[1].tool_calls must be a list of obj"),
         ({"messages": [ASKED, {**SESSION[1], "tool_calls": [{"name": "read"}]}]}, 'must have a "function"'),
         ({"messages": [ASKED, calling("read", "{path: 3}")]}, "the arguments of a call of read are '{path: 3}'; they"),
         ({"messages": [ASKED, calling("read", "[1]")]}, "the arguments of a call of read are '[1]'; they must be a"),
         ({"messages": [ASKED, calling("read", 3)]}, "the arguments of a call of read are '3'; they must be a JSON"),
         (
             {"messages": [ASKED, {**result("63"), "tool_call_id": 1}]},
-            "the tool_call_id of a turn is 1; it must be text",
+            "messages[1].tool_call_id is 1; it must be text",
         ),
+        ({"messages": [ASKED, calling("read", '{"a": "\\ud83d"}')]}, "the arguments of a call of read.a has half a"),
+        ({"messages": SESSION, "tools": [{"function": {"name": "\ud83d"}}]}, "tools[0].function.name has half a char"),
+        ({"messages": SESSION, "tools": "read"}, "its tools are a text that is not valid JSON: "),
+        ({"messages": SESSION, "tools": '{"read": {}}'}, "its tools must be a list of objects"),
         ({"messages": SESSION, "tools": {"read": {}}}, "its tools must be a list of objects"),
         ({"messages": SESSION, "tools": [{"name": "read"}]}, 'each of its tools must have a "function"'),
     ],

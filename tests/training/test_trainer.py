@@ -24,6 +24,8 @@ from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 from sglang_dflash.serving.lifetime import Stopped
 from sglang_dflash.training import TrainOptions
 from sglang_dflash.training.conversations import collate, micro_batches
+from sglang_dflash.training.data import LEARNED
+from sglang_dflash.training.report import Card, write_card
 from sglang_dflash.training.trainer import Trainer, train
 
 LAST = "step-00000008"
@@ -400,12 +402,18 @@ def test_a_draft_with_its_own_mask_is_refused(options, tmp_path):
         Trainer(options(init=str(folder)))
 
 
-def test_one_conversation_is_refused(options, tmp_path):
-    """Fails if nothing is left to train on after one conversation is held out."""
+def test_one_conversation_is_learned_and_measured(options, tmp_path):
+    """Fails where one conversation is refused, or its tau is called held-out."""
     data = tmp_path / "one.jsonl"
     data.write_text(json.dumps({"prompt": "Compute 9 * 7.", "response": "The answer is 63."}) + "\n")
-    with pytest.raises(ValueError, match="holds 1 conversation; one is held out"):
-        Trainer(options(data=(str(data),)))
+    trainer = Trainer(options(data=(str(data),)))
+    assert list(trainer.data.learned) == list(trainer.data.held_out[LEARNED]) and len(trainer.data.learned) == 1
+    assert "1 samples to train on, none held out. Warning: tau is measured on what is learned" in trainer._opening()
+    evaluation = trainer.evaluate()
+    assert str(evaluation).startswith("Tau: ")
+    write_card(tmp_path / "README.md", Card(trainer.options, trainer.draft, trainer.data, evaluation, 1, 1.0))
+    card = (tmp_path / "README.md").read_text()
+    assert "\nTau " in card and "Held-out tau" not in card and f"| {LEARNED} | 1 | " in card
     assert len(Trainer(options(data=(str(data),), held_out_data=(str(data),))).data.learned) == 1
 
 

@@ -297,6 +297,9 @@ def test_jsonl_fields(tmp_path: Path) -> None:
         ({"prompt": "x", "system": 1}, "system is 1; it must be a string"),
         ({"prompt": "x", "id": None}, "id is None"),
         ({"prompt": "x", "chat_template_kwargs": []}, r"chat_template_kwargs is \[\]; it must be an object"),
+        ('{"prompt": "a \\ud83d b"}', r"prompt has half a character, \\ud83d, behind its first 2 characters"),
+        ('{"turns": ["x", "\\ud83d"]}', r"turns\[1\] has half a character"),
+        ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', r"messages\[0\].content has half a character"),
         ({"prompt": "x", "id": "first"}, "the id first is already used in line 1"),
     ],
 )

@@ -53,7 +53,7 @@ def _check_before_asking(options: TrainOptions) -> None:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("--regenerate runs in one process; under torchrun, first run `sglang-dflash regenerate`.")
-    names = [Path(path).name for path in (*options.data, *options.held_out_data)]
+    names = [_answers_name(path) for path in (*options.data, *options.held_out_data)]
     if len(set(names)) < len(names):
         raise ValueError(
             f"--data has files of the same name: {', '.join(names)}; with --regenerate, names must differ."
@@ -63,7 +63,7 @@ def _check_before_asking(options: TrainOptions) -> None:
 
 
 def _own_answers(path: str, options: TrainOptions, answers: AnswerOptions) -> str:
-    output = Path(options.output) / f"answers-{Path(path).name}"
+    output = Path(options.output) / f"answers-{_answers_name(path)}"
     regenerate(
         RegenerateOptions(
             data=Path(path),
@@ -76,3 +76,8 @@ def _own_answers(path: str, options: TrainOptions, answers: AnswerOptions) -> st
         )
     )
     return str(output)
+
+
+def _answers_name(path: str) -> str:
+    """The name of a file's answers, which are text even if the file is gzip."""
+    return Path(path).name.removesuffix(".gz")

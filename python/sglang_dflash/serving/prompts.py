@@ -1,4 +1,5 @@
-"""Reads prompt files, in one dialect for every command: JSONL in UTF-8, one session per line. Its fields:
+"""Reads prompt files, in one dialect for every command: JSONL in UTF-8, one session per line, or what else
+`rows_of` takes. Its fields:
 
     id                    names the session in reports; unique in the file. Default: line-N.
     prompt                a string: one user message.
@@ -16,12 +17,12 @@ ignored. docs/prompt-files.md says the same to users.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sglang_dflash.serving.rows import check_text, object_of, rows_of
 from sglang_dflash.serving.sessions import Message, Session, Turn
 from sglang_dflash.serving.tiny_pair import held_out_prompts, held_out_prompts_in_turn
 
@@ -55,30 +56,21 @@ def read_prompts(path: Path, flag: str, most: int | None = None) -> list[Session
 
 
 def read_rows(path: Path, flag: str, take: Callable[[dict[str, Any], int], T]) -> Iterator[T]:
-    """What `take` makes of each line's JSON object and number, 1 first; empty lines are left out.
+    """What `take` makes of each row's JSON object and number, as `rows_of` finds them.
 
     Raises:
-        ValueError: no such file, no UTF-8, no JSON object, or `take` refuses one. The message names flag and line.
+        ValueError: no such file, none that `rows_of` reads, no JSON object, or `take` refuses one. The message names
+            flag and line.
     """
     if not path.is_file():
         raise ValueError(f"{flag} is {path}; it must be an existing JSONL file.")
     named = f"{flag} {path}"
-    number = 0
-    try:
-        # Not str.splitlines(): it also splits at separators that JSON allows within strings.
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise ValueError("it must be a JSON object.")
-                    yield take(row, number)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{named} is not UTF-8 text: {error}.") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{named}, line {number}: it is not valid JSON: {error}.") from None
-    except ValueError as error:
-        raise ValueError(f"{named}, line {number}: {error}") from None
+    for number, place, text in rows_of(path, named):
+        try:
+            taken = take(object_of(text), number)
+        except ValueError as error:
+            raise ValueError(f"{named}, {place}: {error}") from None
+        yield taken
 
 
 def bundled_prompts(kind: str | None = None) -> list[Session]:
@@ -93,6 +85,8 @@ def session_of(row: dict[str, Any], number: int) -> Session:
     if len(found) != 1:
         raise ValueError(f"it has the fields {sorted(row)}; it must have exactly one of {', '.join(CONTENTS)}.")
     (kind,) = found
+    for key in (kind, "id", "system", "chat_template_kwargs"):
+        check_text(row.get(key), key)
     id, system, template = row.get("id", f"line-{number}"), row.get("system", ""), row.get("chat_template_kwargs", {})
     if not isinstance(id, (str, int)) or isinstance(id, bool):
         raise ValueError(f"id is {id!r}; it must be a string or an integer.")

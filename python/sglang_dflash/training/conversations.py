@@ -1,26 +1,30 @@
-"""Reads JSONL conversations as token ids with the spans of the answers, and orders them into batches."""
+"""Reads conversations as token ids with the spans of the answers, and orders them into batches."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pyarrow.compute
 import torch
-from datasets import Dataset, Features, List, Value, concatenate_datasets, load_dataset
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 
 from sglang_dflash import __version__
+from sglang_dflash.serving.errors import first_line
 from sglang_dflash.serving.messages import messages_of, render, tools_of
+from sglang_dflash.serving.rows import object_of, rows_of
 
 # Number of batches that are sorted by length together: little padding, and still a shuffled order.
 _SORTED_BATCHES = 32
 # From this number of conversations on, several processes tokenize.
 _MANY = 20_000
+_TEXTS = Features({"place": Value("string"), "text": Value("string")})
 _FEATURES = Features({"input_ids": List(Value("int64")), "spans": List(List(Value("int64")))})
 
 
@@ -96,7 +100,8 @@ def read(
     """All samples of the files. `datasets` caches the tokenized samples for the next start.
 
     Raises:
-        ValueError: a file is not JSONL, a line has no conversation, or nothing is left to learn.
+        ValueError: a file is none that `rows_of` reads, a row has no conversation, or nothing is left to learn. The
+            message names file, line and field.
     """
     arguments = (tokenizer, end_ids, max_length, template)
     data = concatenate_datasets([_read_file(path, *arguments) for path in paths])
@@ -106,32 +111,41 @@ def read(
 
 
 def _read_file(path: str, tokenizer: Any, end_ids: set[int], max_length: int, template: Mapping[str, Any]) -> Dataset:
-    def convert(rows: dict[str, list[str]], indices: list[int], version: str) -> dict[str, list[Any]]:
+    def convert(rows: dict[str, list[str]], version: str) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {"input_ids": [], "spans": []}
-        for line, index in zip(rows["text"], indices, strict=True):
-            for sample in _samples(line, tokenizer, end_ids, template, f"{path}, line {index + 1}"):
+        for place, text in zip(rows["place"], rows["text"], strict=True):
+            for sample in _samples(text, tokenizer, end_ids, template, f"{path}, {place}"):
                 if (kept := trim(sample, max_length)) is not None:
                     found["input_ids"].append(kept["input_ids"])
                     found["spans"].append(kept["spans"])
         return found
 
-    if not os.path.getsize(path):
-        raise ValueError(f"{path} cannot be read as JSONL: there are no lines.")
+    if next(rows_of(Path(path), path), None) is None:
+        raise ValueError(f"{path} holds no conversation: there are no lines.")
+    stat = os.stat(path)
+    # `datasets` keeps the rows under these arguments: another version, or a changed file, is read again.
+    reading = {"path": path, "size": stat.st_size, "changed_ns": stat.st_mtime_ns, "version": __version__}
     try:
-        # Lines as text: read as JSON, the objects of all rows would get the keys of all others, with null as value.
-        raw = load_dataset("text", data_files=path, split="train")
-    except (DatasetGenerationError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSONL: {_first_line(error)}") from None
+        raw = Dataset.from_generator(_rows, features=_TEXTS, gen_kwargs=reading)
+    except DatasetGenerationError as error:
+        cause = error.__cause__ or error
+        said = str(cause) if isinstance(cause, ValueError) else f"{path} cannot be read: {first_line(cause)}."
+        raise ValueError(said) from None
     return raw.map(
         convert,
         batched=True,
-        with_indices=True,
         remove_columns=raw.column_names,
         features=_FEATURES,
         num_proc=min(os.cpu_count() or 1, 16) if len(raw) >= _MANY else None,
         fn_kwargs={"version": __version__},  # part of the cache's key: another version tokenizes again
         desc="Tokenizing",
     )
+
+
+def _rows(path: str, **reading: Any) -> Iterator[dict[str, str]]:
+    # As text: read as JSON, the objects of all rows would get the keys of all others, with null as value.
+    for row in rows_of(Path(path), path):
+        yield {"place": row.place, "text": row.text}
 
 
 def lengths(data: Dataset) -> list[int]:
@@ -164,23 +178,31 @@ def learned_counts(data: Dataset, vocab_size: int) -> torch.Tensor:
 
 
 def _samples(
-    line: str, tokenizer: Any, end_ids: set[int], template: Mapping[str, Any], where: str
+    text: str, tokenizer: Any, end_ids: set[int], template: Mapping[str, Any], where: str
 ) -> Iterable[Mapping[str, Any]]:
-    if not line.strip():
-        return []
     try:
-        row = json.loads(line)
-        if not isinstance(row, dict):
-            raise ValueError("it must be a JSON object.")
-        if row.get("input_ids") and row.get("spans"):
-            _check_ids(row["input_ids"])
-            _check_spans(row["spans"], len(row["input_ids"]))
-            return [row]
+        row = object_of(text)
+        for key in ("spans", "loss_mask"):
+            if row.get("input_ids") and row.get(key):
+                _check_ids(row["input_ids"])
+                spans = row[key] if key == "spans" else _spans(row[key], len(row["input_ids"]))
+                _check_spans(spans, len(row["input_ids"]))
+                return [{"input_ids": row["input_ids"], "spans": spans}]
+        if isinstance(row.get("prompt"), str) and row.get("completion") and not row.get("response"):
+            # For some trainers it goes on in the prompt's text, for others it is the answer of a chat.
+            raise ValueError("it has `prompt` and `completion`; if this is a chat's answer, name it `response`.")
         return tokenize(tokenizer, messages_of(row), end_ids, **{**template, **tools_of(row)})
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: it is not valid JSON: {error}.") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _spans(loss_mask: Any, length: int) -> list[list[int]]:
+    """The runs of 1 in a mask, as speculators writes it beside the ids."""
+    valid = isinstance(loss_mask, list) and len(loss_mask) == length
+    if not valid or not all(isinstance(one, int) and one in (0, 1) for one in loss_mask):
+        raise ValueError(f"its loss_mask must be a list of 0 and 1, one for each of its {length} input_ids.")
+    edges = [place for place, (before, one) in enumerate(pairwise([0, *loss_mask, 0])) if one != before]
+    return [list(pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _check_ids(ids: Any) -> None:
@@ -195,11 +217,6 @@ def _check_spans(spans: Any, length: int) -> None:
 
     if not isinstance(spans, list) or not all(map(within, spans)):
         raise ValueError(f"its spans are {spans}; each must be [start, end] within its {length} input_ids.")
-
-
-def _first_line(error: BaseException) -> str:
-    cause = error.__cause__ or error
-    return (str(cause).splitlines() or [type(cause).__name__])[0]
 
 
 def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:

@@ -14,6 +14,7 @@ from sglang_dflash.training.frozen import FrozenTarget
 from sglang_dflash.training.options import TrainOptions
 
 HELD_OUT = "held-out"
+LEARNED = "learned text, nothing is held out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class Data:
     """
     Fields:
         learned: the samples to train on.
-        held_out: samples by kind: the files of --held-out-data by name, or `HELD_OUT`, a share of --data.
+        held_out: samples by kind: the files of --held-out-data by name, or `HELD_OUT`, a share of --data, or `LEARNED`,
+            the only sample of --data.
         found: number of --data's samples before folding.
         folded: and after it.
     """
@@ -54,9 +56,9 @@ def read_data(options: TrainOptions, target: FrozenTarget) -> Data:
     found = samples(options.data, "--data")
     learned = folded = fold(found)
     held_out = {Path(path).stem: fold(samples((path,), "--held-out-data")) for path in options.held_out_data}
-    if not held_out:
-        if len(folded) < 2:
-            raise ValueError(f"--data holds {len(folded)} conversation; one is held out, so there must be at least 2.")
+    if not held_out and len(folded) == 1:
+        held_out = {LEARNED: folded}
+    elif not held_out:
         count = min(len(folded) - 1, max(1, round(len(folded) * options.held_out)))
         split = folded.train_test_split(test_size=count, seed=options.seed)
         learned, held_out = split["train"], {HELD_OUT: split["test"]}

@@ -11,6 +11,7 @@ import torch
 from sglang_dflash.reference import DFlashDraftModel
 from sglang_dflash.training.blocks import IGNORED, make_blocks, split_attention
 from sglang_dflash.training.conversations import collate
+from sglang_dflash.training.data import LEARNED
 from sglang_dflash.training.frozen import FrozenTarget
 
 # Number of blocks whose masks and logits are in memory at a time.
@@ -47,6 +48,11 @@ class Evaluation:
         """Of all kinds together."""
         return Acceptance(tuple(map(sum, zip(*(one.steps for one in self.by_kind.values()), strict=True))))
 
+    @property
+    def measured(self) -> str:
+        """What to call the tau."""
+        return "Tau" if LEARNED in self.by_kind else "Held-out tau"
+
     def row(self) -> dict[str, Any]:
         """As metrics.jsonl has it."""
         kinds = {"by_kind": {kind: one.tau for kind, one in self.by_kind.items()}} if len(self.by_kind) > 1 else {}
@@ -57,7 +63,7 @@ class Evaluation:
         rows = f"block rows 1 to {len(self.whole.by_position)}"
         kinds = ", ".join(f"{kind} {one.tau:.2f}" for kind, one in self.by_kind.items())
         kinds = f" ({kinds})" if len(self.by_kind) > 1 else ""
-        return f"Held-out tau: {self.whole.tau:.2f}{kinds}. Share of steps that accept {rows}: {shares}"
+        return f"{self.measured}: {self.whole.tau:.2f}{kinds}. Share of steps that accept {rows}: {shares}"
 
 
 @torch.no_grad()

@@ -75,6 +75,7 @@ def write_card(path: Path, card: Card) -> None:
     files = "\n".join(f"  * `{Path(file).name}`, sha256 `{digest(file)}`" for file in options.data)
     versions = ", ".join(f"{library} {version(library)}" for library in _LIBRARIES)
     rows = "\n".join(f"| {k} | {share:.1%} |" for k, share in enumerate(whole.by_position, start=1))
+    measured = card.evaluation.measured
     kinds = "\n".join(
         f"| {kind} | {len(card.data.held_out[kind])} | {one.tau:.2f} |" for kind, one in card.evaluation.by_kind.items()
     )
@@ -82,7 +83,7 @@ def write_card(path: Path, card: Card) -> None:
         f"""
   - task: {{type: text-generation}}
     dataset: {{name: {json.dumps(kind)}, type: {json.dumps(kind)}}}
-    metrics: [{{type: tau, name: Held-out tau, value: {one.tau:.2f}}}]"""
+    metrics: [{{type: tau, name: {measured}, value: {one.tau:.2f}}}]"""
         for kind, one in card.evaluation.by_kind.items()
     )
     gamma = options.gamma or default_gamma(config.block_size)
@@ -112,7 +113,7 @@ A {kind} (arXiv 2602.06036) of {config.num_layers} layers: block size {config.bl
 {list(config.target_layer_ids)}, mask token {config.mask_token_id}{windows}.
 It has no embedding and no head; it uses the target's.
 
-Held-out tau {whole.tau:.2f} over {sum(whole.steps):,} verify steps of {card.data.held_out_count} conversations:
+{measured} {whole.tau:.2f} over {sum(whole.steps):,} verify steps of {card.data.held_out_count} conversations:
 
 | held-out text | conversations | tau |
 |---|---|---|

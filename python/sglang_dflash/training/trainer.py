@@ -24,7 +24,7 @@ from torch import nn
 from sglang_dflash.serving.lifetime import Held, Stopped, held_back
 from sglang_dflash.training.blocks import MASKS, Blocks, make_blocks, sample_anchors
 from sglang_dflash.training.conversations import collate, learned_counts, lengths, micro_batches
-from sglang_dflash.training.data import read_data
+from sglang_dflash.training.data import LEARNED, read_data
 from sglang_dflash.training.evaluation import Acceptance, Evaluation, held_out_acceptance
 from sglang_dflash.training.feature_cache import FeatureCache
 from sglang_dflash.training.frozen import FrozenTarget, check_target
@@ -293,12 +293,15 @@ class Trainer:
     def _opening(self) -> str:
         config, mixed = self.draft.draft_config, self.accelerator.mixed_precision
         before, after = self.data.found, self.data.folded
+        held_out = f"{self.data.held_out_count} held out"
+        if LEARNED in self.data.held_out:
+            held_out = "none held out. Warning: tau is measured on what is learned; --held-out-data measures other text"
         lines = [
             f"Training a draft for {self.options.target}",
             f"  draft: {'plain DFlash' if config.selector is None else 'DFlash2'}, {config.num_layers} layers, "
             f"block size {config.block_size}",
             f"  target layers read: {', '.join(map(str, config.target_layer_ids))}",
-            f"  data: {len(self.data.learned):,} samples to train on, {self.data.held_out_count} held out",
+            f"  data: {len(self.data.learned):,} samples to train on, {held_out}",
             *([f"  shared beginnings: {before:,} samples folded into {after:,}"] if after < before else []),
             f"  steps: {self.steps:,}" + (f", resumed after step {self.done:,}" if self.done else ""),
             f"  processes: {self.accelerator.num_processes}",
