@@ -9,7 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" dev
 cd "$ROOT"
 unset PYTHONDONTWRITEBYTECODE # or each of some hundred processes would compile the package anew
 
-SERVERS="tests/e2e tests/families tests/rehearsal tests/checking" # tests/conftest.py holds tests with servers to them
+SERVERS="tests/e2e tests/families tests/rehearsal tests/checking tests/doctor" # tests/conftest.py holds tests with servers to them
 USUAL="not matrix and not families and not cuda"
 case "${1:-}" in
     --quick)

@@ -13,7 +13,13 @@ import torch
 
 from sglang_dflash.ops import native
 
-WITH_SERVERS = {"e2e", "families", "rehearsal", "checking"}  # the folders where scripts/test.sh looks for such tests
+WITH_SERVERS = {
+    "e2e",
+    "families",
+    "rehearsal",
+    "checking",
+    "doctor",
+}  # the folders where scripts/test.sh looks for such tests
 
 os.environ.setdefault("SGLANG_DFLASH_COMPILE", "0")
 

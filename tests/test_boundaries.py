@@ -27,7 +27,8 @@ ALLOWED = {
     "workloads": {"serving"},
     "bench": {"serving", "core", "reference", "workloads"},
     "checking": {"serving", "core", "reference"},
-    "cli": {"serving", "core", "reference", "training", "bench", "checking"},
+    "doctor": {"serving", "core"},
+    "cli": {"serving", "core", "reference", "training", "bench", "checking", "doctor"},
 }
 MAY_IMPORT_SGLANG = {"host"}
 WITHOUT_TORCH = {"plugin", "serving"}
@@ -165,6 +166,8 @@ def test_tests_of_core_ops_and_reference_run_without_sglang(folder):
         (f"{PACKAGE}.training", ("torch", "sglang")),
         (f"{PACKAGE}.training.trainer", ("sglang",)),
         (f"{PACKAGE}.checking.run", ("torch", "sglang", *OF_EXTRAS)),
+        (f"{PACKAGE}.doctor.server", ("torch", "sglang", "transformers", *OF_EXTRAS)),
+        (f"{PACKAGE}.doctor.flags", ("torch", "sglang", "transformers", *OF_EXTRAS)),
         (f"{PACKAGE}.cli.benchmark", ("torch", "sglang", *OF_EXTRAS)),
         (f"{PACKAGE}.cli.main", ("torch", "sglang", "openai", *OF_EXTRAS)),
         (f"{PACKAGE}.cli.benchmark_run", ("torch", "sglang")),

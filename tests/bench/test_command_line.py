@@ -207,3 +207,13 @@ def test_a_run_whose_budget_is_over_can_be_resumed(tmp_path, monkeypatch, capsys
     code, said, err = run("--budget-s", "600", "--resume")
     assert (code, said["cells"], said["missing"]) == (0, 4, 0) and "missing" not in err
     assert run("--resume", "--budget-s", "0.001")[:2] == (0, said)
+
+
+def test_the_results_go_to_standard_output(tmp_path, monkeypatch, capsys):
+    """Fails where `--json -` makes a file of that name, or standard output is more than the results' JSON."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(benchmark_run, "make_plan", lambda *_: fakes.make_plan(tmp_path, fakes.fake_arm("off")))
+    monkeypatch.setattr("sys.argv", ["benchmark_sglang.py", "--budget-s", "0.001", "--json", "-"])
+    with pytest.raises(SystemExit):
+        benchmark.run()
+    assert json.loads(capsys.readouterr().out)["cells"] == [] and not Path("-").exists()

@@ -56,6 +56,7 @@ def test_help_names_the_commands(call):
     assert re.search(r"^.*\btrain\b.*Train a DFlash draft", out, re.M)
     assert re.search(r"^.*\bregenerate\b.*Replace every assistant turn", out, re.M)
     assert re.search(r"^.*\bcheck\b.*Prove on your own models", out, re.M)
+    assert re.search(r"^.*\bdoctor\b.*Find out why acceptance is low", out, re.M)
     assert re.search(r"^.*\bquickstart\b.*Serve a pair", out, re.M)
     assert re.search(r"^.*\bfetch\b.*Make a published model", out, re.M)
     assert re.search(r"^.*\bbench\b.*Measure how fast", out, re.M)
@@ -67,6 +68,7 @@ def test_help_names_the_commands(call):
         ("train", ["--target", "--taps"]),
         ("regenerate", ["DATA"]),
         ("quickstart", ["--keep", "--pair"]),
+        ("doctor", ["--draft", "--no-flags", "--expect-tau", "--off-url", "--json"]),
         ("bench", ["--arms", "--workload", "--budget-s"]),
     ],
 )
@@ -105,7 +107,6 @@ def test_train_refuses_in_a_sentence(changes, said, call, tmp_path):
     ("rows", "said"),
     [
         ([{"prompt": "Hi"}, {"prompt": "Ho"}], "holds nothing to learn"),
-        ([GOOD], "holds 1 conversation; one is held out"),
         ([GOOD, {"text": "Hi"}], "line 2: it has the keys ['text']"),
     ],
 )

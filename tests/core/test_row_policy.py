@@ -155,3 +155,16 @@ def test_one_size_for_few_and_many_rows_is_known_at_once():
     policy = RowPolicy(K, [K], together=True, size_of=lambda rows: -(-rows // K) * K)
     steps = World(CPU).run(policy, {"a": 0.95}, 20)
     assert all(step.drafting.requests == [0] for step in steps[6:])
+
+
+def test_the_times_of_a_plain_and_a_drafted_step():
+    """Fails where they are told before both were measured, or a drafted step leaves out its draft."""
+    policy = RowPolicy(K)
+    assert policy.step_seconds() is None and SameRows(K).step_seconds() is None
+    for _ in range(2):  # the first use of a size counts nothing
+        policy.see_draft(K, 2e-3)
+        policy.see_rest(K, 9e-3)
+    assert policy.step_seconds() is None
+    for _ in range(2):
+        policy.see_rest(1, 5e-3)
+    assert policy.step_seconds() == pytest.approx((5e-3, 11e-3))

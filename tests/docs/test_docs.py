@@ -29,6 +29,7 @@ MOST_LINES = {
     "troubleshooting.md": 210,
     "request-fields.md": 72,
     "check.md": 113,
+    "doctor.md": 90,
     "transformers.md": 82,
     "training.md": 230,
     "prompt-files.md": 28,

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 
-from sglang_dflash.core.row_counts import PREFILLED, STATE, RowCounts
+from sglang_dflash.core.policy import StepSeconds
+from sglang_dflash.core.row_counts import PREFILLED, SECONDS, STATE, RowCounts
 from sglang_dflash.host import row_report
 
 
@@ -83,3 +84,13 @@ def test_server_info_has_the_prefilled_tokens():
         controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker))
         row_report._add_rows(lambda *arguments: None, controller, state)
         assert state == {PREFILLED: prefilled}
+
+
+def test_server_info_has_the_times_of_steps():
+    """Fails where `/server_info` lacks them once they are known, or fails before."""
+    for seconds, said in ((None, {}), (StepSeconds(0.01, 0.03), {SECONDS: {"plain": 0.01, "block": 0.03}})):
+        state: dict = {}
+        worker = SimpleNamespace(row_report=None, step_seconds=seconds)
+        controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker))
+        row_report._add_rows(lambda *arguments: None, controller, state)
+        assert state == said

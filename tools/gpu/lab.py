@@ -63,6 +63,9 @@ class FixedRows:
     def see_rest(self, rows: int, seconds: float) -> None:
         self.rest_s.append(seconds)
 
+    def step_seconds(self) -> None:
+        """Nobody asks `/server_info`."""
+
 
 class Bench:
     """A scheduler of one arm, and the requests that it runs."""

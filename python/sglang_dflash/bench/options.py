@@ -20,7 +20,7 @@ from sglang_dflash.workloads.kinds import WORKLOADS
 RADIX = {"on": (True,), "off": (False,), "both": (True, False)}
 _NOT_KEPT = (
     *("vllm_python", "interleave", "together", "stall_s", "start_s", "budget_s", "output_md", "resume", "overwrite"),
-    "logs",
+    *("json_file", "logs"),
     # Kept in another form: see `Options.to_json`.
     *("base_url", "workload", "dataset_name", "concurrencies", "request_rate", "ttft_limit_ms", "tpot_limit_ms", "env"),
 )
@@ -173,6 +173,9 @@ class Options:
             help="Seconds after which no further cell or server starts; what is under way is finished, and --resume "
             "measures the rest. Default: no limit."
         ),
+    ] = None
+    json_file: Annotated[
+        Path | None, _output("--json", help="Also write the results to this file; - is standard output.")
     ] = None
     output_md: Annotated[Path, _output(help="Markdown file for the tables. JSON, CSV and plots get the same name.")] = (
         Path("sglang_results.md")

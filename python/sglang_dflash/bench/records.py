@@ -136,11 +136,14 @@ class Run:
         """Keys of the cells that need not be run again."""
         return {cell.key for cell in self.cells if not cell.failure}
 
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
     def save(self, path: Path) -> None:
         """Replaces the file atomically: a killed run leaves the previous file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
         os.replace(draft, path)
 
     @classmethod

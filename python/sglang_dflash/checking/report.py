@@ -146,9 +146,14 @@ class Report:
         return sum(max(0, slots - (self.slots_before or 0)) for slots in self.slots_after)
 
     @property
-    def inert(self) -> bool:
+    def plain(self) -> CaseResult | None:
+        """The plain requests, one at a time; of whole blocks, if they were asked."""
         by_case = {result.case: result for result in self.results if result.concurrency == 1}
-        plain = by_case.get(WHOLE_BLOCKS_CASE) or by_case.get(PLAIN)
+        return by_case.get(WHOLE_BLOCKS_CASE) or by_case.get(PLAIN)
+
+    @property
+    def inert(self) -> bool:
+        plain = self.plain
         if plain is None or plain.adapts:  # a narrow step accepts little of a good draft
             return False
         return plain.acceptance.steps > 0 and plain.acceptance.tau < INERT_TAU

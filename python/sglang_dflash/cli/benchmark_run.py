@@ -22,6 +22,7 @@ from sglang_dflash.bench.plots import draw
 from sglang_dflash.bench.records import Run
 from sglang_dflash.bench.sweep import Sweep
 from sglang_dflash.bench.tables import console, csv, markdown
+from sglang_dflash.cli.output import put_json
 from sglang_dflash.serving import TINY_TARGET
 from sglang_dflash.serving.lifetime import stopped_by
 from sglang_dflash.serving.rendering import Renderer
@@ -56,7 +57,7 @@ def sweep(options: Options, began_s: float) -> int:
         screen.print(f"stopped; {len(run.done())} finished cells are kept, --resume measures the rest")
         code = 128 + stopped_by(error).number
     missing = Counter(arm.name for arm, keys in plan.servers({cell.key for cell in run.cells}) for _ in keys)
-    found = _report(run, options.output_md, screen, missing.total())
+    found = _report(run, options, screen, missing.total())
     if missing and not code:
         arms = ", ".join(f"{count} of {arm}" for arm, count in missing.items())
         sentence = f"--budget-s {options.budget_s:g} is over: {missing.total()} cells are missing ({arms})"
@@ -73,16 +74,16 @@ def _go_on(run: Run, held: Run) -> None:
         run.notes.append(f"{len(held.cells)} cells were measured before --resume, with other versions: {former}.")
 
 
-def _report(run: Run, output_md: Path, screen: Console, missing: int) -> int:
+def _report(run: Run, options: Options, screen: Console, missing: int) -> int:
     """Writes and prints the run so far; returns 1 if a cell failed or tokens differ, else 0."""
-    table = frame(run)
+    table, output_md = frame(run), options.output_md
     output_md.parent.mkdir(parents=True, exist_ok=True)
     output_md.write_text(markdown(run, table), encoding="utf-8")
     output_md.with_suffix(".csv").write_text(csv(table), encoding="utf-8")
     plots = draw(run, table, output_md.parent, output_md.stem)
     screen.print(console(run, table))
     screen.print(f"written: {output_md}, .json, .csv and {len(plots)} plots", soft_wrap=True)
-    print(json.dumps({**_summary(run, table, output_md), "missing": missing}))
+    put_json(options.json_file, run.to_json(), {**_summary(run, table, output_md), "missing": missing})
     return int(any(cell.failure for cell in run.cells) or any(table.get("withheld", [])))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,9 @@ from sglang_dflash.checking.report import Report
 from sglang_dflash.checking.run import Plan
 from sglang_dflash.checking.run import check as run_check
 from sglang_dflash.checking.terminal import show
+from sglang_dflash.cli.output import console_for, put_json
+from sglang_dflash.doctor.card import read_card
+from sglang_dflash.doctor.expected import sentence_of_check
 from sglang_dflash.serving import TINY_DRAFT, TINY_ENVIRONMENT, TINY_TARGET, Arm, Progress
 from sglang_dflash.serving.device import device_flags, tiny_flags
 from sglang_dflash.serving.prompts import bundled_prompts, read_prompts
@@ -92,7 +94,9 @@ class CheckOptions:
     ] = False
     save_off: Annotated[Path | None, _kept(help="Save the baseline's answers to this file.")] = None
     off_from: Annotated[Path | None, _kept(help="Use the baseline's answers from a file that --save-off wrote.")] = None
-    json_file: Annotated[Path | None, _kept("--json", help="Write the whole report to this file.")] = None
+    json_file: Annotated[
+        Path | None, _kept("--json", help="Write the whole report to this file; - is standard output.")
+    ] = None
     logs: Annotated[Path | None, _kept(help="Folder for the servers' logs. Default: a temporary folder.")] = None
 
     def __post_init__(self) -> None:
@@ -124,6 +128,7 @@ def check(options: CheckOptions) -> int:
     1 not lossless, 2 the check could not run, 130 Ctrl-C, 143 SIGTERM.
     """
     report = run_check(_plan(options), Progress(Console(stderr=True, highlight=False)))
+    ask_the_card(report)
     _print(report, options.json_file)
     return 0 if report.lossless else 1
 
@@ -191,11 +196,13 @@ def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _print(report: Report, json_file: Path | None) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160  # not a terminal: wide lines are fine
-    show(report, console)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(report.to_json(whole=True), indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report.to_json(whole=False)))
+    show(report, console_for(json_file))
+    put_json(json_file, report.to_json(whole=True), report.to_json(whole=False))
+
+
+def ask_the_card(report: Report) -> None:
+    """Adds doctor's sentence where tau is far below the card of the draft, if its folder is here."""
+    plain = report.plain
+    if plain is not None and plain.acceptance.steps and not plain.adapts and report.on.draft_path:
+        said = sentence_of_check(plain.acceptance.tau, read_card(Path(report.on.draft_path)))
+        report.warnings += [said] if said else []

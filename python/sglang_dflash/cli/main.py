@@ -8,6 +8,7 @@ from sglang_dflash import __version__
 from sglang_dflash.bench.options import Options as BenchmarkOptions
 from sglang_dflash.cli.benchmark import benchmark
 from sglang_dflash.cli.check import CheckOptions, check
+from sglang_dflash.cli.doctor import DoctorOptions, doctor
 from sglang_dflash.cli.fetch import fetch
 from sglang_dflash.cli.options import command
 from sglang_dflash.cli.quickstart import quickstart
@@ -19,6 +20,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command()(quickstart)
 app.command()(fetch)
 app.command()(command(check, CheckOptions, code=2))
+app.command()(command(doctor, DoctorOptions, code=2))
 app.command("bench")(command(benchmark, BenchmarkOptions, code=2))
 app.command()(command(train, TrainOptions, AnswerOptions, code=1))
 app.command()(command(regenerate, RegenerateOptions, code=1))

@@ -38,8 +38,8 @@ class Block:
 
     def first(self, rows: int) -> Block:
         """The first rows of each block."""
-        kept = [values[:, :rows].contiguous() for values in (self.ids, self.positions, self.slots)]
-        return Block(*kept, self.prefix_lens, self.req_pool_indices)
+        ids, positions, slots = (values[:, :rows].contiguous() for values in (self.ids, self.positions, self.slots))
+        return Block(ids, positions, slots, self.prefix_lens, self.req_pool_indices)
 
     def of(self, requests: torch.Tensor) -> Block:
         """The blocks of some requests ([b] int64)."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
-
 from sglang_dflash.core.draft_formats import EMBEDDING, PLAIN_ARCHITECTURE, ZLAB, read_published
 from sglang_dflash.core.draft_heads import (
     DFLASH2_ARCHITECTURES,
@@ -28,6 +26,7 @@ SPECIAL_HEADS = {
     "enable_confidence_head": "DSpark's confidence head",
 }
 NESTED, TOP_LEVEL = ("attention_sink_bias", "attention_value_scale"), ("use_gemma_norm",)  # where the host reads them
+DTYPES = ("bfloat16", "float16", "float32")
 QWEN3_HEAD_DIM = 128  # the default of transformers' Qwen3Config, with which the host reads most drafts' configs
 DSPARK_KEYS = ("markov_rank", "enable_confidence_head")
 USE_BUILTIN = "start with SGLANG_DFLASH_WORKER=builtin, which may serve it"
@@ -256,8 +255,8 @@ def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) 
 def _dtype(config: Mapping[str, Any]) -> str | None:
     value = config.get("dtype", config.get("torch_dtype"))
     name = value.removeprefix("torch.") if isinstance(value, str) else value
-    if name is not None and (type(name) is not str or not isinstance(getattr(torch, name, None), torch.dtype)):
-        raise ValueError(f"The draft's dtype is {value!r}; it must be one of torch, such as 'bfloat16', or absent.")
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"The draft's dtype is {value!r}; it must be one of {', '.join(DTYPES)}, or absent.")
     return name
 
 

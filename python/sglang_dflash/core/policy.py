@@ -39,6 +39,13 @@ class Step(NamedTuple):
     commit_lens: np.ndarray
 
 
+class StepSeconds(NamedTuple):
+    """How long a step of one request takes, in seconds: of plain decoding, and of a whole block with its draft."""
+
+    plain: float
+    block: float
+
+
 class Policy(Protocol):
     """Who chooses the rows of a step.
 
@@ -72,6 +79,10 @@ class Policy(Protocol):
         """All else of a step that verified so many rows took so long."""
         ...
 
+    def step_seconds(self) -> StepSeconds | None:
+        """None until both kinds of step were timed, or where no step is."""
+        ...
+
 
 class SameRows:
     """The simplest policy: as many rows for every request, always."""
@@ -96,3 +107,6 @@ class SameRows:
     def see_draft(self, rows: int, seconds: float) -> None: ...
 
     def see_rest(self, rows: int, seconds: float) -> None: ...
+
+    def step_seconds(self) -> None:
+        """Times are not looked at."""

@@ -15,6 +15,9 @@ STATE = "dflash_rows"
 PREFILLED = "dflash_prefilled"
 """Beside them: the number of prompt tokens whose draft KV prefills have computed, that is, not found in the cache."""
 
+SECONDS = "dflash_step_seconds"
+"""Beside them: a `StepSeconds`, where steps are timed."""
+
 
 @dataclass(slots=True)
 class RowCounts:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sglang_dflash.core.calibration import KEPT_OF_REQUEST, PRIOR, Calibration
-from sglang_dflash.core.policy import Drafting, Step
+from sglang_dflash.core.policy import Drafting, Step, StepSeconds
 from sglang_dflash.core.step_times import StepTimes, eighths
 
 MEAN_SHARE = 0.125
@@ -271,3 +271,10 @@ class RowPolicy:
 
     def see_rest(self, rows: int, seconds: float) -> None:
         self._rest_times.see(rows, seconds)
+
+    def step_seconds(self) -> StepSeconds | None:
+        rest, block = self._rest_times, self._block_size
+        if not (len(self._draft_times) and rest.has(1) and rest.has(block)):
+            return None
+        seconds = rest.table(block)
+        return StepSeconds(float(seconds[1]), float(seconds[block] + self._draft_times.table(block)[block]))

@@ -39,6 +39,10 @@ class StepTimes:
         """Measured sizes."""
         return len(self._sums)
 
+    def has(self, rows: int) -> bool:
+        """Whether this size was measured at all."""
+        return self.size_of(rows) in self._sums
+
     def knows(self, rows: int) -> bool:
         """Whether the size of so many rows was measured more than a few times, not long ago."""
         weight, _, seen = self._sums.get(self.size_of(rows), (0.0, 0.0, 0))

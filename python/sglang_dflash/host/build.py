@@ -52,6 +52,7 @@ def build_worker(server_args: Any, gpu_id: int, nccl_port: int, target_worker: A
     lm_head = lm_head_of(target.model)
     if draft_config.head_vocab_size is not None:
         folder = weights_folder(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
+        assert folder is not None, cfg.speculative_draft_model_path
         draft.use_own_head(read_own_head(folder, draft_config.head_vocab_size))
     else:
         draft.shorten_head(lm_head, target.model_config.vocab_size, special_ids(target_worker))

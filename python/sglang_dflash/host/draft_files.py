@@ -12,7 +12,8 @@ import torch
 from huggingface_hub import snapshot_download
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.environ import envs
-from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
+from sglang.srt.utils.hf_transformers.common import get_context_length
+from sglang.srt.utils.hf_transformers.config import get_config
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.utils.hub import cached_file
 

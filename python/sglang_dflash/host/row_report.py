@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_observability, get_serving
 
-from sglang_dflash.core.row_counts import PREFILLED, STATE, RowCounts
+from sglang_dflash.core.row_counts import PREFILLED, SECONDS, STATE, RowCounts
 from sglang_dflash.host.hooking import AROUND, hook
 
 logger = logging.getLogger(__name__)
@@ -76,3 +76,6 @@ def _add_rows(original: Any, controller: Any, state: dict[str, Any]) -> None:
         state[STATE] = report.state()
     if hasattr(worker, "prefilled"):
         state[PREFILLED] = worker.prefilled
+    seconds = getattr(worker, "step_seconds", None)
+    if seconds is not None:
+        state[SECONDS] = seconds._asdict()

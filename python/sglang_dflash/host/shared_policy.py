@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dflash.core.policy import Drafting, Policy, Step
+from sglang_dflash.core.policy import Drafting, Policy, Step, StepSeconds
 
 
 class SharedPolicy:
@@ -61,3 +61,7 @@ class SharedPolicy:
     def see_rest(self, rows: int, seconds: float) -> None:
         if self._policy is not None:
             self._policy.see_rest(rows, seconds)
+
+    def step_seconds(self) -> StepSeconds | None:
+        """On the first rank, which `/server_info` asks."""
+        return None if self._policy is None else self._policy.step_seconds()

@@ -19,6 +19,7 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.policy import StepSeconds
 from sglang_dflash.host import page_tables, waiting
 from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.draft_input import DraftInput, bounded_kv_lens, upload
@@ -102,6 +103,11 @@ class DFlashWorker(BaseSpecWorker):
     def row_report(self) -> RowReport | None:
         """None: all steps verify the same rows."""
         return self.rows.report
+
+    @property
+    def step_seconds(self) -> StepSeconds | None:
+        """For `/server_info`."""
+        return self.rows.policy.step_seconds()
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         return [("draft", self._draft.weights())]

@@ -34,6 +34,10 @@ class Client:
         """The JSON at `path`."""
         return self._http.get(path).raise_for_status().json()
 
+    def get_text(self, path: str) -> str:
+        """The text at `path`."""
+        return self._http.get(path).raise_for_status().text
+
     def generate(self, prompt: str | list[int], **sampling: Any) -> Completion:
         """One request; `prompt` is text or token ids, `sampling` SGLang's sampling parameters.
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from sglang_dflash.core.row_counts import STATE, RowCounts
+from sglang_dflash.core.policy import StepSeconds
+from sglang_dflash.core.row_counts import PREFILLED, SECONDS, STATE, RowCounts
 from sglang_dflash.serving.errors import ServerError, first_line
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class ServerInfo:
         algorithm: of speculation, "" where it is off.
         block_size: rows of a block; 0 where speculation is off.
         max_prompt_len: the longest prompt it takes.
+        chunk: tokens of a prompt that one prefill takes at most; 0: all.
+        own_worker: whether this package's worker serves.
     """
 
     model_path: str
@@ -36,6 +39,8 @@ class ServerInfo:
     overlap: bool
     deterministic: bool
     max_prompt_len: int
+    chunk: int = 0
+    own_worker: bool = False
 
     @classmethod
     def ask(cls, client: Client) -> ServerInfo:
@@ -57,6 +62,8 @@ class ServerInfo:
             overlap=not info.get("disable_overlap_schedule"),
             deterministic=bool(info.get("enable_deterministic_inference")),
             max_prompt_len=info.get("max_req_input_len") or 0,
+            chunk=max(0, info.get("chunked_prefill_size") or 0),
+            own_worker=any(PREFILLED in state for state in info.get("internal_states") or []),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -71,6 +78,16 @@ def row_counts(client: Client) -> RowCounts | None:
     try:
         return RowCounts.total(parts) if parts else None
     except TypeError:
+        return None
+
+
+def step_seconds(client: Client) -> StepSeconds | None:
+    """How long steps of one request take; None where the server does not time both kinds, or has not yet."""
+    states = _server_info(client).get("internal_states") or []
+    found = next((state[SECONDS] for state in states if SECONDS in state), None)
+    try:
+        return None if found is None else StepSeconds(**found)
+    except TypeError:  # another version's
         return None
 
 

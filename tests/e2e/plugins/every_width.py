@@ -76,6 +76,9 @@ class RandomRows:
     def see_rest(self, rows: int, seconds: float) -> None:
         assert rows > 0 <= seconds
 
+    def step_seconds(self) -> None:
+        """None: `/server_info` has no times."""
+
 
 def activate() -> None:
     """Entry point: changes the policy before the scheduler's process makes its worker."""
