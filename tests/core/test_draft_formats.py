@@ -12,6 +12,7 @@ from draft_configs import PUBLISHED, config_of, refusal_of
 from published_layouts import LAYOUTS, NEVER_DRAFTED, SAME_STEPS, publish
 from sglang_dflash.core.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.core.draft_folder import plain_folder, plain_name, read_own_head
+from sglang_dflash.core.draft_formats import read_published
 from sglang_dflash.serving import TINY_DRAFT
 
 PLAIN = json.loads((TINY_DRAFT / "config.json").read_text())
@@ -189,3 +190,19 @@ def test_own_head(tmp_path):
     assert head.ids.tolist() == kept and len(head.weight) == len(kept)
     with pytest.raises(ValueError, match="draft_vocab_size is 32"):
         read_own_head(folder, 32)
+
+
+def test_what_the_target_alone_means_leaves():
+    """Fails where a key that a trainer copied from the target turns a part of the draft's head, or a wrong number of
+    target layers ends the start."""
+    leaked = {"partial_rotary_factor": 0.25, "rope_parameters": {"rope_theta": 1e6, "mrope_section": [8, 12, 12]}}
+    nemo = read_published(config_of(architectures=["Qwen3DFlashDraftModel"], **leaked)).config
+    assert "partial_rotary_factor" not in nemo and nemo["rope_parameters"] == {"rope_theta": 1e6}
+    assert "num_target_layers" not in read_published(config_of(num_target_layers=28)).config
+    assert read_published(PUBLISHED).config == PUBLISHED
+
+
+def test_gemma_drafts_of_speculators_are_refused():
+    """Fails where a draft that reads the embedding unscaled is served with a scaled one."""
+    verifier = {"algorithm": "dflash", "verifier": {"name_or_path": "google/gemma-4-31B-it"}}
+    assert "Gemma" in refusal_of(speculators(speculators_config=verifier))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash.core import draft_weights
 from sglang_dflash.core.draft_config import DraftConfig
+from sglang_dflash.reference import DFlashConfig, DFlashDraftModel
 from sglang_dflash.serving import TINY_DRAFT
 
 CONFIG = DraftConfig.from_dict(json.loads((Path(TINY_DRAFT) / "config.json").read_text()))
@@ -146,3 +148,38 @@ def test_other_formats_are_not_judged(tmp_path):
     """Fails where weights that SGLang reads are refused for their format."""
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert draft_weights.read_shapes(tmp_path) is None
+
+
+def test_what_nothing_reads_is_named(tmp_path: Path) -> None:
+    """Fails where a tensor that changes the draft is left out in silence, or a known head is called unknown."""
+    tensors = load_file(Path(TINY_DRAFT) / "model.safetensors")
+    more = {"hidden_dim_adapter.proj.weight": torch.zeros(2, 2), "embed_tokens.weight": torch.zeros(3, 2)}
+    assert judged(tensors | more, tmp_path) == ["hidden_dim_adapter.proj.weight"]
+
+
+@pytest.mark.parametrize("head", ["dflash2", "domino", "sinks"])
+def test_shapes_of_heads(head: str) -> None:
+    """Fails where the shapes of a head differ from the reference's, so that a sound draft is refused, or a head that is
+    missing is not named."""
+    config = json.loads((Path(TINY_DRAFT) / "config.json").read_text())
+    if head == "dflash2":
+        config["architectures"] = ["DFlash2DraftModel"]
+        config["dflash_config"] |= {
+            "conv_kernel_size": 3,
+            "conv_group_size": 16,
+            "selector_rank": 8,
+            "selector_top_k": 4,
+        }
+    elif head == "domino":
+        domino = {"projector_type": "domino", "gru_hidden_dim": 32, "emb_dim": 24, "shift_label": True}
+        config["dflash_config"] |= domino | {"pure_draft_prefix_len": 1}
+    else:
+        config["dflash_config"]["attention_sink_bias"] = config["attention_bias"] = True
+    with torch.device("meta"):
+        shapes = {name: tuple(one.shape) for name, one in DFlashDraftModel(DFlashConfig(**config)).state_dict().items()}
+    draft = DraftConfig.from_dict(config)
+    assert draft_weights.expected_shapes(draft) == shapes
+    added = sorted(set(shapes) - set(draft_weights.expected_shapes(CONFIG)))
+    assert len(added) > 3
+    with pytest.raises(ValueError, match=f"lack {re.escape(added[0])}"):
+        draft_weights.check_weights({name: shape for name, shape in shapes.items() if name != added[0]}, draft)

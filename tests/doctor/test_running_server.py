@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import Diagnosed, doctor
-from fake_server import OF_THINKING, Orders, Request, serve
+from doctored_server import OF_THINKING, Orders, Request, serve
 
 from sglang_dflash.doctor.interview import longest_prompt
 from sglang_dflash.doctor.questions import TEXTS

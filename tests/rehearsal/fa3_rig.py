@@ -102,7 +102,7 @@ class Rig:
         runner.forward = self._propose
         ids = torch.zeros(max(GRAPH_SIZES), BLOCK - 1, dtype=torch.int64)
         head = SimpleNamespace(
-            captured_ids=ids, captured_log_probs=None, draft_ids=lambda hidden, block: ids[: len(hidden)]
+            first_row=1, captured_ids=ids, captured_log_probs=None, draft_ids=lambda hidden, block: ids[: len(hidden)]
         )
         model = SimpleNamespace(block_size=BLOCK)
         bundle = SimpleNamespace(draft_worker=None, draft_model_runner=runner, draft_model=model)

@@ -197,7 +197,7 @@ def test_taps(changes, expected, options):
     assert config.draft.target_layer_ids == expected
 
 
-@pytest.mark.parametrize("taps", [(1, 36), (-1, 4), (40,)])
+@pytest.mark.parametrize("taps", [(1, 36), (-2, 4), (40,)])
 def test_taps_outside_the_target_are_refused(taps, options):
     """Fails if a tap is a layer that does not exist."""
     with pytest.raises(ValueError, match="target_layer_ids"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -66,6 +66,7 @@ class DraftConfig:
         attention_sinks: whether each attention head has a learned sink: a logit that takes part in the softmax and
             has no value.
         head_vocab_size: ids among which a head of the draft's own chooses (`d2t`); None: it has the target's head.
+        attention_bias: whether the projections of the attention have biases.
         dtype: of the weights, as torch names it; None: the config does not say.
         quantization: what the config says of quantised weights (`quantization_config`); None if they are plain.
         convolution: around attention and MLP of every layer; None: none.
@@ -87,7 +88,8 @@ class DraftConfig:
     layout: str = ZLAB
     anchor_first: bool = False
     head_vocab_size: int | None = None
-    dtype: str | None = None
+    dtype: str | None = field(default=None, compare=False)
+    attention_bias: bool = False
     gemma_norms: bool = False
     value_scale: float | None = None
     attention_sinks: bool = False
@@ -115,7 +117,7 @@ class DraftConfig:
             raise ValueError("The draft's config names no mask: dflash_config.mask_token_id must be a token id.")
         if mask_token_id is not None and (type(mask_token_id) is not int or mask_token_id < 0):
             raise ValueError(f"dflash_config.mask_token_id is {mask_token_id!r}; it must be a token id.")
-        anchor_first = _flag(dflash, "sample_from_anchor")
+        anchor_first = _flag(merged, "sample_from_anchor")
         selector, domino = read_selector(config, dflash), read_domino(config, merged)
         if anchor_first and (selector or domino):
             raise ValueError(
@@ -138,6 +140,7 @@ class DraftConfig:
             anchor_first=anchor_first,
             head_vocab_size=_head_vocab_size(config),
             dtype=_dtype(config),
+            attention_bias=_flag(config, "attention_bias"),
             gemma_norms=_flag(config, "use_gemma_norm"),
             value_scale=_value_scale(dflash),
             attention_sinks=_flag(dflash, "attention_sink_bias", null=False),
@@ -157,9 +160,9 @@ class DraftConfig:
         dtype = self.dtype or "no dtype given"
         windows = {f"{one.window} tokens" if one.window else "no window" for one in self.attention}
         causal = [str(place) for place, one in enumerate(self.attention) if one.causal]
-        seen = "its whole block"
-        if causal:
-            seen += f", in layers {', '.join(causal)} only the rows up to itself"
+        seen = "the rows up to itself" if len(causal) == self.num_layers else "its whole block"
+        if 0 < len(causal) < self.num_layers:
+            seen += f", in layers {', '.join(causal)} the rows up to itself"
         anchor = "gives a draft, too" if self.anchor_first else "is the anchor"
         head = f"a head of its own over {self.head_vocab_size} ids" if self.head_vocab_size else "the target's head"
         return (
@@ -233,7 +236,9 @@ def _head_dim(config: Mapping[str, Any], share: int) -> int:
 def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        way_out = USE_DSPARK if "dspark" in str(architectures).lower() else USE_BUILTIN
+        way_out = (
+            USE_DSPARK if "dspark" in str(architectures).lower() and config.get("markov_rank") != 0 else USE_BUILTIN
+        )
         raise ValueError(
             f"The draft's architectures are {architectures}; this worker serves one of {', '.join(ARCHITECTURES)}: "
             f"{way_out}."
@@ -247,7 +252,7 @@ def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) 
         for key in keys:
             if level.get(key):
                 raise ValueError(f"The draft's {key} stands where the host ignores it; it must be in {place}.")
-    lilicorr = sorted(key for key in dflash if key.startswith("lilicorr"))
+    lilicorr = sorted(key for key, value in dflash.items() if key.startswith("lilicorr") and value)
     if lilicorr:
         raise ValueError(f"The draft has LiLiCorr's reranker ({lilicorr[0]}), which we do not serve: {USE_BUILTIN}.")
 

@@ -18,6 +18,8 @@ from safetensors import safe_open
 from sglang_dflash.core.draft_formats import read_published
 
 CONFIG = "config.json"
+FILES = ["*.safetensors", "*.json", "mask_embedding.pt", "README.md"]
+"""Of a draft on the hub; others, such as the state of a training, are left there."""
 OWN_HEAD, HEAD_IDS = "lm_head.weight", "d2t"
 
 
@@ -43,6 +45,7 @@ def plain_folder(folder: Path) -> Path:
         return plain
     plain.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=plain.parent))
+    made.chmod(0o755)
     (made / CONFIG).write_text(text, encoding="utf-8")
     for name, file in files.items():
         (made / name).symlink_to(file)
@@ -69,7 +72,9 @@ def plain_name(name: str, revision: str | None = None) -> str:
         return name
     if not isinstance(published, dict) or read_published(published).config == published:
         return name
-    return str(plain_folder(folder if Path(name).is_dir() else Path(snapshot_download(name, revision=revision))))
+    if not Path(name).is_dir():
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
+    return str(plain_folder(folder))
 
 
 class OwnHead(NamedTuple):

@@ -26,6 +26,8 @@ EMBEDDING = -1
 CAUSAL_KEYS = ("is_causal", "causal", "causal_head")
 """Of `dflash_config`; plain is `is_causal` at the top level."""
 
+TARGETS_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
 READ = (
     *("attention_sink_bias", "attention_value_scale", "block_size", *CAUSAL_KEYS, "conv_group_size"),
     *("conv_kernel_size", "emb_dim", "final_logit_softcapping", "gru_hidden_dim", "mask_token", "mask_token_id"),
@@ -47,12 +49,12 @@ INERT = {
 }
 """Keys that change nothing in serving, and a trainer that writes them."""
 ONLY = {
-    "input_embedding_scale": 1.0,
-    "use_aux_hidden_state": True,
-    "attention_mode": "gqa",
-    "use_confidence_head": False,
+    "attention_mode": ("gqa", "mha"),
+    "input_embedding_scale": (1.0,),
+    "use_aux_hidden_state": (True,),
+    "use_confidence_head": (False,),
 }
-"""Keys that we know in one value alone, the one that changes nothing."""
+"""Keys that we know in these values alone, which change nothing."""
 
 
 class Published(NamedTuple):
@@ -85,7 +87,7 @@ def read_published(config: Mapping[str, Any]) -> Published:
         plain, dflash = _from_deepspec(plain, dflash)
         layout = DEEPSPEC
     elif len(architectures) == 1 and architectures[0] in NEMO_ARCHITECTURES:
-        plain["architectures"] = [NEMO_ARCHITECTURES[architectures[0]]]
+        plain = _without_targets_rope(plain) | {"architectures": [NEMO_ARCHITECTURES[architectures[0]]]}
         if dflash.get("causal") and plain.get("is_causal") is False:
             del plain["is_causal"]  # train_jetspec.py leaves it there and trains causally
         layout = NEMO
@@ -94,6 +96,7 @@ def read_published(config: Mapping[str, Any]) -> Published:
     elif "causal" in dflash or "use_swa" in dflash:
         layout = MODELOPT
     _check_keys(plain, dflash)
+    _drop_wrong_count(plain, dflash)
     _say_windows(plain, dflash)
     _say_causality(plain, dflash)
     if plain.get("attention_sink_bias") is not None and plain["attention_sink_bias"] == dflash.get(
@@ -136,8 +139,14 @@ def _from_speculators(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
             plain["is_causal"] = False  # else sliding layers are causal and full ones are not, as in z-lab's layout
     if "rope_theta" not in plain and not plain.get("rope_parameters"):
         plain["rope_theta"] = 10000.0  # of transformers' Llama, whatever the target has
-    plain |= {"architectures": [PLAIN_ARCHITECTURE], "model_type": "qwen3"}
-    dflash = {"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": config.get("mask_token_id")}
+    verifier = str((config.get("speculators_config") or {}).get("verifier"))
+    if "gemma" in verifier.lower():
+        raise ValueError(
+            "The draft is speculators' for a Gemma target, whose embedding it reads unscaled; SGLang scales it, so it "
+            "is not served."
+        )
+    plain = _without_targets_rope(plain) | {"architectures": [PLAIN_ARCHITECTURE], "model_type": "qwen3"}
+    dflash = {"target_layer_ids": [layer - 1 for layer in sorted(layers)], "mask_token_id": config.get("mask_token_id")}
     if config.get("sample_from_anchor"):
         dflash["sample_from_anchor"] = True
     for key in (SPECULATORS_KEY, "transformer_layer_config", "aux_hidden_state_layer_ids", "speculators_config"):
@@ -146,16 +155,19 @@ def _from_speculators(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def _from_deepspec(plain: dict[str, Any], dflash: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A copy of the target's config with the draft's keys in it: what the target alone means leaves."""
-    plain = {key: value for key, value in plain.items() if key != "partial_rotary_factor"}
-    rope = plain.get("rope_parameters")
-    if isinstance(rope, Mapping):
-        dropped = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-        plain["rope_parameters"] = {key: value for key, value in rope.items() if key not in dropped}
-    plain |= {"architectures": [PLAIN_ARCHITECTURE], "model_type": "qwen3"}
+    """A copy of the target's config with the draft's keys in it."""
+    plain = _without_targets_rope(plain) | {"architectures": [PLAIN_ARCHITECTURE], "model_type": "qwen3"}
     for key in ("target_layer_ids", "mask_token_id"):
         dflash.setdefault(key, plain.pop(key, None))
     return plain, dflash | {"sample_from_anchor": True}
+
+
+def _without_targets_rope(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Without keys that were copied from the target's config: the draft turns the full head by one kind of position."""
+    kept, rope = {key: value for key, value in plain.items() if key not in TARGETS_ROPE}, plain.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        kept["rope_parameters"] = {key: value for key, value in rope.items() if key not in TARGETS_ROPE}
+    return kept
 
 
 def _check_keys(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
@@ -169,14 +181,25 @@ def _check_keys(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
                 f"trained; known: {', '.join(READ)}. If it changes nothing in serving, remove it in a copy of "
                 "config.json."
             )
-        if key in ONLY and value != ONLY[key]:
-            raise ValueError(f"dflash_config has {key}={value!r}; we serve drafts where it is {ONLY[key]!r} or absent.")
+        if value not in ONLY.get(key, (value,)):
+            allowed = " or ".join(map(repr, ONLY[key]))
+            raise ValueError(f"dflash_config has {key}={value!r}; we serve drafts where it is {allowed}, or absent.")
     layers = dflash.get("num_hidden_layers")
     if layers is not None and layers != config.get("num_hidden_layers"):
         raise ValueError(
             f"The draft's num_hidden_layers is {config.get('num_hidden_layers')!r} and dflash_config's is {layers!r}: "
             "they must agree."
         )
+
+
+def _drop_wrong_count(config: dict[str, Any], dflash: dict[str, Any]) -> None:
+    """Offline training may write a `num_target_layers` that the taps contradict (ModelOpt)."""
+    taps = dflash.get("target_layer_ids", config.get("target_layer_ids"))
+    highest = max((tap for tap in taps if type(tap) is int), default=0) if isinstance(taps, list) else 0
+    for level in (config, dflash):
+        count = level.get("num_target_layers")
+        if type(count) is int and count <= highest:
+            del level["num_target_layers"]
 
 
 def _say_windows(config: dict[str, Any], dflash: dict[str, Any]) -> None:

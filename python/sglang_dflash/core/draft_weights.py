@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from sglang_dflash.core.draft_config import DraftConfig
 
 Shape = tuple[int, ...]
 INDEX = "model.safetensors.index.json"
+NO_WEIGHTS = ("mask_embedding.pt", "training_state.pt")
 LFS_POINTER = b"version https://git-lfs"
 LENGTH_BYTES, LONGEST_HEADER = 8, 100_000_000
 """A file begins with the length of its header (little-endian); the format's own limit of that length."""
 ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 """Other names under which SGLang takes a tensor (models/dflash.py)."""
+OTHERS = re.compile(r"^(embed_tokens|lm_head)\.|^[dt]2[td]$|rotary_emb")
+"""Copies of the target's tensors, and tables."""
 
 
 def read_shapes(folder: Path) -> dict[str, Shape] | None:
@@ -35,7 +39,7 @@ def read_shapes(folder: Path) -> dict[str, Shape] | None:
             )
         files = sorted(named)
     if not files:
-        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.gguf")):
+        if any(file.suffix in (".bin", ".gguf", ".pt") and file.name not in NO_WEIGHTS for file in folder.iterdir()):
             return None
         raise ValueError(f"there are no weights (*.safetensors) in the draft's folder {folder}.")
     shapes: dict[str, Shape] = {}
@@ -92,9 +96,33 @@ def expected_shapes(config: DraftConfig) -> dict[str, Shape]:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    shapes = {f"layers.{n}.{name}.weight": shape for n in range(config.num_layers) for name, shape in layer.items()}
+    layer = {f"{name}.weight": shape for name, shape in layer.items()}
+    if config.attention_bias:
+        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
+        layer |= {f"self_attn.{name}.bias": (size,) for name, size in sizes.items()}
+    if config.attention_sinks:
+        layer["self_attn.attention_sink_bias"] = (config.num_heads,)
     taps = len(config.target_layer_ids)
-    return shapes | {"norm.weight": (hidden,), "hidden_norm.weight": (hidden,), "fc.weight": (hidden, taps * hidden)}
+    shapes = {f"layers.{n}.{name}": shape for n in range(config.num_layers) for name, shape in layer.items()}
+    shapes |= {"norm.weight": (hidden,), "hidden_norm.weight": (hidden,), "fc.weight": (hidden, taps * hidden)}
+    if config.convolution is not None:
+        convolutions = (f"layers.{n}.{part}_conv" for n in range(config.num_layers) for part in ("attention", "mlp"))
+        count, groups = config.convolution.taps, hidden // config.convolution.group_size
+        for name in convolutions:
+            shapes[f"{name}.base_kernel"] = (2, count, hidden)
+            shapes[f"{name}.kernel_projection.weight"] = (2 * count * groups, hidden)
+    if config.selector is not None:
+        rank, ids = config.selector.rank, config.selector.vocab_size
+        tables: dict[str, Shape] = {"predecessor_codebook": (ids, rank), "successor_codebook": (ids, rank)}
+        tables["hidden_projection.weight"] = (rank, hidden)
+        shapes |= {f"candidate_selector.{name}": shape for name, shape in tables.items()}
+    if config.domino is not None:
+        gru, size = config.domino.gru_size, config.domino.rank
+        shapes |= {"prefix_gru.weight_ih_l0": (3 * gru, hidden), "prefix_gru.weight_hh_l0": (3 * gru, gru)}
+        shapes |= {"embed_proj.0.weight": (size, hidden + gru), "embed_proj.2.weight": (config.domino.vocab_size, size)}
+    if config.head_vocab_size is not None:
+        shapes |= {"lm_head.weight": (config.head_vocab_size, hidden), "d2t": (config.head_vocab_size,)}
+    return shapes
 
 
 def check_weights(shapes: Mapping[str, Shape], config: DraftConfig) -> list[str]:
@@ -104,7 +132,7 @@ def check_weights(shapes: Mapping[str, Shape], config: DraftConfig) -> list[str]
         shapes: of `read_shapes`.
 
     Returns:
-        Names of layers in the weights that the config leaves out, sorted.
+        What nothing reads, sorted: layers that the config leaves out, and tensors of other names.
 
     Raises:
         ValueError: one sentence that names the first tensor that is missing or has another shape.
@@ -131,7 +159,13 @@ def check_weights(shapes: Mapping[str, Shape], config: DraftConfig) -> list[str]
                 f"the draft's {name} is {list(own)}{how}, and its config.json asks for {list(shape)}: {_sizes(config)}."
             )
     layers = {".".join(name.split(".")[:2]) for name in found if name.startswith("layers.")}
-    return sorted(layers - {f"layers.{n}" for n in range(config.num_layers)})
+    left = layers - {f"layers.{n}" for n in range(config.num_layers)}
+    bases = {name.rpartition(".")[0] for name in expected}
+    for name in found:
+        known = name in expected or (not plain and name.rpartition(".")[0] in bases)
+        if not known and ".".join(name.split(".")[:2]) not in left and not OTHERS.search(name):
+            left.add(name)
+    return sorted(left)
 
 
 def _sizes(config: DraftConfig) -> str:

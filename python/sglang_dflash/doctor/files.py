@@ -118,7 +118,7 @@ def _weights(pair: Pair, config: DraftConfig) -> Iterator[Finding]:
         yield fail("draft weights", str(error), OTHER_FILES)
         return
     if unread:
-        said = f"the weights hold {', '.join(unread)}, and num_hidden_layers is {config.num_layers}: they are not read."
+        said = f"the weights hold {', '.join(unread)}, which nothing reads; num_hidden_layers is {config.num_layers}."
         yield warn("draft weights", said, OTHER_FILES, "weights")
     else:
         yield ok("draft weights", f"{len(shapes)} tensors have the shapes that config.json asks for.")

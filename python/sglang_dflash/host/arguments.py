@@ -95,18 +95,18 @@ def check(server_args: Any, previous: Any) -> None:
         raise SystemExit(f"{CANNOT_START}{error}") from None
     cfg = resolving_view(server_args)
     logger.info(
-        "sglang-dflash %s serves DFLASH: block size %d (trained with %d), attention %s, draft attention %s; "
+        "sglang-dflash %s serves DFLASH: %d rows a step (%d at most), attention %s, draft attention %s; "
         "%s; %s=builtin gives SGLang's own worker.",
         __version__,
         block_size,
-        draft.block_size,
+        draft.most_rows,
         cfg.attention_backend or f"{cfg.prefill_attention_backend}/{cfg.decode_attention_backend}",
         cfg.speculative_draft_attention_backend,
         ops.bodies("cpu" if cpu_platform_in_use() else "cuda"),
         WORKER_VARIABLE,
     )
     logger.info("The draft, in the layout of %s: %s.", layout, draft.summary(block_size))
-    if cfg.quantization and cfg.speculative_draft_model_quantization == "unquant":
+    if cfg.quantization and cfg.speculative_draft_model_quantization is None and draft.quantization is None:
         logger.info(
             "The draft stays unquantised: --quantization %s is for the target, --speculative-draft-model-quantization "
             "for the draft.",

@@ -100,13 +100,15 @@ def check_weights(cfg: Any, draft: DraftConfig) -> None:
     if (cfg.speculative_draft_load_format or cfg.load_format) not in SAFETENSORS_FORMATS:
         return
     folder = weights_folder(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
-    shapes = None if folder is None else draft_weights.read_shapes(folder)
+    if folder is None or not (Path(cfg.speculative_draft_model_path).is_dir() or any(folder.glob("*.safetensors"))):
+        return  # the hub's may be in another format
+    shapes = draft_weights.read_shapes(folder)
     unread = [] if shapes is None else draft_weights.check_weights(shapes, draft)
     if unread:
         logger.warning(
-            "The draft's weights hold %s, which its config.json leaves out (num_hidden_layers is %d).",
+            "The draft's weights hold %s, which nothing reads: its config.json leaves them out, or they are of another "
+            "kind of draft.",
             ", ".join(unread),
-            draft.num_layers,
         )
 
 

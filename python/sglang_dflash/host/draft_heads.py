@@ -68,7 +68,12 @@ class DraftHead:
         captured."""
         ids = own.ids - self._first_id
         here = (ids >= 0) & (ids < self._vocab_size)
-        weight = own.weight[here].to(self._device, self._lm_head.weight.dtype if self._dense else own.weight.dtype)
+        if not here.any():
+            raise ValueError(
+                f"DFLASH cannot start: none of the draft's {len(own.ids)} ids (d2t) are of rank "
+                f"{get_parallel().tp_group.rank_in_group}; give a smaller --tp-size."
+            )
+        weight = own.weight[here].to(self._device, self._lm_head.weight.dtype if self._dense else torch.bfloat16)
         self._short, self._dense = OwnHead(ids[here].to(self._device), weight), True
         self._kernels = ops.choose_kernels(self._device, weight.dtype)
 
@@ -150,8 +155,9 @@ class DraftHead:
     @property
     def compared_logits(self) -> tuple[int, torch.dtype]:
         """Columns and dtype of the logits whose argmax is taken."""
-        columns = self._vocab_size if self._short is None else len(self._short.ids)
-        return columns, self._lm_head.weight.dtype if self._dense else torch.bfloat16
+        if self._short is not None:
+            return len(self._short.ids), self._short.weight.dtype
+        return self._vocab_size, self._lm_head.weight.dtype if self._dense else torch.bfloat16
 
     def reserve(self, max_batch: int) -> None:
         """Allocates the buffers that graph replays write."""

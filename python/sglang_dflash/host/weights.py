@@ -10,6 +10,7 @@ from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 from transformers import PretrainedConfig
 
 from sglang_dflash.core.draft_config import ARCHITECTURES
+from sglang_dflash.core.draft_formats import DEEPSPEC_ARCHITECTURE, NEMO_ARCHITECTURES
 from sglang_dflash.host.hooking import AROUND, hook, serves_dflash
 from sglang_dflash.host.widths import WIDTH
 
@@ -119,4 +120,5 @@ def _holds_draft(path: str) -> bool:
         config, _ = PretrainedConfig.get_config_dict(path)
     except (OSError, ValueError):
         return False  # the host reports what is wrong with it
-    return config.get("architectures") in [[architecture] for architecture in ARCHITECTURES]
+    names = {*ARCHITECTURES, *NEMO_ARCHITECTURES, DEEPSPEC_ARCHITECTURE}
+    return config.get("architectures") in [[architecture] for architecture in names]

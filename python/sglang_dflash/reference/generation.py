@@ -353,5 +353,5 @@ def _check(
     if width < 2:
         raise ValueError(f"block_size is {width}; it must be at least 2.")
     masks = draft.mask_embedding
-    if masks is not None and 1 < len(masks) < width - 1:
+    if masks is not None and 1 < len(masks) < width - 1 - draft.draft_config.anchor_first:
         raise ValueError(f"block_size is {width}; the draft's mask embedding is for blocks of up to {len(masks) + 1}.")

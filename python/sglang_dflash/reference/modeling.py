@@ -256,7 +256,13 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         revision = kwargs.get("revision")
         name = plain_name(str(name), revision)
         where = {key: kwargs[key] for key in ("cache_dir", "local_files_only", "subfolder", "token") if key in kwargs}
-        described = DFlashConfig.from_pretrained(name, revision=revision, **where).draft.quantization
+        config = DFlashConfig.from_pretrained(name, revision=revision, **where)
+        if (getattr(config, "partial_rotary_factor", None) or 1.0) != 1.0:
+            raise ValueError(
+                f"The draft {name} turns a part of each head (partial_rotary_factor "
+                f"{config.partial_rotary_factor}); here, only whole heads are turned."
+            )
+        described = config.draft.quantization
         if described is not None:
             method = described.get("quant_method") or described.get("quant_algo")
             raise ValueError(f"The draft {name} is quantised ({method}); here, only plain weights are read.")
@@ -358,15 +364,14 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 return embed(ids).to(rows.dtype)
 
             return ops.domino_rollout(weights, rows, head(rows), anchor_ids, embedded, lambda row: row.argmax(-1))
-        if self.draft_config.anchor_first:
-            hidden = F.pad(hidden, (0, 0, 1, 0))  # in front of the row that gives the first draft
+        hidden = hidden[:, 1 - self.draft_config.anchor_first :]
         if self.own_head is not None:
             ids, weight = (value.to(hidden.device) for value in self.own_head)
-            return ids[F.linear(hidden[:, 1:], weight.to(hidden.dtype)).argmax(-1)]
-        logits = head(hidden[:, 1:])
+            return ids[F.linear(hidden, weight.to(hidden.dtype)).argmax(-1)]
+        logits = head(hidden)
         if self.candidate_selector is None:
             return logits.argmax(-1)
-        return self.candidate_selector.drafts(hidden[:, 1:], logits, anchor_ids)
+        return self.candidate_selector.drafts(hidden, logits, anchor_ids)
 
     def spec_generate(
         self,

@@ -38,6 +38,7 @@ def _continued(options: TrainOptions, target: FrozenTarget) -> DFlashDraftModel:
         draft = DFlashDraftModel.from_pretrained(options.init, dtype=torch.float32)
     except OSError as error:
         raise ValueError(f"--init {options.init} cannot be loaded: {str(error).splitlines()[0]}") from None
+    draft.own_head, draft.config.draft_vocab_size = None, None  # speculators' heads are rows of the target's
     if draft.mask_embedding is not None or draft.draft_config.attention_sinks:
         raise ValueError(
             f"--init {options.init} has a mask embedding of its own or attention sinks, which are not trained here."
