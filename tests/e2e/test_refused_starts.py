@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from arms import PLAIN, POOL, SPECULATE
+from changed_models import dressed_draft
 from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
@@ -185,10 +186,7 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         "gemma norms": (draft("g", lambda c: c.update(use_gemma_norm="yes")), ["use_gemma_norm", "'yes'", "true"]),
         "sinks": (draft("k", lambda c: c.update(attention_sink_bias=True)), ["attention_sink_bias", "dflash_config"]),
         "sinks, deterministic": (
-            [
-                *draft("deterministic", lambda c: c["dflash_config"].update(attention_sink_bias=True)),
-                "--enable-deterministic-inference",
-            ],
+            speculate(str(dressed_draft(tmp_path / "dressed")), "--enable-deterministic-inference"),
             ["accepted"],
         ),
         "last layer": (

@@ -79,7 +79,6 @@ def check(server_args: Any, previous: Any) -> None:
         draft.check_ranks(cfg.tp_size)
         _check_quantization(cfg, draft)
         draft_files.trained_mask_embedding(cfg, draft)
-        draft_files.check_weights(cfg, draft)
         block_size = _block_size(cfg, draft, target.context_len)
         if simulated.simulates():
             simulated.check(block_size, cfg.tp_size)
@@ -90,6 +89,7 @@ def check(server_args: Any, previous: Any) -> None:
         previous(server_args)
         _check_sinks(cfg, draft)
         widths.check_server(resolving_view(server_args), target)
+        draft_files.check_weights(cfg, draft)
         draft_files.check_context(cfg, target.context_len)
     except ValueError as error:
         raise SystemExit(f"{CANNOT_START}{error}") from None
