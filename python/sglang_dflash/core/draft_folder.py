@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -35,8 +35,11 @@ def plain_folder(folder: Path) -> Path:
     """
     published = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     config = read_published(published).config
-    if config == published:
-        return folder
+    return folder if config == published else _with_config(folder, config)
+
+
+def _with_config(folder: Path, config: dict[str, Any]) -> Path:
+    """A folder in the cache with another config, and links to all else; made once."""
     text = json.dumps(config, indent=2, sort_keys=True)
     files = {file.name: file.resolve() for file in sorted(folder.iterdir()) if file.name != CONFIG}
     listed = f"{text}\n{files}"
@@ -70,11 +73,12 @@ def plain_name(name: str, revision: str | None = None) -> str:
         published = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError, HFValidationError):
         return name
-    if not isinstance(published, dict) or read_published(published).config == published:
+    config = read_published(published).config if isinstance(published, dict) else published
+    if config == published:
         return name
     if not Path(name).is_dir():
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
-    return str(plain_folder(folder))
+    return str(_with_config(folder, config))
 
 
 class OwnHead(NamedTuple):
