@@ -34,6 +34,14 @@ def test_steps_of_fewer_rows() -> None:
     assert narrow.estimated and narrow.steps == 6 and narrow.by_position == (1.0, 1.0, 1.0)
 
 
+def test_positions_that_no_step_verified() -> None:
+    """Fails where a policy that trims all blocks makes a good draft look poor, or one step decides about a position."""
+    found = Tau.of([answer([0, 0, 20], [0, 0, 0, 20])], drafts=5)
+    assert found.estimated and found.by_position == (1.0,) * 5
+    found = Tau.of([answer([0, 0, 19, 0, 0, 1], [0, 0, 0, 19, 0, 0, 1]), answer([5, 5], [0, 0, 0, 10])], drafts=5)
+    assert found.by_position == pytest.approx((25 / 30, 20 / 30, *(20 / 30 * 0.8**more for more in (1, 2, 3))))
+
+
 def test_shares_never_rise() -> None:
     """Fails where rows that were verified for their good chances make a deep position look better than one before."""
     found = Tau.of([answer([9, 1, 0, 0], [0, 0, 10]), answer([0, 0, 0, 2], [0, 0, 0, 0, 2])])

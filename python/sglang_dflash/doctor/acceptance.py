@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_dflash.doctor.causes import BEHIND_LONG, CAUSES, CRUSHED, REDUCED, rank
@@ -40,30 +40,35 @@ class Answers:
     Fields:
         chunk: tokens that a prefill takes at most; 0: all.
         mode: the thinking mode; None: the chat template has no switch for it.
+        drafts: of a whole block; 0: as many as some step verified.
     """
 
     asked: Sequence[Asked]
     chunk: int = 0
     mode: ThinkingMode | None = None
+    drafts: int = 0
 
     def of(self, way: str) -> list[Asked]:
         return [one for one in self.asked if one.way == way and one.answer.answered]
 
     def tau(self, way: str) -> Tau:
-        return Tau.of(one.answer for one in self.of(way))
+        return self.tau_of(self.of(way))
+
+    def tau_of(self, some: Iterable[Asked]) -> Tau:
+        return Tau.of((one.answer for one in some), self.drafts)
 
     def beside(self, way: str) -> tuple[Tau, Tau]:
         """Tau of a way, and of the same questions alone."""
         own = self.of(way)
         places = {one.question for one in own}
         return (
-            Tau.of(one.answer for one in own),
-            Tau.of(one.answer for one in self.of(ALONE) if one.question in places),
+            self.tau_of(own),
+            self.tau_of(one for one in self.of(ALONE) if one.question in places),
         )
 
     def by_kind(self) -> dict[str, Tau]:
         kinds = dict.fromkeys(one.kind for one in self.of(ALONE))
-        return {kind: Tau.of(one.answer for one in self.of(ALONE) if one.kind == kind) for kind in kinds}
+        return {kind: self.tau_of(one for one in self.of(ALONE) if one.kind == kind) for kind in kinds}
 
     def mean_tau(self) -> float:
         """Over kinds, each as one."""
@@ -183,7 +188,7 @@ def _cached(answers: Answers) -> Iterator[Finding]:
         yield skip(about, f"not measured: {why}.", "serve without --disable-radix-cache" if cold else FLUSH)
     if not held:
         return
-    fresh, again = (Tau.of(one.answer for one in some) for some in zip(*held, strict=True))
+    fresh, again = (answers.tau_of(some) for some in zip(*held, strict=True))
     fix = f"{CAUSES['cache'].fix}; `sglang-dflash check` with whole blocks tells which write is lost"
     more = _more_steps(held)
     said = f"from the prefix cache tau is {again.tau:.2f}, and {fresh.tau:.2f} for the same prompts at first"
@@ -271,8 +276,8 @@ def _retracted(answers: Answers) -> Iterator[Finding]:
     if not retracted:
         return
     places = {one.question for one in retracted}
-    one = Tau.of(a.answer for a in retracted)
-    other = Tau.of(a.answer for a in answers.asked if a.question in places and a not in retracted)
+    one = answers.tau_of(retracted)
+    other = answers.tau_of(a for a in answers.asked if a.question in places and a not in retracted)
     fix = "a larger --max-total-tokens, so that nothing is retracted; then report it"
     named = f"{len(retracted)} answers were retracted and taken up again; in them"
     yield _compared("retraction", named, one, other, fix)

@@ -84,7 +84,7 @@ def _ask(
         talk.on_done = advance
         asked = talk.hold()
     rows, steps = _rows_since(before, client), step_seconds(client)
-    answers = Answers(asked, info.chunk, mode)
+    answers = Answers(asked, info.chunk, mode, max(0, info.block_size - 1))
     pace = _pace(order, client, talk, answers.of(ALONE), progress)
     evidence = list(found)
     found += acceptance.judge(answers, wanted, evidence)

@@ -9,6 +9,9 @@ from math import sqrt
 
 from sglang_dflash.serving import Completion
 
+FEW_VERIFIED = 5
+"""Steps, fewer of which say nothing of a draft's position."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tau:
@@ -18,7 +21,8 @@ class Tau:
         by_position: share of these steps that accept, or with more rows would accept, draft 1, 2, ...; falling.
         error: standard error of tau, by the scatter of the steps.
         estimated: whether some steps verified fewer rows than the block has. Then draft k counts over the steps that
-            verified it. The worker verifies the likelier ones, so the estimate is rather too high.
+            verified it; where hardly any did, it follows the draft before it as that one follows its own. The worker
+            verifies the likelier ones, so the estimate is rather too high.
     """
 
     steps: int = 0
@@ -37,18 +41,25 @@ class Tau:
         return 1 + self.accepted if self.steps else 0.0
 
     @classmethod
-    def of(cls, answers: Iterable[Completion]) -> Tau:
+    def of(cls, answers: Iterable[Completion], drafts: int = 0) -> Tau:
+        """drafts: of a whole block; 0: as many as some step verified."""
         held = [one for one in answers if one.steps]
         accepts = _sums(one.accept_histogram for one in held)
         caps = _sums(one.meta.get("spec_cap_lens_histogram") or _whole(one) for one in held)
         drafted = sum(caps[2:])
+        most = max(drafts, len(caps) - 2) if drafted else 0
         shares: list[float] = []
-        for position in range(1, len(caps) - 1):
+        for position in range(1, most + 1):
             verified = sum(caps[position + 1 :])
-            share = sum(accepts[position:]) / verified if verified else 0.0
+            if verified >= min(FEW_VERIFIED, drafted):
+                share = sum(accepts[position:]) / verified
+            else:
+                before, last = [1.0, *shares][-2:]
+                share = last * last / before if before else 0.0
             shares.append(min([share, *shares[-1:]]))
         plain = sum(caps[:2])  # steps without drafts, which accepted none
-        return cls(drafted, tuple(shares), _error(accepts, plain, drafted), any(caps[2:-1]))
+        trimmed = any(caps[2:-1]) or (drafted > 0 and most > len(caps) - 2)
+        return cls(drafted, tuple(shares), _error(accepts, plain, drafted, sum(shares)), trimmed)
 
 
 def ratio(one: Tau, other: Tau) -> float:
@@ -71,10 +82,11 @@ def _sums(histograms: Iterable[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip_longest(*histograms, fillvalue=0)]
 
 
-def _error(accepts: Sequence[int], plain: int, drafted: int) -> float:
+def _error(accepts: Sequence[int], plain: int, drafted: int, accepted: float) -> float:
+    """The standard error of `accepted` drafts a step: that of those which steps verified, as much larger as they are."""
     if drafted < 2:
         return 0.0
     counts = [max(0, accepts[0] - plain), *accepts[1:]] if accepts else []
     mean = sum(length * count for length, count in enumerate(counts)) / drafted
     squares = sum(count * (length - mean) ** 2 for length, count in enumerate(counts))
-    return sqrt(squares / (drafted - 1) / drafted)
+    return sqrt(squares / (drafted - 1) / drafted) * (max(1.0, accepted / mean) if mean else 1.0)
