@@ -83,7 +83,7 @@ def _sums(histograms: Iterable[Sequence[int]]) -> list[int]:
 
 
 def _error(accepts: Sequence[int], plain: int, drafted: int, accepted: float) -> float:
-    """The standard error of `accepted` drafts a step: that of those which steps verified, as much larger as they are."""
+    """The standard error of `accepted` drafts a step: that of the verified ones, as much larger as they are more."""
     if drafted < 2:
         return 0.0
     counts = [max(0, accepts[0] - plain), *accepts[1:]] if accepts else []
