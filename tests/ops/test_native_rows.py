@@ -21,14 +21,14 @@ def native_rows():
     return rows
 
 
-def near(got: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor) -> None:
-    """Asserts at most twice the error of torch in the same dtype, plus one rounding; `truth` is float64."""
+def near(got: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor, roundings: int = 1) -> None:
+    """Asserts at most twice the error of torch in the same dtype, plus so many roundings; `truth` is float64."""
     assert got.shape == expected.shape == truth.shape
     assert got.dtype == expected.dtype
     if not got.numel():
         return
     rounding = torch.finfo(got.dtype).eps * truth.abs().max()
-    allowed = 2 * (expected.double() - truth).abs().max() + rounding
+    allowed = 2 * (expected.double() - truth).abs().max() + roundings * rounding
     error = (got.double() - truth).abs().max()
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 
@@ -93,7 +93,7 @@ def test_norm_rope(rows, heads, dim, half, normed, dtypes):
     truth = exact_rope(exact_norm(x, weight), positions, cos_sin)
     TORCH_KERNELS.norm_rope_(expected, weight, EPS, positions, cos_sin)
     native_rows().norm_rope_(x, weight, EPS, positions, cos_sin)
-    near(x, expected, truth)
+    near(x, expected, truth, roundings=4)  # of norm, weight, product and sum: torch may be lucky with each
     assert (wide[:, heads * dim :] == SENTINEL).all()
 
 
