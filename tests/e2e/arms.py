@@ -111,6 +111,7 @@ ARMS: dict[str, Arm] = {
         RANKS, TINY_OVERLAPPING | EVERY_WIDTH | {"SGLANG_DFLASH_DRAFT_VOCAB": "256"}, dflash2_draft
     ),
     "domino": Arm(PAGES_AND_CHUNKS, TINY_OVERLAPPING | FULL, domino_draft),
+    "trees": Arm(DEBUG, TINY_OVERLAPPING | {"SGLANG_DFLASH_TREE": "24"}),
     # Only with --matrix.
     "ranks at every width": Arm(RANKS, TINY_OVERLAPPING | EVERY_WIDTH),
     "dflash2 at every width": Arm(PAGES_AND_CHUNKS, TINY_ENVIRONMENT | EVERY_WIDTH, dflash2_draft),

@@ -13,7 +13,7 @@ from sglang_dflash.host import widths
 
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch):
-    for name in (widths.WIDTH, *widths.GONE, "SGLANG_SIMULATE_ACC_LEN"):
+    for name in (widths.WIDTH, widths.TREE, *widths.GONE, "SGLANG_SIMULATE_ACC_LEN"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -112,7 +112,6 @@ def test_what_other_rows_cannot_have_is_refused(monkeypatch, value, changed, wor
         (widths.WIDTH, "0", "cpu", "'0'; allowed: auto, full, or a number from 1 to 8"),
         (widths.WIDTH, "wide", "cpu", "'wide'; allowed: auto, full, or a number from 1 to 8"),
         ("SGLANG_DFLASH_TURN_MS", "0", "cpu", "SGLANG_DFLASH_TURN_MS is '0', but it is gone: each"),
-        ("SGLANG_DFLASH_TREE", "8", "cuda", "SGLANG_DFLASH_TREE is '8', but it is gone: the rows"),
         ("SGLANG_DFLASH_COPY", "1", "cpu", "SGLANG_DFLASH_COPY is '1', but it is gone: nothing"),
     ],
 )

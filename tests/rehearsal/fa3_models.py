@@ -24,6 +24,7 @@ from sglang.srt.model_executor.cuda_graph_buffer_registry import build_decode_re
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from rehearsal import flash_attn_stub
 
@@ -234,6 +235,7 @@ class Graphs:
             positions=buffers.positions[:rows],
             spec_info=DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=BLOCK),
             capture_hidden_mode=CaptureHiddenMode.FULL,
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
         )
         self.model.runner.kv_index_translator.bind_runner_slots(batch)
         self.model.backend.init_forward_metadata_out_graph(batch, in_capture=True)

@@ -27,7 +27,7 @@ def install() -> None:
     """Puts the stub where SGLang imports the kernels. For a process of its own: nothing takes it away again."""
     package = _module("sgl_kernel")
     package.flash_attn = _module("sgl_kernel.flash_attn")
-    package.merge_state_v2 = _unserved  # trees only
+    package.merge_state_v2 = merge_state_v2
     for function in (flash_attn_with_kvcache, flash_attn_varlen_func):
         setattr(package.flash_attn, function.__name__, function)
     package.flash_attn.get_scheduler_metadata = _unserved  # plain decoding only
@@ -42,7 +42,7 @@ def _module(name: str) -> Any:
 
 
 def _unserved(*_: Any, **__: Any) -> None:
-    raise NotImplementedError("the rehearsals know chains of rows, not trees or plain decoding")
+    raise NotImplementedError("the rehearsals know verified rows, not plain decoding")
 
 
 def flash_attn_with_kvcache(
@@ -170,6 +170,17 @@ def flash_attn_varlen_func(
     shape = _Shape(softmax_scale or q.shape[-1] ** -0.5, window_size[0], right, softcap, sinks)
     found, lse = _attend_packed(q, keys, values, cu_seqlens_q.tolist(), (q_descale, k_descale, v_descale), shape)
     return _returned(found, lse, out, return_softmax_lse)
+
+
+def merge_state_v2(
+    a: torch.Tensor, lse_a: torch.Tensor, b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two sets of keys, from that over each. a, b: [rows, heads, D]; lse_a, lse_b: [rows, heads]."""
+    _need(a.shape == b.shape and lse_a.shape == lse_b.shape == a.shape[:2], "states of other shapes")
+    _need(lse_a.is_contiguous() and lse_b.is_contiguous(), "sums that are not contiguous")
+    lse = torch.logaddexp(lse_a, lse_b)
+    parts = [one.float() * torch.exp(own - lse)[..., None] for one, own in ((a, lse_a), (b, lse_b))]
+    return (parts[0] + parts[1]).to(a.dtype), lse
 
 
 class _Shape:

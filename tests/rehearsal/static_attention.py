@@ -9,6 +9,7 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_spec
 
 from sglang_dflash.host.cpu.attention import CpuAttentionBackend, _view_of
 
@@ -26,7 +27,7 @@ class StaticAttentionBackend(CpuAttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._batch = 0  # requests of the graph at hand; 0 outside graphs
-        self._masked = False  # whether rows of the graph at hand see what a mask says
+        self._masked = (get_spec().speculative_eagle_topk or 0) > 1  # rows see what a mask says; as fa3 decides it
         self._packed = 0  # rows of the graph at hand, if they are of requests of different lengths
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -34,7 +35,7 @@ class StaticAttentionBackend(CpuAttentionBackend):
         self._slots = torch.zeros(max_bs, table.shape[1], dtype=torch.int64)
         self._prefix_lens = torch.zeros(max_bs, dtype=torch.int64)
         rows = max_num_tokens // max_bs
-        self._mask = torch.zeros(max_bs * rows * (table.shape[1] + rows), dtype=torch.uint8)
+        self._mask = torch.ones(max_bs * rows * (table.shape[1] + rows), dtype=torch.uint8)
         self._mask_starts = torch.zeros(max_bs, dtype=torch.int64)
         self._row_slots = torch.zeros(max_num_tokens, table.shape[1], dtype=torch.int64)
         self._rows_before = torch.zeros(max_num_tokens, dtype=torch.int64)
@@ -46,7 +47,7 @@ class StaticAttentionBackend(CpuAttentionBackend):
         return SharedReadEnds.PRE_REPLAY
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        self._batch, self._masked, self._packed = 0, False, 0
+        self._batch, self._packed = 0, 0
         assert getattr(forward_batch.spec_info, "custom_mask", None) is None, "a mask outside graphs"
         super().init_forward_metadata(forward_batch)
 
@@ -61,8 +62,8 @@ class StaticAttentionBackend(CpuAttentionBackend):
         if layout is not None:
             self._lay_out_packed(layout.padded_to_bucket(padded_bs=self._batch))
         mask, rows = forward_batch.spec_info.custom_mask, forward_batch.spec_info.draft_token_num
-        self._masked = mask is not None
-        if mask is not None:  # as in triton_backend.py:601: what is behind it stays
+        assert in_capture or self._masked == (mask is not None)
+        if mask is not None:
             self._mask[: len(mask)] = mask
             cells = rows * (forward_batch.seq_lens + rows)
             self._mask_starts[: self._batch].copy_(cells.cumsum(0) - cells)

@@ -54,6 +54,8 @@ class VerifyPlan:
         ids, positions, slots: [T] int64.
         width: W, rows of a block.
         rows: which rows of the B blocks they are; None: all, so T is B * W.
+        parents: [B, W] int64; the row behind which each row stands, of trees of W rows; None: each row stands behind
+            the row before it.
     """
 
     ids: torch.Tensor
@@ -61,6 +63,7 @@ class VerifyPlan:
     slots: torch.Tensor
     width: int
     rows: ops.Rows | None = None
+    parents: torch.Tensor | None = None
 
     @classmethod
     def of(cls, block: Block, ids: torch.Tensor, rows: ops.Rows | None = None) -> VerifyPlan:

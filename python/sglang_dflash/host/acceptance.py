@@ -53,7 +53,7 @@ class Acceptor:
             The acceptance; and the group for `RowSampler.commit`.
         """
         greedy = self._sampler.is_plain_greedy(batch)
-        if greedy and self._fuses and plan.rows is None:
+        if greedy and self._fuses and plan.rows is None and plan.parents is None:
             logits = target_out.next_token_logits
             return self._kernels.accept_greedy(plan.blocks(logits), plan.chains()), None
         group: Group | None = None
@@ -65,6 +65,10 @@ class Acceptor:
             target_ids, group = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
         if not greedy or self._sharded_logits is None:  # of shards, the ranks have just exchanged the best ids
             target_ids = self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
+        if plan.parents is not None:
+            positions = plan.blocks(plan.positions)
+            depths = positions - positions[:, :1]
+            return ops.accept_tree(plan.blocks(target_ids), plan.chains(), plan.parents, depths, plan.width), group
         in_blocks(target_out, plan)
         return self._accept_chain(plan.blocks(target_ids), plan.chains()), group
 

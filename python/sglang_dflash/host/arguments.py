@@ -11,7 +11,7 @@ from sglang.srt.environ import envs
 
 from sglang_dflash import __version__, ops
 from sglang_dflash.core.draft_config import DraftConfig
-from sglang_dflash.host import capture, draft_files, recurrent_state, short_head, simulated, widths
+from sglang_dflash.host import capture, draft_files, recurrent_state, short_head, simulated, trees, widths
 from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_dflash.host.features import refuse_features
 from sglang_dflash.host.version import WORKER_VARIABLE, builtin_worker_requested
@@ -89,6 +89,7 @@ def check(server_args: Any, previous: Any) -> None:
         previous(server_args)
         _check_sinks(cfg, draft)
         widths.check_server(resolving_view(server_args), target)
+        trees.check(resolving_view(server_args), target, draft, block_size)
         draft_files.check_weights(cfg, draft)
         draft_files.check_context(cfg, target.context_len)
     except ValueError as error:

@@ -31,6 +31,7 @@ from sglang_dflash.host.sampling import RowSampler
 from sglang_dflash.host.sharded_logits import ShardedLogits
 from sglang_dflash.host.shared_policy import SharedPolicy
 from sglang_dflash.host.short_head import special_ids
+from sglang_dflash.host.trees import TreeRows
 from sglang_dflash.host.trimmed_rows import TrimmedRows, can_trim
 from sglang_dflash.host.width_graphs import WidthGraphs
 from sglang_dflash.host.worker import DFlashWorker, WorkerParts
@@ -82,6 +83,8 @@ def _rows(
     """Who chooses the rows of a step, as the variable and the device ask. cfg: see `can_trim`."""
     asked, parts = widths.asked(target.device), (target, draft, mask_token_id, kernels)
     on_graphs = widths.on_graphs(target.device)
+    if widths.tree_rows():
+        return TreeRows(widths.tree_rows(), block_size, *parts)
     if asked in (widths.FULL, block_size):
         kind = BesideRows if PlanStream.wanted(target.device) else StepRows
         return kind(block_size, SameRows(block_size), *parts)

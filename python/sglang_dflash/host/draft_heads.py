@@ -107,6 +107,14 @@ class DraftHead:
         ids, log_probs = self._best(self._logits(rows))
         return ops.Drafts(ids.view(len(block_ids), -1), log_probs.view(len(block_ids), -1))
 
+    def candidates(self, hidden: torch.Tensor, block_ids: torch.Tensor, count: int) -> ops.Drafts:
+        """The `count` likeliest ids of each row and their log-probabilities, [B, R - `first_row`, count] each. For one
+        rank."""
+        assert self._group is None
+        ids, log_probs = ops.top_drafts(self._logits(self._rows(hidden, block_ids)), count)
+        shape = (len(block_ids), -1, count)
+        return ops.Drafts(self._ids(ids).view(shape), log_probs.view(shape))
+
     def _best(self, logits: torch.Tensor) -> ops.Drafts:
         """logits: [N, V] of this rank. Returns the best ids of the whole vocabulary, [N] each."""
         if self._group is None and logits.is_cuda:

@@ -30,6 +30,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_pp_context
 
+from sglang_dflash import ops
 from sglang_dflash.core.block import Block
 from sglang_dflash.core.draft_folder import OwnHead
 from sglang_dflash.host.capture import embedding_of, lm_head_of
@@ -88,6 +89,7 @@ class DraftRunner:
         self._head, self._context_kv = head, context_kv
         self._embed, self._embed_scale, self._tp_sync = embed, embed_scale, tp_sync
         self._mask_rows: torch.Tensor | None = None
+        self._captures_head = True
         self._window: DraftWindow | None = None
         self._spec_infos = {
             rows: make_draft_block_spec_info(draft_token_num=rows, device=self.runner.device)
@@ -192,7 +194,7 @@ class DraftRunner:
         if capture and self.free_memory_gb() < MIN_GRAPH_MEMORY_GB:
             logger.warning("The draft runs without CUDA graphs: less than %.0f GB are free.", MIN_GRAPH_MEMORY_GB)
             capture = False
-        if capture:
+        if capture and self._captures_head:
             self._head.reserve(max(graphs.decode.bs))
             self.runner.capture_tail_hooks.append(self._capture_head)
         buffers, rows = own_input_buffers(PlanStream.wanted(self.runner.device)), rows_a_request(self.model.block_size)
@@ -236,6 +238,10 @@ class DraftRunner:
         """Drafts come with their log-probabilities from now on; to be called before graphs are captured."""
         self._head.weigh_drafts()
 
+    def give_hidden(self) -> None:
+        """The draft's graphs end before its head from now on; to be called before they are captured."""
+        self._captures_head = False
+
     def rows_of(self, width: int) -> int:
         """Rows of a block over which the draft runs, of W rows to verify."""
         return width - 1 + self._head.first_row
@@ -257,12 +263,20 @@ class DraftRunner:
         """
         out = self._forward(block, kv_plan, *kv_lens, can_run_graph)
         head, log_probs = self._head, self._head.captured_log_probs
-        if out.can_run_graph:
+        if out.can_run_graph and self._captures_head:
             drafts = slice(len(block.ids)), slice(block.width - head.first_row)
             return head.captured_ids[drafts], None if log_probs is None else log_probs[drafts]
         with torch.inference_mode():
             hidden = out.logits_output.hidden_states
             return (head.draft_ids(hidden, block.ids), None) if log_probs is None else head.weighed(hidden, block.ids)
+
+    def candidates(
+        self, block: Block, kv_plan: Any, kv_lens: tuple[torch.Tensor, int], can_run_graph: bool, count: int
+    ) -> ops.Drafts:
+        """`propose`, with `count` ids for each position, the likelier first: [B, W-1, count]. After `give_hidden`."""
+        out = self._forward(block, kv_plan, *kv_lens, can_run_graph)
+        with torch.inference_mode():
+            return self._head.candidates(out.logits_output.hidden_states, block.ids, count)
 
     def _forward(self, block: Block, kv_plan: Any, *options: Any) -> Any:
         if self.short_head is not None:

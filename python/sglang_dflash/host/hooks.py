@@ -51,12 +51,13 @@ def worker_hooks() -> list[Hook]:
         sampler,
         sessions,
         streamed_text,
+        trees,
         trimmed_rows,
         weights,
     )
 
     modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
-    modules += [ragged, row_report, streamed_text, trimmed_rows]
+    modules += [ragged, row_report, streamed_text, trees, trimmed_rows]
     return [ours for module in modules for ours in hooks_of(module).values()]
 
 

@@ -22,9 +22,11 @@ class RaggedVerifyInput(DFlashVerifyInput):
 
     Fields:
         lens: [B] int32; rows of each request. None: each has W.
+        seen: [B, W, W] bool; of trees on a CPU, the rows of its request that each row sees. None: those before it.
     """
 
     lens: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
 
 
 def lens_of(batch: Any) -> torch.Tensor | None:

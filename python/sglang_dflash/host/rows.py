@@ -180,6 +180,15 @@ class StepRows:
         """Fields of the target's `RaggedVerifyInput` that say which rows of the blocks are verified."""
         return {"lens": plan.lens, "kv_loc_cols": None if plan.rows is None else plan.rows.kept}
 
+    def committed(
+        self, plan: VerifyPlan, accepted: ops.GreedyAcceptance, hidden: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states of the target's tapped layers, positions and slots of the rows whose draft KV is to be written.
+
+        hidden: [T or more, taps * H]; slots: [T] int64, of the draft's pool.
+        """
+        return hidden, plan.positions, slots
+
     def cap_lens(self, plan: VerifyPlan) -> torch.Tensor | None:
         """[B] int32: the rows of each request, which SGLang counts; None where all steps verify whole blocks."""
         if not self.policy.weighs and plan.width == self._block_size:

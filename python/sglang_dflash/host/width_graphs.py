@@ -21,14 +21,14 @@ from sglang_dflash.host.widths import WIDTH, WITH_GRAPHS
 logger = logging.getLogger(__name__)
 
 
-class _Graphs(NamedTuple):
-    """What a runner holds for one width."""
+class Graphs(NamedTuple):
+    """What a runner holds for steps of one shape."""
 
     attn_backend: Any
     decode_cuda_graph_runner: Any
 
     @classmethod
-    def of(cls, runner: ModelRunner) -> _Graphs:
+    def of(cls, runner: ModelRunner) -> Graphs:
         return cls(runner.attn_backend, runner.decode_cuda_graph_runner)
 
     def give(self, runner: ModelRunner) -> None:
@@ -42,8 +42,8 @@ class WidthGraphs:
         """widths: W of all steps."""
         self.widths = sorted(set(widths), reverse=True)
         self._target, self._draft = target, draft
-        self._of_target: dict[int, _Graphs] = {}
-        self._of_draft: dict[int, _Graphs] = {}
+        self._of_target: dict[int, Graphs] = {}
+        self._of_draft: dict[int, Graphs] = {}
 
     def capture(self) -> None:
         """To be called when the host has captured its own.
@@ -55,16 +55,16 @@ class WidthGraphs:
         if target.decode_cuda_graph_runner is None:
             raise SystemExit(f"DFLASH cannot start: {WIDTH} needs {WITH_GRAPHS}. Unset it.")
         begin, free_gb = time.perf_counter(), self._draft.free_memory_gb()
-        self._of_target[block_size], self._of_draft[block_size] = _Graphs.of(target), _Graphs.of(draft)
+        self._of_target[block_size], self._of_draft[block_size] = Graphs.of(target), Graphs.of(draft)
         for width in self.widths:
             if width != block_size:
                 self._check_memory(width)
                 with rows_a_request(width):
                     capture_graphs(target)
-                    self._of_target[width] = _Graphs.of(target)
+                    self._of_target[width] = Graphs.of(target)
                 if width > 1:
                     self._draft.capture_graphs_of(width, capture_graphs)
-                    self._of_draft[width] = _Graphs.of(draft)
+                    self._of_draft[width] = Graphs.of(draft)
         self.use(block_size)
         logger.info(
             "Steps have %s rows a request; graphs of other widths than %d took %.1f s and %.2f GB.",

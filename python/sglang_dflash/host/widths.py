@@ -14,10 +14,10 @@ from sglang_dflash.host import simulated
 
 logger = logging.getLogger(__name__)
 WIDTH = "SGLANG_DFLASH_WIDTH"
+TREE = "SGLANG_DFLASH_TREE"
 AUTO, FULL = "auto", "full"
 GONE = {
     "SGLANG_DFLASH_TURN_MS": "each decode step is a turn of the scheduler",
-    "SGLANG_DFLASH_TREE": "the rows of a request are a chain",
     "SGLANG_DFLASH_COPY": "nothing is copied",
 }
 """Variables that earlier versions read, and what holds now."""
@@ -25,10 +25,17 @@ GONE = {
 
 def asked(device: str) -> str | int:
     """`auto`, `full`, or the number of rows of every request; without the variable, the device's default."""
-    value = os.environ.get(WIDTH) or (AUTO if device == "cpu" and not simulated.simulates() else FULL)
+    adapts = device == "cpu" and not simulated.simulates() and not tree_rows()
+    value = os.environ.get(WIDTH) or (AUTO if adapts else FULL)
     if value == "adaptive":  # its name in earlier versions
         return AUTO
     return int(value) if value.isascii() and value.isdigit() else value
+
+
+def tree_rows() -> int:
+    """N, the rows of the trees that are asked for; 0: none are, or it is no number."""
+    value = os.environ.get(TREE, "")
+    return int(value) if value.isascii() and value.isdigit() else 0
 
 
 def on_graphs(device: str) -> bool:

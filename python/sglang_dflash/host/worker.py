@@ -150,7 +150,7 @@ class DFlashWorker(BaseSpecWorker):
         most = self._target.max_running_requests
         seeded = get_exec().deterministic.enable_deterministic_inference
         result = measure_sampling(
-            self._sampler, self.block_size, most, vocab_size, seeded, self.device, self._true_on_all_ranks
+            self._sampler, max(self.rows.widths), most, vocab_size, seeded, self.device, self._true_on_all_ranks
         )
         if self._sharded_logits is not None:  # gathered, the logits take memory of their own
             gathered = most * self.block_size * vocab_size * torch.float32.itemsize
@@ -226,7 +226,7 @@ class DFlashWorker(BaseSpecWorker):
         prefix_lens = batch.seq_lens + accepted.commit_lens
         if on_publish is not None:
             on_publish(prefix_lens)
-        self._draft.write_context(out.hidden_states, plan.positions, self._slots(plan, kv_plan))
+        self._draft.write_context(*self.rows.committed(plan, accepted, out.hidden_states, self._slots(plan, kv_plan)))
         self._hidden_states.put(batch, out, row_of=None if plan.rows is None else plan.rows.row_of)
         self.rows.learn(plan, accepted.commit_lens)
         return GenerationBatchResult(

@@ -1,5 +1,5 @@
 """The public ops. `reference.py` specifies them; `block_conv.py`, `selector.py`, `domino.py` those of draft heads;
-`mixture.py` that of a mixture of experts, `rows.py` those of rows that are verified.
+`mixture.py` that of a mixture of experts, `rows.py` those of rows that are verified, `trees.py` those of trees.
 
 An op may have torch, native and Triton bodies. `choose_kernels` chooses them for a device and dtypes; a caller asks it
 once, when it is constructed, and holds the `Kernels`.
@@ -43,6 +43,16 @@ from sglang_dflash.ops.selector import (
     pair_scores,
     top_candidates,
 )
+from sglang_dflash.ops.trees import (
+    Trees,
+    accept_tree,
+    attention_mask,
+    grow_trees,
+    most_rows,
+    rows_as_requests,
+    seen_rows,
+    top_drafts,
+)
 
 __all__ = [
     "FP8",
@@ -65,6 +75,9 @@ __all__ = [
     "PenaltyParams",
     "Rows",
     "StateRows",
+    "Trees",
+    "accept_tree",
+    "attention_mask",
     "bodies",
     "by_id",
     "candidate_logits",
@@ -76,10 +89,12 @@ __all__ = [
     "gather_slots",
     "greedy_walk",
     "grouped_conv",
+    "grow_trees",
     "install_batch_invariant_kernels",
     "install_linear",
     "keep_rows",
     "likeliest_rows",
+    "most_rows",
     "murmur_hash32",
     "native_attention",
     "native_write_and_attend",
@@ -89,9 +104,12 @@ __all__ = [
     "penalties_of",
     "project_context",
     "recent_slots",
+    "rows_as_requests",
+    "seen_rows",
     "serves",
     "survival",
     "top_candidates",
+    "top_drafts",
     "warm_up",
     "with_sink",
 ]

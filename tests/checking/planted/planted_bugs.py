@@ -80,7 +80,7 @@ def _one_too_many(original: Any, now: Now) -> Any:
         rejected = _rejected(plan, right)
         if rejected is None or not now.strikes(ACCEPT):
             return right, group
-        wrong = type(right)(*(field.clone() for field in right))
+        wrong = right._replace(**{name: field.clone() for name, field in right._asdict().items() if field is not None})
         request, commit_len = rejected, int(right.commit_lens[rejected])
         target_ids = plan.blocks(target_out.next_token_logits).argmax(-1)
         wrong.out_ids[request, commit_len - 1] = plan.chains()[request, commit_len]

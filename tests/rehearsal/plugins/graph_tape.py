@@ -19,6 +19,7 @@ LIVE_PADDING = "padding that writes a live slot"
 OTHER_LENS = "rows are laid out for the lengths of the capture"
 NEIGHBOURS = "the rows of the next request"
 OTHER_WIDTH = "attention is prepared for the width before"
+UNMOVED, CHAIN_MASK = "accepted rows of a tree stay where they are", "rows of a tree see all rows before them"
 WIDTHS = "GRAPH_TAPE_WIDTHS"
 
 
@@ -70,6 +71,7 @@ def _offer(*_: Any) -> None:
     _take_any_rows()
     _plant_errors_of_packed_rows()
     _plant_another_width()
+    _plant_errors_of_trees()
 
 
 def _capture(*, model_runner: Any) -> Any:
@@ -124,9 +126,10 @@ def _plant_stale_drafts() -> None:
     propose = DraftRunner.propose
 
     def propose_stale(runner: Any, block: Any, *rest: Any) -> Any:
+        if not _planted(STALE_DRAFTS):
+            return propose(runner, block, *rest)
         stale = runner._head.captured_ids[: len(block.ids), : block.width - 1].clone()
-        fresh = propose(runner, block, *rest)
-        return (stale, fresh[1]) if _planted(STALE_DRAFTS) else fresh
+        return stale, propose(runner, block, *rest)[1]
 
     DraftRunner.propose = propose_stale
 
@@ -206,13 +209,29 @@ def _plant_errors_of_packed_rows() -> None:
 
 
 def _plant_another_width() -> None:
-    from sglang_dflash.host.width_graphs import _Graphs
+    from sglang_dflash.host.width_graphs import Graphs
 
-    give = _Graphs.give
+    give = Graphs.give
 
     def give_another(graphs: Any, runner: Any) -> None:
         before = runner.attn_backend
         give(graphs, runner)
         graphs.decode_cuda_graph_runner.attn_backend = before if _planted(OTHER_WIDTH) else graphs.attn_backend
 
-    _Graphs.give = give_another
+    Graphs.give = give_another
+
+
+def _plant_errors_of_trees() -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from sglang_dflash import ops
+
+    move, mask = MHATokenToKVPool.move_kv_cache, ops.attention_mask
+
+    def move_nothing(pool: Any, slots: Any, sources: Any) -> None:
+        move(pool, slots, slots if _planted(UNMOVED) else sources)
+
+    def mask_of_chains(seen: Any, *rest: Any) -> Any:
+        return mask(seen.new_ones(seen.shape).tril() if _planted(CHAIN_MASK) else seen, *rest)
+
+    MHATokenToKVPool.move_kv_cache, ops.attention_mask = move_nothing, mask_of_chains

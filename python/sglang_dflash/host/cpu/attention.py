@@ -59,6 +59,9 @@ class CpuAttentionBackend(AttentionBackend):
     def _lay_out(self, table: torch.Tensor, requests: torch.Tensor, forward_batch: ForwardBatch) -> Any:
         mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_target_verify():
+            seen = getattr(forward_batch.spec_info, "seen", None)
+            if seen is not None:
+                return self._attention.lay_out_uniform(*ops.rows_as_requests(table, requests, seq_lens, seen), 1)
             lens = lens_of(forward_batch)
             if lens is not None:
                 return self._attention.lay_out(table, requests, seq_lens.tolist(), lens.tolist())
