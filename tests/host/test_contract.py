@@ -425,13 +425,14 @@ def test_builtin_worker_is_left_alone(monkeypatch):
         sampler,
         sessions,
         streamed_text,
+        trees,
         trimmed_rows,
         weights,
     )
     from sglang_dflash.host.hooking import hooks_of
 
     modules = (block_results, capture, sampler, sessions, weights, features, requests, ragged, row_report)
-    seams = [hooks_of(module) for module in (*modules, streamed_text, trimmed_rows)]
+    seams = [hooks_of(module) for module in (*modules, streamed_text, trees, trimmed_rows)]
     declared = {target for seam in seams for target, hook in seam.items() if not hook.always}
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *declared}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")
