@@ -187,7 +187,7 @@ def test_the_card(tmp_path: Path) -> None:
     """Fails where the tau of `train`'s card is not read, a card without one ends doctor, or its target is ignored."""
     card = read_card(SMOLLM2_DRAFT)
     assert card.taus == {"own": 1.52, "code": 1.67, "gsm8k": 2.34, "boxed": 2.52}
-    assert card.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct" and card.tau == pytest.approx(2.01, abs=0.01)
+    assert card.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
     draft = shutil.copytree(TINY_DRAFT, tmp_path / "draft")
     for text in ("", "no head", "---\n: [\n---\n", "---\nbase_model: [a, b]\nmodel-index: nonsense\n---\n"):
         (draft / "README.md").write_text(text)

@@ -71,22 +71,6 @@ def test_a_wrong_config_is_the_first_cause(fault: str, tmp_path: Path) -> None:
     assert found.causes()[0] == cause, found.shown
 
 
-def test_a_window_is_among_the_causes(tmp_path: Path) -> None:
-    """Fails where a window that the draft was not trained with passes, or is not among the first three causes."""
-    with served(tmp_path, plant.changed_config(tmp_path / "draft", plant.window(24)), **FULL) as url:
-        found = doctor(url, *ASK)
-    assert found.code == 1, found.shown
-    assert "window" in found.causes()[:3], found.shown
-
-
-def test_a_causal_block_is_suspected(tmp_path: Path) -> None:
-    """Fails where an inverted is_causal is not named. The embedded draft hardly looks at later rows of its block, so it
-    loses nothing, and acceptance passes."""
-    with served(tmp_path, plant.changed_config(tmp_path / "draft", plant.top(is_causal=True)), **FULL) as url:
-        found = doctor(url, *ASK)
-    assert found.finding("causality")["level"] == "WARN" and found.finding("causality")["cause"] == "causal"
-
-
 def test_another_target_is_among_the_causes(tmp_path: Path) -> None:
     """Fails where a draft of another fine-tune passes, or its target is not among the first two causes."""
     target = with_other_weights(TINY_TARGET, tmp_path / "target", ("layers.",))

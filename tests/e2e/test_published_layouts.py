@@ -6,24 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 from arms import FULL, MAX_NEW_TOKENS, PLAIN, POOL, Baseline, widths_of
+from fine_tuning import fine_tune
 from reference_pair import ReferencePair
-from safetensors.torch import load_file, save_file
 from test_features import assert_served
 from test_lifecycle import assert_pool_empties
-from transformers import AutoModelForCausalLM
 
 from equality import tau
 from preloaded import PreloadedServer
 from published_layouts import publish
-from sglang_dflash.reference import DFlashDraftModel, FeatureTaps
-from sglang_dflash.serving import TINY_DRAFT, TINY_OVERLAPPING, TINY_TARGET, Client
-from sglang_dflash.training.blocks import IGNORED, make_blocks, sample_anchors, split_attention
+from sglang_dflash.serving import TINY_DRAFT, TINY_OVERLAPPING, Client
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("published layouts")]
-STEPS, BATCH, ANCHORS = 120, 6, 16
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,32 +59,8 @@ def test_a_head_over_fewer_ids(baseline: Baseline, tmp_path: Path) -> None:
 def anchor_first(baseline: Baseline, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded draft, taught in DeepSpec's layout to draft from the anchor's row what the target answered."""
     folder = publish("DeepSpec", tmp_path_factory.mktemp("deepspec") / "draft")
-    draft = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
-    target = AutoModelForCausalLM.from_pretrained(TINY_TARGET, dtype=torch.float32).eval()
-    taps, embed = FeatureTaps(target, draft.target_layer_ids), target.get_input_embeddings()
-    pairs = list(zip(baseline.prompts, baseline.answers, strict=True))
-    optimizer, generator = torch.optim.AdamW(draft.parameters(), lr=2e-3), torch.Generator().manual_seed(0)
-    for step in range(STEPS):
-        some = [pairs[(step * BATCH + n) % len(pairs)] for n in range(BATCH)]
-        rows = [torch.tensor([*prompt, *answer.ids]) for prompt, answer in some]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        learned = torch.zeros_like(ids, dtype=torch.bool)
-        for row, (prompt, answer) in enumerate(some):
-            learned[row, len(prompt) : len(prompt) + len(answer.ids)] = True
-        with torch.no_grad(), taps:
-            target(ids)
-            features = taps.take()
-        anchors = sample_anchors(learned, ANCHORS, generator)
-        blocks = make_blocks(ids, learned, anchors, draft.block_size, draft.mask_token_id, anchor_first=True)
-        masks = {kind: split_attention(blocks, ids.shape[1], kind) for kind in set(draft.draft_config.attention)}
-        positions = torch.cat((torch.arange(ids.shape[1]).expand(len(ids), -1), blocks.positions), 1)
-        hidden = draft(embed(blocks.ids).detach(), features, positions, masks, block_size=draft.block_size)
-        loss = F.cross_entropy(target.lm_head(hidden).flatten(0, 1), blocks.labels.flatten(), ignore_index=IGNORED)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    own = {name: weight.detach().to(torch.bfloat16) for name, weight in draft.state_dict().items()}
-    save_file(load_file(folder / "model.safetensors") | own, folder / "model.safetensors", metadata={"format": "pt"})
+    answers = [answer.ids for answer in baseline.answers]
+    fine_tune(folder, list(zip(baseline.prompts, answers, strict=True)), steps=120, learning_rate=2e-3)
     return folder
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -136,18 +136,7 @@ def _flags(options: DoctorOptions, pair: Any, measured: dict[str, Any], progress
 def _running(options: DoctorOptions, console: Console, progress: Progress) -> Diagnosis:
     from sglang_dflash.doctor.server import Order, examine_server
 
-    order = Order(
-        url=options.url,
-        target=options.model_path or "",
-        draft=options.draft or "",
-        off_url=(options.off_url or "").rstrip("/"),
-        prompts=options.prompts,
-        expect_tau=options.expect_tau,
-        max_new_tokens=options.max_new_tokens,
-        long_tokens=options.long_tokens,
-        flush=options.flush,
-        seed=options.seed,
-    )
+    order = Order(**{one.name: getattr(options, one.name) for one in fields(Order)})
     diagnosis = examine_server(order, progress)
     show(diagnosis.findings, console)
     if diagnosis.measured.get("kinds"):

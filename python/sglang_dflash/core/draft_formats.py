@@ -25,7 +25,8 @@ EMBEDDING = -1
 """The tap of the target's embedding: what enters its first layer. Tap i is the output of layer i."""
 CAUSAL_KEYS = ("is_causal", "causal", "causal_head")
 """Of `dflash_config`; plain is `is_causal` at the top level."""
-
+NOT_PLAIN = frozenset((SPECULATORS_KEY, "transformer_layer_config", "aux_hidden_state_layer_ids", "speculators_config"))
+"""Keys at the top level that only a config of speculators may have."""
 TARGETS_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 READ = (
@@ -149,7 +150,7 @@ def _from_speculators(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     dflash = {"target_layer_ids": [layer - 1 for layer in sorted(layers)], "mask_token_id": config.get("mask_token_id")}
     if config.get("sample_from_anchor"):
         dflash["sample_from_anchor"] = True
-    for key in (SPECULATORS_KEY, "transformer_layer_config", "aux_hidden_state_layer_ids", "speculators_config"):
+    for key in NOT_PLAIN:
         plain.pop(key, None)
     return plain, dflash
 

@@ -17,8 +17,6 @@ from sglang_dflash.doctor.interview import (
     SAMPLED,
     SECOND_TURN,
     Asked,
-    ThinkingMode,
-    switched,
 )
 from sglang_dflash.doctor.tau import Tau, ratio, surely_less
 
@@ -39,13 +37,13 @@ class Answers:
     """
     Fields:
         chunk: tokens that a prefill takes at most; 0: all.
-        mode: the thinking mode; None: the chat template has no switch for it.
+        thinks: whether the chat template thinks by default; None: it has no switch for it.
         drafts: of a whole block; 0: as many as some step verified.
     """
 
     asked: Sequence[Asked]
     chunk: int = 0
-    mode: ThinkingMode | None = None
+    thinks: bool | None = None
     drafts: int = 0
 
     def of(self, way: str) -> list[Asked]:
@@ -114,9 +112,8 @@ def _overall(answers: Answers, expected: Expected | None, evidence: Sequence[Fin
         return skip("acceptance", f"{said}, which are too few to judge.", "raise --max-new-tokens")
     if expected is None:
         if tau < INERT:
-            causes = rank(CRUSHED, evidence, _pointers(answers))
-            return Finding(
-                Level.FAIL, "acceptance", f"{said}: hardly any draft is accepted.", _first(causes), "", False, causes
+            return _low(
+                Level.FAIL, f"{said}: hardly any draft is accepted.", rank(CRUSHED, evidence, _pointers(answers))
             )
         return ok("acceptance", f"{said}; nobody says what it should be (--expect-tau X).")
     low = share(tau, expected.least(taus))
@@ -126,17 +123,15 @@ def _overall(answers: Answers, expected: Expected | None, evidence: Sequence[Fin
     causes = rank(CRUSHED if low < CRUSHED_BELOW else REDUCED, evidence, _pointers(answers))
     if tau >= INERT and low < FAR and (well := _kinds_as_expected(taus, expected)):
         bad = sorted(set(taus) - set(well))
-        causes = (CAUSES["text"], *causes)
-        return Finding(
-            Level.WARN, "acceptance", f"{said}; {', '.join(bad)} alone is low.", _first(causes), "", False, causes
-        )
+        return _low(Level.WARN, f"{said}; {', '.join(bad)} alone is low.", (CAUSES["text"], *causes))
     level = Level.FAIL if tau < INERT or low < FAR else Level.WARN
     said += f": {max(0.0, low):.0%} of the accepted drafts"
-    return Finding(level, "acceptance", f"{said}.", _first(causes), "", False, causes)
+    return _low(level, f"{said}.", causes)
 
 
-def _first(causes: Sequence[Cause]) -> str:
-    return f"look at the likely causes in this order, first {CAUSES[causes[0].name].said}"
+def _low(level: Level, said: str, causes: tuple[Cause, ...]) -> Finding:
+    fix = f"look at the likely causes in this order, first {CAUSES[causes[0].name].said}"
+    return Finding(level, "acceptance", said, fix, causes=causes)
 
 
 def _kinds_as_expected(taus: Mapping[str, Tau], expected: Expected) -> list[str]:
@@ -150,17 +145,10 @@ def _kinds_as_expected(taus: Mapping[str, Tau], expected: Expected) -> list[str]
 
 def _pointers(answers: Answers) -> list[str]:
     """Causes at which the other ways of asking point."""
-    found = []
     other, default = answers.beside(OTHER_MODE)
-    if other.steps and _lost(default, other):
-        found.append("thinking")
-    long, short = answers.beside(LONG)
-    if long.steps and _lost(long, short):
-        found += BEHIND_LONG
-    again, first = answers.beside(AGAIN)
-    if again.steps and _lost(again, first):
-        found.append("cache")
-    return found
+    compared = [(default, other, ("thinking",))]
+    compared += [(*answers.beside(way), causes) for way, causes in ((LONG, BEHIND_LONG), (AGAIN, ("cache",)))]
+    return [cause for one, base, causes in compared if one.steps and _lost(one, base) for cause in causes]
 
 
 def _lost(one: Tau, other: Tau) -> bool:
@@ -238,27 +226,23 @@ def _long(answers: Answers) -> Iterator[Finding]:
     pieces = f" in {chunks} chunks" if chunks > 1 else ""
     yield _compared("long context", f"behind chats of up to {longest:,} tokens{pieces}", one, other, fix)
     if chunks == 1:
-        limit = f"of {answers.chunk:,} tokens" if answers.chunk else "at all"
-        said = f"not measured: no prompt was longer than a chunk ({answers.chunk:,} tokens)."
-        yield skip(
-            "chunk", said if answers.chunk else f"not measured: there are no chunks {limit}.", _chunk_fix(answers)
-        )
-
-
-def _chunk_fix(answers: Answers) -> str:
-    return f"--long-tokens {2 * answers.chunk}, if the context allows it" if answers.chunk else ""
+        said, fix = "there are no chunks at all", ""
+        if answers.chunk:
+            said = f"no prompt was longer than a chunk ({answers.chunk:,} tokens)"
+            fix = f"--long-tokens {2 * answers.chunk}, if the context allows it"
+        yield skip("chunk", f"not measured: {said}.", fix)
 
 
 def _thinking(answers: Answers) -> Iterator[Finding]:
     about = "thinking mode"
-    if answers.mode is None:
+    if answers.thinks is None:
         yield ok(about, "the chat template has no switch for it.")
         return
     other, default = answers.beside(OTHER_MODE)
-    now, then = ("on", "off") if answers.mode.default else ("off", "on")
+    now, then = ("on", "off") if answers.thinks else ("off", "on")
     said = f"with thinking {now}, the default, tau is {default.tau:.2f}, and {other.tau:.2f} with thinking {then}"
     if ratio(default, other) < LESS and surely_less(default, other, DOUBTED_ERRORS):
-        value = str(switched(not answers.mode.default)["enable_thinking"]).lower()
+        value = str(not answers.thinks).lower()
         fix = f'if your application allows it, send "chat_template_kwargs": {{"enable_thinking": {value}}}'
         yield warn(about, f"{said}: the draft was trained with thinking {then}.", fix)
     else:

@@ -20,11 +20,6 @@ class Card:
     taus: Mapping[str, float] = field(default_factory=dict)
     base_model: str = ""
 
-    @property
-    def tau(self) -> float | None:
-        """The mean over kinds; None without any."""
-        return sum(self.taus.values()) / len(self.taus) if self.taus else None
-
 
 def read_card(folder: Path) -> Card:
     """An empty card where there is no README, or its head cannot be read."""

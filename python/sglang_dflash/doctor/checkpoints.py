@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_dflash.core import draft_weights
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.core.draft_formats import read_published
+from sglang_dflash.serving.errors import first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -70,7 +71,7 @@ class Checkpoint:
         except NotASafetensorsRepoError:
             return None
         except Exception as error:  # of httpx, of the hub or of a damaged header: nothing of it is the user's fault
-            raise ValueError(f"the headers of {self.name} cannot be fetched: {_first_line(error)}") from None
+            raise ValueError(f"the headers of {self.name} cannot be fetched: {first_line(error)}") from None
         return {name: tuple(one.shape) for file in files for name, one in file.tensors.items()}
 
     def tokenizer(self) -> Tokenizer | None:
@@ -137,8 +138,4 @@ def _fetched(name: str, flag: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(SMALL_FILES)))
     except Exception as error:  # of httpx, of the hub, or OSError without a network
-        raise ValueError(f"{flag} {name} is no folder and cannot be fetched: {_first_line(error)}") from None
-
-
-def _first_line(error: object) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{flag} {name} is no folder and cannot be fetched: {first_line(error)}") from None

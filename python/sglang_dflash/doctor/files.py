@@ -12,7 +12,7 @@ from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.core.draft_weights import check_weights
 from sglang_dflash.doctor.card import Card, read_card
 from sglang_dflash.doctor.checkpoints import Checkpoint, open_checkpoint, read_draft
-from sglang_dflash.doctor.findings import Finding, Level, fail, ok, skip, warn
+from sglang_dflash.doctor.findings import Finding, fail, ok, skip, warn
 from sglang_dflash.doctor.suspicions import suspicions
 
 OTHER_FILES = "download the draft again, config.json and weights of one revision"
@@ -67,7 +67,8 @@ def _target(pair: Pair) -> Iterator[Finding]:
         yield fail("target", f"its config.json has no {', '.join(missing)}.", "download the target again")
         return
     shape = f"{text['num_hidden_layers']} layers, hidden size {text['hidden_size']}, {text['vocab_size']} token ids"
-    yield ok("target", f"{_architecture(pair.target)} of {shape}.")
+    names = pair.target.config.get("architectures") or ["a model without a class"]
+    yield ok("target", f"{names[0]} of {shape}.")
 
 
 def _with_mask_id(target: Checkpoint, config: DraftConfig) -> DraftConfig:
@@ -146,7 +147,7 @@ def _chat_template(target: Checkpoint) -> Iterator[Finding]:
         said = (
             f"it has a thinking mode ({switch}): a draft that was trained without it does badly with it, or vice versa."
         )
-        yield Finding(Level.PASS, "chat template", said, cause="thinking")
+        yield ok("chat template", said, "thinking")
     else:
         yield ok("chat template", "it has no switch for a thinking mode.")
 
@@ -165,11 +166,6 @@ def _card(card: Card) -> Iterator[Finding]:
             "the draft's README has no tau in its YAML head, so nothing says what tau should be.",
             "give --expect-tau X with the number that its authors report",
         )
-
-
-def _architecture(checkpoint: Checkpoint) -> str:
-    names = checkpoint.config.get("architectures") or ["a model without a class"]
-    return str(names[0])
 
 
 def weight_bytes(pair: Pair, dtype: str) -> int | None:

@@ -40,7 +40,6 @@ class Finding:
         said: one sentence with the values that were found.
         fix: what to do, one sentence; "" where nothing needs doing.
         cause: what this could explain if acceptance is low: a name of `causes.CAUSES`, "" for nothing.
-        strong: whether it is likely to be the explanation, not only possible.
         causes: what may explain it, likeliest first.
     """
 
@@ -49,8 +48,12 @@ class Finding:
     said: str
     fix: str = ""
     cause: str = ""
-    strong: bool = False
     causes: tuple[Cause, ...] = ()
+
+    @property
+    def strong(self) -> bool:
+        """Whether `cause` is likely to be the explanation, not only possible."""
+        return self.level != Level.PASS
 
 
 def ok(about: str, said: str, cause: str = "") -> Finding:
@@ -63,12 +66,12 @@ def skip(about: str, said: str, fix: str = "") -> Finding:
 
 def warn(about: str, said: str, fix: str, cause: str = "") -> Finding:
     """What may cost acceptance or speed; `cause`: then it is likely to."""
-    return Finding(Level.WARN, about, said, fix, cause, bool(cause))
+    return Finding(Level.WARN, about, said, fix, cause)
 
 
-def fail(about: str, said: str, fix: str, cause: str = "") -> Finding:
+def fail(about: str, said: str, fix: str) -> Finding:
     """What keeps the server from starting, or nearly all drafts from being accepted."""
-    return Finding(Level.FAIL, about, said, fix, cause, bool(cause))
+    return Finding(Level.FAIL, about, said, fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -32,17 +32,6 @@ class Asked:
         return (self.answer.cached_tokens or 0) > self.answer.prompt_tokens / 2
 
 
-@dataclass(frozen=True, slots=True)
-class ThinkingMode:
-    """A chat template's switch. `default`: whether it thinks if nobody says anything."""
-
-    default: bool
-
-    def other(self) -> dict[str, Any]:
-        """Keyword arguments of the chat template for the mode that is not the default."""
-        return switched(not self.default)
-
-
 def switched(on: bool) -> dict[str, Any]:
     """Keyword arguments of the chat template; families name the switch in two ways."""
     return {"enable_thinking": on, "thinking": on}
@@ -56,7 +45,7 @@ class Interview:
         max_new_tokens: of an answer.
         long_tokens: of a long prompt, about.
         on_done: called after each answer.
-        mode: the thinking mode; None: the chat template has no switch for it.
+        thinks: whether the chat template thinks by default; None: it has no switch for it.
         ids: the prompt of each question alone.
     """
 
@@ -65,14 +54,14 @@ class Interview:
     max_new_tokens: int
     long_tokens: int
     on_done: Callable[[], None]
-    mode: ThinkingMode | None = None
+    thinks: bool | None = None
     asked: list[Asked] = field(default_factory=list)
     ids: dict[int, list[int]] = field(default_factory=dict)
 
     def count(self) -> int:
         """Requests of the whole interview."""
         firsts, seconds, thirds = (len(self._third(number)) for number in range(3))
-        other_mode = 0 if self.mode is None else firsts
+        other_mode = 0 if self.thinks is None else firsts
         return len(self.questions) + firsts + min(firsts, seconds) + 2 * thirds + other_mode + seconds
 
     def hold(self) -> list[Asked]:
@@ -95,9 +84,8 @@ class Interview:
         for way in (LONG, LONG_AGAIN):
             for place, ids in prompts.items():
                 self._ask(way, place, ids)
-        for place in self._third(0) if self.mode is not None else ():
-            assert self.mode is not None
-            self._ask(OTHER_MODE, place, self._render(self.questions[place].messages, self.mode.other()))
+        for place in self._third(0) if self.thinks is not None else ():
+            self._ask(OTHER_MODE, place, self._render(self.questions[place].messages, switched(not self.thinks)))
         for place in self._third(1):
             self._ask(SAMPLED, place, self.ids[place], temperature=1.0)
         return self.asked
@@ -138,17 +126,13 @@ def render(client: Client, messages: Sequence[Message], template: Mapping[str, A
     try:
         return client.tokenize(messages, dict(template) if template else None)
     except ValueError:
-        return client.tokenize("\n".join(_texts(messages)))
+        return client.tokenize("\n".join(message.content for message in messages))
 
 
-def _texts(messages: Sequence[Message]) -> Iterator[str]:
-    return (message.content for message in messages)
-
-
-def thinking_mode(client: Client, messages: Sequence[Message]) -> ThinkingMode | None:
-    """Finds the switch by what it changes in a prompt's ids."""
+def thinks_by_default(client: Client, messages: Sequence[Message]) -> bool | None:
+    """Finds the switch by what it changes in a prompt's ids; None: there is none."""
     on, off = (render(client, messages, switched(value)) for value in (True, False))
-    return None if on == off else ThinkingMode(render(client, messages) == on)
+    return None if on == off else render(client, messages) == on
 
 
 def longest_prompt(max_prompt_len: int, max_new_tokens: int, asked: int) -> int:

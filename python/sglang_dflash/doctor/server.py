@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +18,7 @@ from sglang_dflash.doctor.card import Card
 from sglang_dflash.doctor.expected import Expected, expected
 from sglang_dflash.doctor.files import examine, open_pair
 from sglang_dflash.doctor.findings import Diagnosis, Finding, Level, fail, ok, skip, warn
-from sglang_dflash.doctor.interview import ALONE, Asked, Interview, longest_prompt, thinking_mode
+from sglang_dflash.doctor.interview import ALONE, Asked, Interview, longest_prompt, thinks_by_default
 from sglang_dflash.doctor.questions import questions_for
 from sglang_dflash.doctor.tau import Tau
 from sglang_dflash.serving import Client, Progress, ServerError, ServerInfo, row_counts
@@ -33,16 +33,16 @@ class Order:
     """What the user asks for.
 
     Fields:
-        target, draft: where their files are; "": where the server says.
+        model_path, draft: where their files are; None: where the server says.
         expect_tau: None: by the card.
         long_tokens: of a long prompt.
         seed: of the questions; None: other ones each time.
     """
 
     url: str
-    target: str = ""
-    draft: str = ""
-    off_url: str = ""
+    model_path: str | None = None
+    draft: str | None = None
+    off_url: str | None = None
     prompts: Path | None = None
     expect_tau: float | None = None
     max_new_tokens: int = 96
@@ -76,19 +76,18 @@ def _ask(
     if order.flush:
         client.flush_when_idle()
     questions = questions_for(info.model_path, Random(order.seed), order.prompts)
-    mode = thinking_mode(client, questions[0].messages)
+    thinks = thinks_by_default(client, questions[0].messages)
     long_tokens = longest_prompt(info.max_prompt_len, order.max_new_tokens, order.long_tokens)
     before = row_counts(client)
-    talk = Interview(client, questions, order.max_new_tokens, long_tokens, lambda: None, mode)
+    talk = Interview(client, questions, order.max_new_tokens, long_tokens, lambda: None, thinks)
     with progress.phase("Questions", talk.count()) as advance:
         talk.on_done = advance
         asked = talk.hold()
-    rows, steps = _rows_since(before, client), step_seconds(client)
-    answers = Answers(asked, info.chunk, mode, max(0, info.block_size - 1))
+    after, steps = row_counts(client), step_seconds(client)
+    answers = Answers(asked, info.chunk, thinks, max(0, info.block_size - 1))
     pace = _pace(order, client, talk, answers.of(ALONE), progress)
-    evidence = list(found)
-    found += acceptance.judge(answers, wanted, evidence)
-    found += [*_counted_retractions(client), *speed.judge(answers.mean_tau(), pace, steps), *_rows(rows)]
+    found += acceptance.judge(answers, wanted, list(found))
+    found += [*_counted_retractions(client), *speed.judge(answers.mean_tau(), pace, steps), *_rows(before, after)]
     measured = {
         "server": info.to_json(),
         "kinds": {kind: _tau_json(one, wanted, kind) for kind, one in answers.by_kind().items()},
@@ -112,7 +111,7 @@ def _server(info: ServerInfo) -> Iterator[Finding]:
 
 def _files(order: Order, info: ServerInfo) -> tuple[Sequence[Finding], Card]:
     """Findings of the files, where they are here: they say which causes are likely."""
-    target, draft = order.target or info.model_path, order.draft or info.draft_path
+    target, draft = order.model_path or info.model_path, order.draft or info.draft_path
     if not info.algorithm:
         return [], Card()
     try:
@@ -126,14 +125,9 @@ def _files(order: Order, info: ServerInfo) -> tuple[Sequence[Finding], Card]:
     return found, pair.card
 
 
-def _rows_since(before: RowCounts | None, client: Client) -> RowCounts | None:
-    after = row_counts(client)
-    return None if before is None or after is None else after.since(before)
-
-
-def _rows(rows: RowCounts | None) -> Iterator[Finding]:
+def _rows(before: RowCounts | None, after: RowCounts | None) -> Iterator[Finding]:
     """How many steps the worker drafted at all, where it chooses."""
-    if rows is not None and rows.steps:
+    if before is not None and after is not None and (rows := after.since(before)).steps:
         yield ok("rows", f"{rows}.")
 
 
@@ -142,7 +136,7 @@ def _pace(
 ) -> speed.Pace | None:
     if not order.off_url:
         return None
-    off = Client(order.off_url)
+    off = Client(order.off_url.rstrip("/"))
     if ServerInfo.ask(off).algorithm:
         raise ValueError(f"--off-url is {order.off_url}, which serves with speculation; it must be one without.")
     some = alone[::3]
@@ -170,11 +164,4 @@ def _counted_retractions(client: Client) -> Iterator[Finding]:
 
 def _tau_json(one: Tau, wanted: Expected | None = None, kind: str = "") -> dict[str, Any]:
     said = None if wanted is None else wanted.by_kind.get(kind)
-    return {
-        "tau": one.tau,
-        "steps": one.steps,
-        "by_position": list(one.by_position),
-        "error": one.error,
-        "estimated": one.estimated,
-        "card": said,
-    }
+    return {"tau": one.tau, **asdict(one), "card": said}

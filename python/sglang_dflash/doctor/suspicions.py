@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Any
 
 from sglang_dflash.core.draft_config import DraftConfig, build_target_layer_ids
 from sglang_dflash.core.draft_formats import ZLAB
@@ -13,6 +12,7 @@ from sglang_dflash.doctor.checkpoints import Checkpoint
 from sglang_dflash.doctor.findings import Finding, ok, warn
 
 WINDOW = '"layer_types", "sliding_window" and "use_sliding_window": true at the top level of config.json'
+ENDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 DEFAULT_THETA = 10_000.0  # of transformers' Qwen3Config, with which SGLang reads a draft's config
 
 
@@ -36,16 +36,15 @@ def _mask(target: Checkpoint, config: DraftConfig) -> Iterator[Finding]:
     if mask >= target.text.get("vocab_size", mask + 1):
         return  # said where draft and target are compared
     text, added = tokenizer.id_to_token(mask), tokenizer.get_added_tokens_decoder()
-    ends = {target.text.get(key) for key in ("eos_token_id", "bos_token_id", "pad_token_id")}
-    generation = target.json("generation_config.json")
-    ends |= {one for key in ("eos_token_id", "bos_token_id") for one in _as_list(generation.get(key))}
+    said_ends = [one.get(key) for one in (target.text, target.json("generation_config.json")) for key in ENDS]
+    ends = {one for said in said_ends for one in (said if isinstance(said, list) else [said])}
     fix = "write the mask_token_id of the published config.json"
     if text is not None and mask not in added:
         said = (
             f"mask_token_id {mask} is {text!r}, a token of ordinary text; a draft is trained with one that no text has."
         )
         yield warn("mask", said, fix, "mask")
-    elif mask in {one for end in ends for one in _as_list(end)}:
+    elif mask in ends:
         said = (
             f"mask_token_id {mask} is {text!r}, which begins, ends or pads a text; drafts mostly have one of their own."
         )
@@ -54,10 +53,6 @@ def _mask(target: Checkpoint, config: DraftConfig) -> Iterator[Finding]:
         yield ok(
             "mask", f"mask_token_id {mask} is {text!r}." if text else f"mask_token_id {mask} is an id without text."
         )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _taps(target: Checkpoint, draft: Checkpoint, config: DraftConfig) -> Iterator[Finding]:

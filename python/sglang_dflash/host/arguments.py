@@ -71,9 +71,9 @@ def check(server_args: Any, previous: Any) -> None:
     cfg = resolving_view(server_args)
     try:
         _refuse_unserved(cfg)
-        layout = draft_files.use_plain_layout(server_args)
-        cfg = resolving_view(server_args)
         draft = draft_files.read_draft_config(cfg)
+        draft_files.use_plain_layout(server_args)
+        cfg = resolving_view(server_args)
         target = model_config_of(server_args)
         _check_target(target, draft)
         draft.check_ranks(cfg.tp_size)
@@ -106,7 +106,7 @@ def check(server_args: Any, previous: Any) -> None:
         ops.bodies("cpu" if cpu_platform_in_use() else "cuda"),
         WORKER_VARIABLE,
     )
-    logger.info("The draft, in the layout of %s: %s.", layout, draft.summary(block_size))
+    logger.info("The draft, in the layout of %s: %s.", draft.layout, draft.summary(block_size))
     if cfg.quantization and cfg.speculative_draft_model_quantization is None and draft.quantization is None:
         logger.info(
             "The draft stays unquantised: --quantization %s is for the target, --speculative-draft-model-quantization "

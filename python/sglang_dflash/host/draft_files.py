@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 from sglang_dflash.core import draft_weights
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.core.draft_folder import plain_name
-from sglang_dflash.core.draft_formats import read_published
+from sglang_dflash.core.draft_formats import NOT_PLAIN, read_published
 from sglang_dflash.core.mask_embedding import MASK_EMBEDDING_FILE, read_mask_embedding
 
 logger = logging.getLogger(__name__)
@@ -28,22 +28,16 @@ SAFETENSORS_FORMATS = ("auto", "safetensors")
 NO_DRAFT = "--speculative-draft-model-path is missing: give the DFlash draft's folder or hub name."
 
 
-def use_plain_layout(server_args: Any) -> str:
-    """Has SGLang, too, read a draft of another layout than z-lab's, from a folder in the cache. Returns who
-    writes such a layout.
+def use_plain_layout(server_args: Any) -> None:
+    """Has SGLang, too, read a draft of another layout than z-lab's, from a folder in the cache.
 
     Raises:
-        ValueError: one sentence on what is wrong with the draft.
+        ValueError: the folder cannot be made; one sentence.
     """
     cfg = resolving_view(server_args)
-    path, revision = cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision
-    if path is None:
-        raise ValueError(NO_DRAFT)
-    if Path(path).is_file():
-        raise ValueError(f"--speculative-draft-model-path is {path}, a file; give the draft's folder or hub name.")
-    layout = read_published(_config_dict(path, revision)).layout
+    path = cfg.speculative_draft_model_path
     try:
-        plain = plain_name(path, revision)
+        plain = plain_name(path, cfg.speculative_draft_model_revision)
     except OSError as error:
         raise ValueError(f"the draft's folder cannot be made: {error}. XDG_CACHE_HOME names another place.") from None
     if plain != path:
@@ -53,7 +47,6 @@ def use_plain_layout(server_args: Any) -> str:
             speculative_draft_model_path=plain,
             speculative_draft_model_revision=None,
         )
-    return layout
 
 
 def read_draft_config(cfg: Any) -> DraftConfig:
@@ -68,12 +61,33 @@ def read_draft_config(cfg: Any) -> DraftConfig:
     path = cfg.speculative_draft_model_path
     if path is None:
         raise ValueError(NO_DRAFT)
-    config = _config_dict(path, cfg.speculative_draft_model_revision)
-    config.update(json.loads(cfg.json_model_override_args))  # the host overrides target and draft alike
-    draft = DraftConfig.from_dict(config)
+    if Path(path).is_file():
+        raise ValueError(f"--speculative-draft-model-path is {path}, a file; give the draft's folder or hub name.")
+    plain, layout = read_published(_config_dict(path, cfg.speculative_draft_model_revision))
+    draft = replace(DraftConfig.from_dict(with_overrides(plain, cfg.json_model_override_args)), layout=layout)
     if draft.mask_token_id is None:
         draft = replace(draft, mask_token_id=_mask_token_id(cfg, draft.mask_token))
     return draft
+
+
+def with_overrides(plain: dict[str, Any], overrides: str) -> dict[str, Any]:
+    """A draft's plain config as the host overrides it: target and draft alike, key by key at the top level.
+
+    Args:
+        overrides: of --json-model-override-args.
+
+    Raises:
+        ValueError: the host would not see what the keys of another layout say; one sentence.
+    """
+    given = json.loads(overrides)
+    config = plain | given
+    if NOT_PLAIN.intersection(given) or read_published(config).config != config:
+        raise ValueError(
+            f"--json-model-override-args is {overrides}, which SGLang joins to the draft's config, too, and does not "
+            "read there as this draft's trainer means it; allowed: the top-level keys of z-lab's layout, such as "
+            '"is_causal" or "sliding_window". Write others into a copy of the draft\'s config.json.'
+        )
+    return config
 
 
 def trained_mask_embedding(cfg: Any, draft: DraftConfig) -> torch.Tensor | None:
