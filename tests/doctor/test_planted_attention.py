@@ -44,7 +44,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
         for one, answer in zip(held, answers, strict=True)
     ]
     wrong = [LayerAttention(causal=False, window=WINDOW), LayerAttention(causal=True, window=None)]
-    fine_tune(folder, pairs, steps=100, learning_rate=7e-4, wrong=wrong)
+    fine_tune(folder, pairs, steps=80, learning_rate=1e-3, wrong=wrong)
     questions = questions_for(str(TINY_TARGET), Random(SEED))
     prompts = [_ids(tokenizer, one.messages[0].content) for one in questions]
     steps: dict[str, list[int]] = {}

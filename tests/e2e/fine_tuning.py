@@ -37,6 +37,8 @@ def fine_tune(
     taps, first = FeatureTaps(target, draft.target_layer_ids), draft.draft_config.anchor_first
     optimizer = torch.optim.AdamW(draft.parameters(), lr=learning_rate)
     generator = torch.Generator().manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # other processes of the run have the other cores
     for step in range(steps):
         some = [pairs[(step * BATCH + n) % len(pairs)] for n in range(BATCH)]
         rows = [torch.tensor([*prompt, *answer]) for prompt, answer in some]
@@ -55,6 +57,7 @@ def fine_tune(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    torch.set_num_threads(threads)
     trained = {name: weight.detach().to(torch.bfloat16) for name, weight in draft.state_dict().items()}
     file = folder / "model.safetensors"
     save_file(load_file(file) | trained, file, metadata={"format": "pt"})
