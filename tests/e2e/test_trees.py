@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from arms import BLOCK_SIZE, MAX_NEW_TOKENS, Baseline, on_arms, widths_of
+from test_lifecycle import assert_pool_empties
 
 from equality import assert_equal_tokens, steps_by_accept_len, tau
 from sglang_dflash.serving import Client
@@ -30,3 +31,8 @@ def test_what_a_tree_is_for(client: Client, baseline: Baseline) -> None:
     """Fails where a request that needs its rows in a chain gets a tree, or another gets none."""
     rows = widths_of(client, *baseline.prompts[:2])
     assert rows[ROWS] == sum(rows)
+    for asked in ({"return_logprob": True}, {"sampling_params": {"frequency_penalty": 0.5, "max_new_tokens": 40}}):
+        body = {"input_ids": baseline.prompts[0], "sampling_params": {"temperature": 0, "max_new_tokens": 40}} | asked
+        meta = client.post("/generate", body).raise_for_status().json()["meta_info"]
+        assert meta["spec_cap_lens_histogram"] == [0] * BLOCK_SIZE + [meta["spec_verify_ct"]]
+    assert_pool_empties(client)

@@ -14,6 +14,7 @@ from sglang_dflash.host.widths import FULL, TREE, WIDTH, asked
 
 PLAIN_DRAFT = SimpleNamespace(selector=None, domino=None)
 TARGET = {"is_hybrid_swa": False, "attention_arch": AttentionArch.MHA, "is_multimodal": False}
+TARGET |= {"has_attention_sinks": False}
 
 
 def config_of(**changed: Any) -> SimpleNamespace:
@@ -21,7 +22,8 @@ def config_of(**changed: Any) -> SimpleNamespace:
     fields = {"device": "cuda", "attention_backend": "fa3", "prefill_attention_backend": None, "page_size": 1}
     fields |= {"decode_attention_backend": None, "cuda_graph_config": SimpleNamespace(decode=decode), "tp_size": 1}
     fields |= {"dp_size": 1, "enable_dp_attention": False, "enable_deterministic_inference": False}
-    fields |= {"enable_lora": False, "lora_paths": None}
+    fields |= {"enable_lora": False, "lora_paths": None, "kv_cache_dtype": "auto"}
+    fields |= {"enable_return_routed_experts": False, "enable_return_indexer_topk": False}
     return SimpleNamespace(**(fields | changed))
 
 
@@ -58,7 +60,11 @@ def test_numbers_of_rows(value, monkeypatch):
         ({"dp_size": 2, "enable_dp_attention": True}, {}, "--dp-size 1, not 2"),
         ({"enable_deterministic_inference": True}, {}, "without --enable-deterministic-inference"),
         ({"lora_paths": ["a"]}, {}, "without --enable-lora"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {}, "--kv-cache-dtype auto, not fp8_e4m3"),
+        ({"enable_return_routed_experts": True}, {}, "neither experts nor indices"),
         ({}, {"mamba": True}, "without recurrent state"),
+        ({}, {"is_multimodal": True}, "of text alone"),
+        ({}, {"has_attention_sinks": True}, "without attention sinks"),
         ({}, {"is_hybrid_swa": True}, "without sliding windows and MLA"),
         ({}, {"attention_arch": AttentionArch.MLA}, "without sliding windows and MLA"),
     ],
@@ -74,6 +80,10 @@ def test_other_variables(monkeypatch):
     selector = SimpleNamespace(selector=object(), domino=None)
     with pytest.raises(ValueError, match="several ids for a row"):
         trees.check(config_of(), SimpleNamespace(**TARGET), selector, 8)
+    for name, value in (("SGLANG_SIMULATE_ACC_LEN", "3"), ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=name):
+            patch.setenv(name, value)
+            trees.check(config_of(), SimpleNamespace(**TARGET), PLAIN_DRAFT, 8)
     monkeypatch.setenv(WIDTH, "auto")
     with pytest.raises(ValueError, match="needs SGLANG_DFLASH_WIDTH=full or unset"):
         trees.check(config_of(), SimpleNamespace(**TARGET), PLAIN_DRAFT, 8)

@@ -111,4 +111,7 @@ def read_own_head(folder: Path, head_vocab_size: int) -> OwnHead:
                 f"The draft's draft_vocab_size is {head_vocab_size}, and its weights have a {name} of {size}: there "
                 "must be as many rows."
             )
-    return OwnHead(torch.arange(head_vocab_size) + found[HEAD_IDS].long(), found[OWN_HEAD])
+    ids = torch.arange(head_vocab_size) + found[HEAD_IDS].long()
+    if (ids.diff() <= 0).any():
+        raise ValueError(f"The draft's {HEAD_IDS} gives an id twice, or not in rising order.")
+    return OwnHead(ids, found[OWN_HEAD])

@@ -17,7 +17,10 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import get_context, get_exec, get_spec
+from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
@@ -29,7 +32,7 @@ from sglang_dflash.host.draft_runner import DraftRunner, rows_a_request
 from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.protocols import ModelRunner, ScheduleBatch
 from sglang_dflash.host.rows import Prepare, Proposed, StepRows
-from sglang_dflash.host.width_graphs import Graphs, capture_graphs
+from sglang_dflash.host.width_graphs import Graphs, capture_graphs, check_memory
 from sglang_dflash.host.widths import FULL, TREE, WIDTH, WITH_GRAPHS, asked, tree_rows
 
 logger = logging.getLogger(__name__)
@@ -72,8 +75,12 @@ def _why_not(cfg: Any, target: Any, draft: DraftConfig) -> str | None:
         return f"{WIDTH}={FULL} or unset, because trees are grown over whole blocks"
     if cfg.device == "cuda" and backends != {CASCADE}:
         return f"--attention-backend {CASCADE}, not {', '.join(sorted(backends))}"
-    if cfg.device == "cuda" and cfg.cuda_graph_config.decode.backend == "disabled":
+    if cfg.device == "cuda" and cfg.cuda_graph_config.decode.backend == Backend.DISABLED:
         return WITH_GRAPHS
+    if cfg.device == "cuda" and cfg.kv_cache_dtype != "auto":
+        return f"--kv-cache-dtype auto, not {cfg.kv_cache_dtype}, because the cascade was never run over quantised KV"
+    if cfg.enable_return_routed_experts or cfg.enable_return_indexer_topk:
+        return "a server that returns neither experts nor indices of tokens, which SGLang keeps by slot"
     if cfg.page_size != 1:
         return f"--page-size 1, not {cfg.page_size}, because accepted rows move to other slots"
     for flag, value in (("--tp-size", cfg.tp_size), ("--dp-size", cfg.dp_size if cfg.enable_dp_attention else 1)):
@@ -87,6 +94,8 @@ def _why_not(cfg: Any, target: Any, draft: DraftConfig) -> str | None:
         return "a target without recurrent state, because a state has one successor"
     if target.is_hybrid_swa or target.attention_arch == AttentionArch.MLA or target.is_multimodal:
         return "a target of text alone, without sliding windows and MLA, because no other was ever run so"
+    if target.has_attention_sinks:
+        return "a target without attention sinks, because the cascade would count them twice"
     if draft.selector is not None or draft.domino is not None:
         return "a draft whose head gives several ids for a row; DFlash2's and Domino's give one"
     if simulated.simulates():
@@ -100,10 +109,11 @@ class TreeRows(StepRows):
     """Trees for small batches, whole blocks for all others."""
 
     def __init__(self, rows: int, block_size: int, target_runner: ModelRunner, draft: DraftRunner, *parts: Any) -> None:
-        """To be constructed before graphs are captured. Raises SystemExit if the target has sliding windows, as its
-        class says only when it is loaded."""
+        """To be constructed before graphs are captured. Raises SystemExit if a layer of the target has a window, which
+        only the loaded target tells."""
         super().__init__(block_size, SameRows(block_size), target_runner, draft, *parts)
-        if (target_runner.sliding_window_size or 0) > 0:
+        attentions = (one for one in target_runner.model.modules() if isinstance(one, RadixAttention))
+        if any((one.sliding_window_size or -1) >= 0 for one in attentions):
             raise SystemExit(f"DFLASH cannot start: {TREE}={rows} needs a target without sliding windows. Unset it.")
         self._rows, self._most_keys = rows, 0
         self._of_blocks: Graphs | None = None
@@ -118,6 +128,7 @@ class TreeRows(StepRows):
     def use_graphs(self, prepare: Prepare) -> None:
         if self._target.decode_cuda_graph_runner is not None:
             self._of_blocks = Graphs.of(self._target)
+            check_memory(self._draft, self._rows, TREE)
             with rows_a_request(self._rows), _tree_graphs():
                 capture_graphs(self._target)
             self._of_trees = Graphs.of(self._target)
@@ -137,11 +148,10 @@ class TreeRows(StepRows):
         self._begin(batch)
         block = self.lay_out(batch, self._rows)
         own = block.first(self._draft.rows_of(self._block_size))
-        kv_lens = known_kv_lens(batch, own.width)
-        graph = batch.can_run_decode_cuda_graph
-        trees = ops.grow_trees(
-            self._draft.candidates(own, self.plan_kv(own, batch), kv_lens, graph, CANDIDATES), self._rows
-        )
+        kv_lens, graph = known_kv_lens(batch, own.width), batch.can_run_decode_cuda_graph
+        with spec_stage_span("draft"):
+            drafts = self._draft.candidates(own, self.plan_kv(own, batch), kv_lens, graph, CANDIDATES)
+        trees = ops.grow_trees(drafts, self._rows)
         ids = torch.cat((block.ids[:, :1], trees.ids[:, 1:]), 1)
         positions = block.prefix_lens[:, None] + trees.depths
         self._most_keys = known_kv_lens(batch, self._rows)[1]
@@ -169,6 +179,7 @@ class TreeRows(StepRows):
         assert accepted.path is not None
         path = accepted.path[:, : self._block_size]
         held = plan.blocks(plan.slots)
+        # A slot may be read for one row and written for another: SGLang's move reads all before it writes.
         self._target.token_to_kv_pool.move_kv_cache(held[:, : path.shape[1]].flatten(), held.gather(1, path).flatten())
         positions = plan.blocks(plan.positions)[:, :1] + torch.arange(path.shape[1], device=path.device)
         first = torch.arange(plan.batch, device=path.device)[:, None] * self._rows

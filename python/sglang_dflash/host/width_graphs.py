@@ -58,7 +58,7 @@ class WidthGraphs:
         self._of_target[block_size], self._of_draft[block_size] = Graphs.of(target), Graphs.of(draft)
         for width in self.widths:
             if width != block_size:
-                self._check_memory(width)
+                check_memory(self._draft, width, WIDTH)
                 with rows_a_request(width):
                     capture_graphs(target)
                     self._of_target[width] = Graphs.of(target)
@@ -74,20 +74,22 @@ class WidthGraphs:
             free_gb - self._draft.free_memory_gb(),
         )
 
-    def _check_memory(self, width: int) -> None:
-        free_gb = self._draft.free_memory_gb()
-        if free_gb < MIN_GRAPH_MEMORY_GB:
-            raise SystemExit(
-                f"DFLASH cannot start: {free_gb:.1f} GB are free before the graphs of {width} rows, which need "
-                f"{MIN_GRAPH_MEMORY_GB:.0f} GB. Lower --mem-fraction-static, give fewer or smaller sizes of batches "
-                f"(--cuda-graph-bs-decode), or unset {WIDTH}."
-            )
-
     def use(self, width: int) -> None:
         """The forwards of this step have W rows a request."""
         self._of_target[width].give(self._target)
         if width > 1:
             self._of_draft[width].give(self._draft.runner)
+
+
+def check_memory(draft: DraftRunner, rows: int, variable: str) -> None:
+    """Raises SystemExit if memory is short before more graphs are captured."""
+    free_gb = draft.free_memory_gb()
+    if free_gb < MIN_GRAPH_MEMORY_GB:
+        raise SystemExit(
+            f"DFLASH cannot start: {free_gb:.1f} GB are free before the graphs of {rows} rows, which need "
+            f"{MIN_GRAPH_MEMORY_GB:.0f} GB. Lower --mem-fraction-static, give fewer or smaller sizes of batches "
+            f"(--cuda-graph-bs-decode), or unset {variable}."
+        )
 
 
 def capture_graphs(runner: ModelRunner) -> None:

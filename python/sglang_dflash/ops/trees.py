@@ -103,7 +103,7 @@ def accept_tree(
 ) -> GreedyAcceptance:
     """Accepts the longest path from the anchor on whose rows are the tokens that the target chose behind their parents.
 
-    Rows with one parent have different ids, so one path at most is accepted.
+    Rows with one parent have different ids, so one path at most is accepted; were they equal, one of them would be.
 
     Args:
         target_ids: [B, N] int64; the target's token behind each row.
@@ -120,7 +120,7 @@ def accept_tree(
     places = torch.arange(rows, device=ids.device).expand_as(ids)
     path = torch.cat((places, places[:, :1]), 1)  # a last place, for rows that are not accepted
     path = path.scatter(1, torch.where(right, depths, rows), places)[:, :rows]
-    lens = right.sum(1)
+    lens = depths.masked_fill(~right, 0).amax(1) + 1
     out_ids = target_ids.gather(1, path)
     bonus_ids = out_ids.gather(1, lens[:, None] - 1)[:, 0]
     return GreedyAcceptance(out_ids.masked_fill(places >= lens[:, None], 0), lens.int(), bonus_ids, path)
