@@ -139,6 +139,70 @@ def test_a_disturbed_time_changes_little():
     assert world.run(policy, dict.fromkeys("abcd", 0.93), 3)[-1].drafting == before
 
 
+NOTHING = np.empty((0, 0))  # survival, where nobody is drafted
+
+
+def copy_of(chance: float, tokens: int = K - 1) -> np.ndarray:
+    """Survival of a copy each of whose tokens has this chance. [K - 1]."""
+    return np.where(np.arange(K - 1) < tokens, chance ** np.arange(1, K), 0.0)
+
+
+def test_a_better_copy_takes_the_place_of_a_block():
+    """Fails where a request is drafted although its copy promises more than its blocks, or a worse copy keeps it from
+    being drafted; or where the copy's likely rows are not verified, or rows that it does not have are."""
+    policy, world = RowPolicy(K), World(CPU)
+    world.run(policy, {"a": 0.8}, 60)
+    assert policy.draft(["a"], copy_of(0.2)[None]).requests == [0]
+    for tokens in (1, 3, K - 1):
+        policy._requests["a"].mean[:] = copy_of(0.4)
+        assert policy.draft(["a"], copy_of(0.99, tokens)[None]).requests == []
+        assert policy.verify_all(NOTHING).tolist() == [1 + tokens]
+
+
+def test_one_rule_for_drafts_and_copies():
+    """Fails where a row is verified and a likelier one is not, whichever of them is copied; where all rows or none are;
+    or where a request that is neither drafted nor copied gets a row."""
+    policy, world = RowPolicy(K), World(replace(CPU, row_s=6e-3, free_rows=0))
+    world.run(policy, dict.fromkeys("abcd", 0.9), 60)
+    copies = np.stack([copy_of(0.0), copy_of(0.97), copy_of(0.0), copy_of(0.8)])
+    for name, mean in zip("abcd", (0.9, 0.2, 0.0, 0.3), strict=True):
+        policy._requests[name].mean[:] = copy_of(mean)
+    policy.draft("abcd", copies)
+    policy._drafting, policy._whole = policy._of(K, [0]), False
+    chances = np.stack([copy_of(0.9), copies[1], np.zeros(K - 1), copies[3]])
+    lens = policy.verify_all(chances[:1])
+    seen = np.arange(1, K) < lens[:, None]
+    assert chances[seen].min() >= chances[~seen].max() and lens[2] == 1
+    assert 1 < lens[0] < K and lens[1] > 1 and 1 < lens[3] < K
+    assert policy.verify(chances[:1]).tolist() == [lens[0]]
+
+
+def test_a_copy_serves_where_drafting_does_not_pay():
+    """Fails where a request whose blocks are not worth their draft gets no copy either, because it promises less."""
+    policy, world = RowPolicy(K), World(replace(CPU, draft_s=60e-3))
+    world.run(policy, {"a": 0.6}, 80)
+    mean, copies = policy._requests["a"].mean.sum(), copy_of(0.95, 1)[None]
+    assert copies.sum() < mean
+    steps = []
+    for _ in range(20):
+        drafting = policy.draft(["a"], copies)
+        steps.append((drafting.requests, policy.verify_all(copy_of(0.5)[None] if drafting.requests else NOTHING)[0]))
+    assert steps.count(([], 2)) > 15, steps
+
+
+def test_times_are_learned_before_anything_is_copied():
+    """Fails where the first steps, by which plain ones and whole blocks are timed, verify copied rows."""
+    policy, world = RowPolicy(K), World(CPU)
+    copies = copy_of(0.99)[None]
+    assert policy.draft(["a"], copies).requests == [0]
+    assert policy.verify_all(copy_of(0.5)[None]).tolist() == [K]
+    assert policy.draft(["a"], copies).requests == []
+    assert policy.verify_all(NOTHING).tolist() == [1]
+    world.run(policy, {"a": 0.5}, 20)
+    assert policy.draft(["a"], copies).requests == []
+    assert policy.verify_all(NOTHING).tolist() == [K]
+
+
 def test_requests_are_forgotten():
     """Fails where a server keeps every request that it ever served."""
     policy = RowPolicy(K, settings=RowSettings())

@@ -47,6 +47,7 @@ _CODE = [prompt.reference.partition("```python\n")[2].partition("```")[0] for pr
 OPENINGS = [f"{_CODE[number].rstrip()}\n\n\n" for number in _RUN_ON]
 
 FULL = {"SGLANG_DFLASH_WIDTH": "full"}  # for tests that compare steps with a reference
+COPIES = {"SGLANG_DFLASH_COPIES": "1"}
 COMPILED = {"SGLANG_DFLASH_COMPILE": "1"}
 # A policy of rows for tests only, instead of the measuring one: any rows of any requests.
 EVERY_WIDTH = {
@@ -90,6 +91,7 @@ ARMS: dict[str, Arm] = {
     "default": Arm(TOOL_CALLS, TINY_ENVIRONMENT | {"SGLANG_DFLASH_COMPILE": ""}),
     "uncompiled": Arm([SESSIONS], TINY_ENVIRONMENT),
     "few ids": Arm([], TINY_ENVIRONMENT | EVERY_WIDTH | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
+    "copies": Arm([*PAGES_AND_CHUNKS, "--enable-mixed-chunk"], TINY_ENVIRONMENT | EVERY_WIDTH | COPIES),
     "overlap": Arm(DEBUG, TINY_OVERLAPPING | FULL),
     "pages": Arm([*PAGES_AND_CHUNKS, *DEBUG], TINY_OVERLAPPING | FULL),
     "short": Arm([*PAGES_AND_CHUNKS, "--speculative-num-draft-tokens", "4"], TINY_OVERLAPPING | FULL),

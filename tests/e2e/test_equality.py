@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from arms import BLOCK_SIZE, FEW_IDS, MAX_NEW_TOKENS, Baseline, on_arms, widths_of
 
@@ -32,6 +34,26 @@ def test_tokens_equal_where_the_draft_knows_few_ids(
     assert f"The draft chooses among {FEW_IDS} of" in server.log.read_text()
     assert len({token for answer in answers for token in answer.ids}) > 2 * FEW_IDS
     assert tau(answers) > 1.1
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+@on_arms("copies")
+def test_tokens_equal_where_text_is_copied(
+    client: Client, server: Server, baseline: Baseline, concurrency: int
+) -> None:
+    """Fails where a token differs in steps of copies, drafts and neither; or where copies are not verified, or not of
+    the text: then hardly any of their tokens were accepted. Source text repeats itself."""
+    before = row_counts(client)
+    prompts, expected = [*baseline.long_prompts, *baseline.prompts], [*baseline.long_answers, *baseline.answers]
+    with ThreadPoolExecutor(concurrency) as pool:
+        lengths = [len(answer.ids) for answer in expected]
+        answers = list(pool.map(lambda ids, most: client.generate(ids, max_new_tokens=most), prompts, lengths))
+    assert_equal_tokens(answers, expected, prompts)
+    after = row_counts(client)
+    assert before is not None and after is not None
+    since = after.since(before)
+    assert since.copies > 100 and since.copied > since.copies / 2, since
+    assert "Text that repeats itself is copied" in server.log.read_text()
 
 
 @on_arms("default")

@@ -207,10 +207,13 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
         "device cuda": (["--model-path", str(TINY_TARGET), "--device", "cuda"], ["'cuda'", "--device cpu"]),
     }
     damaged = {name: (speculate(good), words) for name, (_, words) in DAMAGES.items()}
+    damaged |= {name: (speculate(good, *flags), words) for name, (_, flags, words) in VARIABLES.items()}
+    damages = {name: code for name, (code, _) in DAMAGES.items()}
+    damages |= {name: f"import os; os.environ.update({own!r})" for name, (own, _, _) in VARIABLES.items()}
     asked = {name: arguments for name, (arguments, _) in (cases | damaged).items()}
     run = subprocess.run(
         [sys.executable, HERE / "refused_starts.py"],
-        input=json.dumps({"cases": asked, "damages": {name: code for name, (code, _) in DAMAGES.items()}}),
+        input=json.dumps({"cases": asked, "damages": damages}),
         capture_output=True,
         text=True,
         timeout=300,
@@ -248,6 +251,20 @@ DAMAGES = {
         "import sglang.srt.speculative.spec_info as s\ndel s.SpeculativeAlgorithm.create_worker\n",
         ["create_worker"],
     ),
+}
+
+# Variables, flags, and words of what follows.
+COPIES = {"SGLANG_DFLASH_COPIES": "1"}
+VARIABLES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
+    "copies": (COPIES, [], ["accepted"]),
+    "copies, sometimes": ({"SGLANG_DFLASH_COPIES": "2"}, [], ["SGLANG_DFLASH_COPIES is '2'", "allowed: 0 or 1"]),
+    "copies of old text": (
+        COPIES | {"SGLANG_DFLASH_OVERLAP": "1"},
+        [],
+        ["SGLANG_DFLASH_COPIES is 1", "without overlap scheduling", "allowed here: 0"],
+    ),
+    "copies in whole blocks": (COPIES | {"SGLANG_DFLASH_WIDTH": "full"}, [], ["SGLANG_DFLASH_WIDTH=auto, not full"]),
+    "copies on ranks": (COPIES, ["--tp-size", "2", "--max-total-tokens", "999"], ["--tp-size 1, not 2"]),
 }
 
 

@@ -6,6 +6,7 @@ import logging
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import numpy as np
 import prometheus_client
 import pytest
 
@@ -43,6 +44,9 @@ def test_the_log_speaks_at_intervals(observability, caplog):
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and said[0].startswith("Rows: 8 blocks in 4 steps, on average 3.00 rows;")
     assert said[1].startswith("Rows: 6 blocks in 4 steps")
+    counts.add_copies(np.array([4, 1]), np.array([3, 1]))
+    take(counts, report, 4, blocks=0)
+    assert caplog.messages[-1] == "Rows: nothing was drafted in 4 steps; 1 copies, of which 2 tokens were accepted."
 
 
 def test_prometheus_gets_what_is_new(observability):

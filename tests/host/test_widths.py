@@ -13,7 +13,7 @@ from sglang_dflash.host import widths
 
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch):
-    for name in (widths.WIDTH, widths.TREE, *widths.GONE, "SGLANG_SIMULATE_ACC_LEN"):
+    for name in (widths.WIDTH, widths.TREE, widths.COPIES, *widths.GONE, "SGLANG_SIMULATE_ACC_LEN"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -106,13 +106,49 @@ def test_what_other_rows_cannot_have_is_refused(monkeypatch, value, changed, wor
 
 
 @pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, None),
+        ({"device": "cuda"}, "--device cpu, not cuda"),
+        ({"disable_overlap_schedule": False}, "without overlap scheduling"),
+        ({"tp_size": 2}, "--tp-size 1, not 2"),
+        ({"SGLANG_DFLASH_WIDTH": "auto"}, None),
+        ({"SGLANG_DFLASH_WIDTH": "full"}, "SGLANG_DFLASH_WIDTH=auto, not full"),
+        ({"SGLANG_DFLASH_WIDTH": "4"}, "SGLANG_DFLASH_WIDTH=auto, not 4"),
+        ({"SGLANG_SIMULATE_ACC_LEN": "4"}, "SGLANG_DFLASH_WIDTH=auto, not full"),
+    ],
+)
+def test_where_nothing_can_be_copied(monkeypatch, changed, words):
+    """Fails where a server would start that cannot copy, or where one is refused that can, or that does not ask."""
+    for name in [name for name in changed if name.isupper()]:
+        monkeypatch.setenv(name, changed[name])
+    monkeypatch.setattr(widths, "mambaish_config", lambda target: None)
+    fields = {"device": "cpu", "disable_overlap_schedule": True, "tp_size": 1}
+    config = config_of(**(fields | {name: own for name, own in changed.items() if name in fields}))
+    for value in ("", "0"):
+        monkeypatch.setenv(widths.COPIES, value)
+        widths.check(config.device, 8)
+        widths.check_server(config, None)
+        assert not widths.copies()
+    monkeypatch.setenv(widths.COPIES, "1")
+    widths.check(config.device, 8)
+    assert widths.copies()
+    if words is None:
+        widths.check_server(config, None)
+    else:
+        with pytest.raises(ValueError, match=f"SGLANG_DFLASH_COPIES is 1, which needs.*{words}.*allowed here: 0"):
+            widths.check_server(config, None)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "device", "words"),
     [
         (widths.WIDTH, "9", "cpu", "'9'; allowed: auto, full, or a number from 1 to 8"),
         (widths.WIDTH, "0", "cpu", "'0'; allowed: auto, full, or a number from 1 to 8"),
         (widths.WIDTH, "wide", "cpu", "'wide'; allowed: auto, full, or a number from 1 to 8"),
         ("SGLANG_DFLASH_TURN_MS", "0", "cpu", "SGLANG_DFLASH_TURN_MS is '0', but it is gone: each"),
-        ("SGLANG_DFLASH_COPY", "1", "cpu", "SGLANG_DFLASH_COPY is '1', but it is gone: nothing"),
+        ("SGLANG_DFLASH_COPY", "1", "cpu", "SGLANG_DFLASH_COPY is '1', but it is gone: SGLANG_DFLASH_COPIES=1"),
+        ("SGLANG_DFLASH_COPIES", "yes", "cpu", "SGLANG_DFLASH_COPIES is 'yes'; allowed: 0 or 1"),
     ],
 )
 def test_what_cannot_be_had_is_refused(monkeypatch, name, value, device, words):

@@ -84,6 +84,20 @@ class Policy(Protocol):
         ...
 
 
+class CopyingPolicy(Policy, Protocol):
+    """A policy that also chooses whose tokens are copied, and how many of them are verified."""
+
+    def draft(self, names: Sequence[str], copies: np.ndarray | None = None) -> Drafting:
+        """copies: [B, K - 1]; the survival of each request's copied tokens, 0 where there is none. Whoever is not
+        drafted may have its copy verified."""
+        ...
+
+    def verify_all(self, survival: np.ndarray) -> np.ndarray:
+        """[B] int: `verify` of the drafted requests, and of each other one the rows of its copy, the anchor included.
+        survival: [b, W - 1]; of the drafted requests."""
+        ...
+
+
 class SameRows:
     """The simplest policy: as many rows for every request, always."""
 

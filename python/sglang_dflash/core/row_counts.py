@@ -29,6 +29,8 @@ class RowCounts:
         rows: rows of these blocks that were verified, without the anchors.
         promised: drafts that should be accepted by their chances.
         accepted: drafts that were accepted.
+        copies: copies of which rows were verified (`SGLANG_DFLASH_COPIES=1`).
+        copied: tokens of copies that were accepted.
     """
 
     steps: int = 0
@@ -36,6 +38,8 @@ class RowCounts:
     rows: int = 0
     promised: float = 0.0
     accepted: int = 0
+    copies: int = 0
+    copied: int = 0
 
     def add(self, step: Step) -> None:
         """Adds the blocks of a step."""
@@ -44,6 +48,11 @@ class RowCounts:
         self.rows += int(step.lens.sum()) - len(step.lens)
         self.promised += float(step.survival[depth < step.lens[:, None]].sum())
         self.accepted += int(step.commit_lens.sum()) - len(step.lens)
+
+    def add_copies(self, lens: np.ndarray, commit_lens: np.ndarray) -> None:
+        """lens, commit_lens: [c] int; of the requests of a step that may have had their copies verified."""
+        self.copies += int((lens > 1).sum())
+        self.copied += int(commit_lens.sum()) - len(commit_lens)
 
     def since(self, before: RowCounts) -> RowCounts:
         return RowCounts(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
@@ -56,9 +65,11 @@ class RowCounts:
 
     def __str__(self) -> str:
         """The means of a block, in words."""
+        copies = f"; {self.copies} copies, of which {self.copied} tokens were accepted" if self.copies else ""
         if not self.blocks:
-            return f"nothing was drafted in {self.steps} steps"
+            return f"nothing was drafted in {self.steps} steps{copies}"
         return (
             f"{self.blocks} blocks in {self.steps} steps, on average {self.rows / self.blocks:.2f} rows; of a block, "
             f"{self.promised / self.blocks:.2f} drafts were promised and {self.accepted / self.blocks:.2f} accepted"
+            f"{copies}"
         )

@@ -103,19 +103,28 @@ class RowPolicy:
         self._drafts: bool | None = None  # whether the latest decision drafted anybody; None: there was none
         self._whole = False  # whether this step verifies all rows of its blocks
         self._batch, self._probed, self._drafting, self._rate = 0, NOBODY, Drafting(1, [], 0), 0.0
+        self._copies = np.empty((0, block_size - 1))
+        self._free: list[int] = []  # places of the requests whose copies do not promise more than their blocks
 
     # Before the draft runs.
 
-    def draft(self, names: Sequence[str]) -> Drafting:
+    def draft(self, names: Sequence[str], copies: np.ndarray | None = None) -> Drafting:
+        """copies: see `CopyingPolicy`. A request whose copy promises more than its recent blocks did is not drafted."""
         self._step += 1
         self._batch, self._probed = len(names), NOBODY
+        self._copies = np.zeros((len(names), self._block_size - 1)) if copies is None else copies
         requests = [self._request(name) for name in names]
         while len(self._requests) > max(REMEMBERED, len(names)):
             del self._requests[next(iter(self._requests))]
+        self._free = [place for place, one in enumerate(requests) if self._copies[place].sum() <= one.mean.sum()]
         sizes = {self._rest_times.size_of(rows) for rows in (self._batch, self._batch * self._block_size)}
         if not len(self._draft_times) or len(self._rest_times) < len(sizes):  # times tell nothing yet
-            self._whole = self._step % 2 == 1
-            self._drafting = self._of(self._block_size, list(range(len(names)))) if self._whole else self._of(1, [])
+            self._whole, self._copies = True, np.zeros_like(self._copies)
+            everybody = self._of(self._block_size, list(range(len(names))))
+            self._drafting = everybody if self._step % 2 == 1 else self._of(1, [])
+            return self._drafting
+        if not self._free:
+            self._whole, self._drafting = False, self._of(1, [])
             return self._drafting
         decided = self._decide(requests)
         self._drafting = self._with_probe(self._with_newcomers(decided, requests), requests)
@@ -135,13 +144,15 @@ class RowPolicy:
         """Whom to draft, by what their recent blocks had."""
         batch, band = self._batch, 1 + self._settings.dead_band
         survival = np.stack([one.mean for one in requests])
-        whole, plain = self._of(self._block_size, list(range(batch))), self._of(1, [])
-        whole_rate, plain_rate = float(self._rates(survival, batch, whole)[-1]), batch / self._seconds(plain)
+        whole, plain = self._of(self._block_size, self._free), self._of(1, [])
+        whole_rate = float(self._rates(survival[self._free], batch, whole)[-1])
+        plain_rate = float(self._rates(survival[:0], batch, plain).max())
         best, rate = (whole, whole_rate) if whole_rate > plain_rate else (plain, plain_rate)
         for width in self.widths * 2:  # the second time at the price of the best so far
-            chosen = list(range(batch))
+            chosen = self._free
             if not self._together:
-                chosen = self._worth_drafting(survival[:, : width - 1], width, rate)
+                worth = self._worth_drafting(survival[self._free, : width - 1], width, rate)
+                chosen = [self._free[place] for place in worth]
             drafting = self._of(width, chosen)
             rates = self._rates(survival[chosen, : width - 1], batch, drafting)
             rows = int(rates.argmax()) if self._trims else len(rates) - 1
@@ -159,9 +170,10 @@ class RowPolicy:
     def _untimed(self, survival: np.ndarray, best_rate: float) -> Drafting | None:
         """The narrowest width that was not timed with so many requests, and might be the fastest."""
         for width in reversed(self.widths):
-            if not self._rest_times.knows(self._batch * width):
-                drafting = self._of(width, list(range(self._batch)))
-                if self._rates(survival[:, : width - 1], self._batch, drafting)[-1] > self._settings.hope * best_rate:
+            drafting = self._of(width, self._free)
+            if len(self._free) == self._batch and not self._rest_times.knows(drafting.rows):  # else copies add rows
+                rates = self._rates(survival[self._free, : width - 1], self._batch, drafting)
+                if rates[-1] > self._settings.hope * best_rate:
                     return drafting
         return None
 
@@ -175,11 +187,17 @@ class RowPolicy:
         return [place for place, gain in enumerate(gains) if gain > rate * block_s]
 
     def _rates(self, chances: np.ndarray, rows: int, drafting: Drafting) -> np.ndarray:
-        """The step's tokens per second with the likeliest 0..N of N rows beside `rows` others. [N + 1]."""
-        tokens = self._batch + np.concatenate(([0.0], falling(chances).cumsum()))
+        """The step's tokens per second with the likeliest 0..N of N rows beside `rows` others, which are not among the
+        chances. [N + 1]; N counts copied rows, too."""
+        tokens = self._batch + np.concatenate(([0.0], self._with_copies(chances, drafting).cumsum()))
         rest = self._rest_times.table(rows + len(tokens))[rows : rows + len(tokens)]
         rates: np.ndarray = tokens / (rest + self._draft_seconds(drafting))
         return rates
+
+    def _with_copies(self, chances: np.ndarray, drafting: Drafting) -> np.ndarray:
+        """These and those of the copies of the requests that are not drafted, the largest first."""
+        copied = np.delete(self._copies, drafting.requests, axis=0)
+        return falling(np.concatenate((chances.ravel(), copied[copied > 0])))
 
     def _draft_seconds(self, drafting: Drafting) -> float:
         rows = drafting.width * len(drafting.requests)
@@ -191,7 +209,7 @@ class RowPolicy:
 
     def _with_newcomers(self, decided: Drafting, requests: list[_Request]) -> Drafting:
         few = self._settings.newcomer_blocks
-        new = [place for place, one in enumerate(requests) if one.blocks < few and place not in decided.requests]
+        new = [place for place in self._free if requests[place].blocks < few and place not in decided.requests]
         width = decided.width if decided.width > 1 else self._block_size
         if not new or self._together or not self._are_newcomers_worth_it(width):
             return decided
@@ -208,7 +226,7 @@ class RowPolicy:
             if self._trims:
                 probing = probing._replace(rows=drafting.rows)
         else:
-            others = [place for place in range(self._batch) if place not in drafting.requests]
+            others = [place for place in self._free if place not in drafting.requests]
             probed = min(others, key=lambda place: requests[place].drafted_at, default=NOBODY)
             width = drafting.width if drafting.width > 1 else self._block_size
             probing = Drafting(width, sorted([*drafting.requests, probed]), drafting.rows + width - 1)
@@ -236,15 +254,21 @@ class RowPolicy:
         return self._calibration.offsets(np.array([self._requests[name].offset for name in names]), depths)
 
     def verify(self, survival: np.ndarray) -> np.ndarray:
-        width = self._drafting.width
+        return self.verify_all(survival)[self._drafting.requests]
+
+    def verify_all(self, survival: np.ndarray) -> np.ndarray:
+        drafted, width = self._drafting.requests, self._drafting.width
         if self._whole or not self._trims:
-            return np.full(len(survival), width)
-        probed = np.array(self._drafting.requests) == self._probed
+            lens: np.ndarray = 1 + (self._copies > 0).sum(1)
+            lens[drafted] = width
+            return lens
+        probed = np.array(drafted) == self._probed
         others = survival[~probed]
         count = int(self._rates(others, self._batch + int(probed.sum()) * (width - 1), self._drafting).argmax())
-        least = falling(others)[count - 1] if count else 2.0
-        lens: np.ndarray = 1 + (survival >= least).sum(1)
-        return np.where(probed, width, lens)
+        least = self._with_copies(others, self._drafting)[count - 1] if count else 2.0
+        lens = 1 + (self._copies >= least).sum(1)
+        lens[drafted] = np.where(probed, width, 1 + (survival >= least).sum(1))
+        return lens
 
     def learn(self, step: Step) -> None:
         before = np.concatenate((np.ones((len(step.lens), 1)), step.survival[:, :-1]), 1)

@@ -18,6 +18,7 @@ from sglang_dflash.host import widths
 from sglang_dflash.host.acceptance import Acceptor
 from sglang_dflash.host.beside_rows import BesideRows
 from sglang_dflash.host.capture import lm_head_of
+from sglang_dflash.host.copied_rows import CopiedRows
 from sglang_dflash.host.device_rows import DeviceRows
 from sglang_dflash.host.draft_files import read_draft_config, trained_mask_embedding, weights_folder
 from sglang_dflash.host.draft_runner import DraftRunner
@@ -106,4 +107,7 @@ def _rows(
         rows.graphs = WidthGraphs(target, draft, [*own.widths, 1])
         return rows
     logger.info("Steps verify the rows that pay, request by request; %s=full verifies whole blocks.", widths.WIDTH)
+    if widths.copies():
+        logger.info("Text that repeats itself is copied, not drafted, where that promises more (%s=1).", widths.COPIES)
+        return CopiedRows(block_size, own, *parts, RowReport)
     return StepRows(block_size, shared, *parts, RowReport)

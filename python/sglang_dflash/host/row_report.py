@@ -19,6 +19,8 @@ METRICS = {
     "rows": "Rows of these blocks that were verified, without the anchors.",
     "promised": "Drafts that should be accepted by their chances.",
     "accepted": "Drafts that were accepted.",
+    "copies": "Copies of which rows were verified.",
+    "copied": "Tokens of copies that were accepted.",
 }
 
 
@@ -37,7 +39,7 @@ class RowReport:
         if self._counts.steps - self._said.steps < self._interval:
             return
         since, self._said = self._counts.since(self._said), replace(self._counts)
-        if since.blocks:
+        if since.blocks or since.copies:
             logger.info("Rows: %s.", since)
         if self._add is not None:
             self._add(since)

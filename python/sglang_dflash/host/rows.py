@@ -97,11 +97,11 @@ class StepRows:
     def propose(self, batch: ScheduleBatch) -> Proposed:
         """Runs the draft where it pays."""
         self._begin(batch)
-        block = self.lay_out(batch, self._drafting.width)
+        block = self.lay_out(batch, self._width())
         kv_plan = self.plan_kv(block, batch)
-        plan = VerifyPlan.of(block, block.ids) if block.width == 1 else self._draft_block(block, kv_plan, batch)
+        plan = self._plan(block, kv_plan, batch)
         if self.policy.weighs:
-            self._clock.drafted(Timed(len(self._drafting.requests) * block.width, len(plan.ids)))
+            self._clock.drafted(Timed(len(self._drafting.requests) * self._drafting.width, len(plan.ids)))
         return Proposed(plan, kv_plan)
 
     def _begin(self, batch: ScheduleBatch) -> None:
@@ -113,11 +113,31 @@ class StepRows:
                     self.policy.see_draft(timed.drafted, draft_s)
                 self.policy.see_rest(timed.verified, rest_s)
         self._names, self._weighed = [req.rid for req in batch.reqs], None
-        self._drafting = self.policy.draft(self._names)
+        self._drafting = self._decide(batch)
         if self.graphs is not None:
             self.graphs.use(self._drafting.width)
 
-    def _draft_block(self, block: Block, kv_plan: Any, batch: ScheduleBatch) -> VerifyPlan:
+    def _decide(self, batch: ScheduleBatch) -> Drafting:
+        return self.policy.draft(self._names)
+
+    def _width(self) -> int:
+        """W of the step's blocks."""
+        return self._drafting.width
+
+    def _plan(self, block: Block, kv_plan: Any, batch: ScheduleBatch) -> VerifyPlan:
+        if block.width == 1:
+            return VerifyPlan.of(block, block.ids)
+        ids, survival = self._draft_ids(block, kv_plan, batch)
+        if survival is None:
+            return VerifyPlan.of(block, ids)
+        self._weighed = survival, self.policy.verify(survival)
+        lens = torch.ones(len(ids), dtype=torch.int64)
+        lens[self._drafting.requests] = torch.from_numpy(self._weighed[1])
+        return trimmed(block, ids, lens)
+
+    def _draft_ids(self, block: Block, kv_plan: Any, batch: ScheduleBatch) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Runs the draft. [B, W] int64: the block's ids with the drafts; and [b, W - 1]: the survival of those that are
+        drafted, for a policy that weighs."""
         drafted = self._drafting.requests
         if len(drafted) == len(batch.reqs):
             draft_ids, log_probs = self._propose_all(block, kv_plan, batch)
@@ -133,15 +153,10 @@ class StepRows:
             ids = block.ids.clone()
             ids[some, 1:] = draft_ids
         if not self.policy.weighs:
-            return VerifyPlan.of(block, ids)
+            return ids, None
         assert log_probs is not None
         offsets = self.policy.offsets([self._names[place] for place in drafted], block.width - 1)
-        survival = ops.survival(log_probs, torch.from_numpy(offsets)).numpy()
-        self._weighed = survival, self.policy.verify(survival)
-        lens = torch.ones(len(ids), dtype=torch.int64)
-        lens[drafted] = torch.from_numpy(self._weighed[1])
-        total = int(lens.sum())
-        return VerifyPlan.of(block, ids, None if total == ids.numel() else ops.keep_rows(lens, block.width, total))
+        return ids, ops.survival(log_probs, torch.from_numpy(offsets)).numpy()
 
     def _propose_all(
         self, block: Block, kv_plan: Any, batch: ScheduleBatch
@@ -215,6 +230,12 @@ class StepRows:
     def _learn(self, step: Step) -> None:
         self.policy.learn(step)
         self.counts.add(step)
+
+
+def trimmed(block: Block, ids: torch.Tensor, lens: torch.Tensor) -> VerifyPlan:
+    """The first rows of each block. ids: [B, W] int64; lens: [B] int64."""
+    total = int(lens.sum())
+    return VerifyPlan.of(block, ids, None if total == ids.numel() else ops.keep_rows(lens, block.width, total))
 
 
 @lru_cache(maxsize=256)

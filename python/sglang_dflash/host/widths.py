@@ -16,9 +16,10 @@ logger = logging.getLogger(__name__)
 WIDTH = "SGLANG_DFLASH_WIDTH"
 TREE = "SGLANG_DFLASH_TREE"
 AUTO, FULL = "auto", "full"
+COPIES = "SGLANG_DFLASH_COPIES"
 GONE = {
     "SGLANG_DFLASH_TURN_MS": "each decode step is a turn of the scheduler",
-    "SGLANG_DFLASH_COPY": "nothing is copied",
+    "SGLANG_DFLASH_COPY": f"{COPIES}=1 copies repeated text on a CPU",
 }
 """Variables that earlier versions read, and what holds now."""
 
@@ -38,6 +39,11 @@ def tree_rows() -> int:
     return int(value) if value.isascii() and value.isdigit() else 0
 
 
+def copies() -> bool:
+    """Whether repeated text is copied."""
+    return os.environ.get(COPIES) == "1"
+
+
 def on_graphs(device: str) -> bool:
     """Whether a step's forwards replay graphs, each of which is of one width."""
     return device == "cuda"
@@ -54,6 +60,8 @@ def check(device: str, block_size: int) -> None:
         raise ValueError(
             f"{WIDTH} is {os.environ[WIDTH]!r}; allowed: {AUTO}, {FULL}, or a number from 1 to {block_size}."
         )
+    if os.environ.get(COPIES, "") not in ("", "0", "1"):
+        raise ValueError(f"{COPIES} is {os.environ[COPIES]!r}; allowed: 0 or 1.")
     if os.environ.get(WIDTH) == "adaptive":
         logger.warning("%s=adaptive is called %s now.", WIDTH, AUTO)
 
@@ -71,6 +79,21 @@ def check_server(cfg: Any, target: Any) -> None:
     reason = _why_full(cfg, target)
     if asked(cfg.device) not in (FULL, cfg.speculative_num_draft_tokens) and reason is not None:
         raise ValueError(f"{WIDTH}={os.environ[WIDTH]} needs {reason}. Use {FULL}.")
+    reason = _why_no_copies(cfg) if copies() else None
+    if reason is not None:
+        raise ValueError(f"{COPIES} is 1, which needs {reason}; allowed here: 0.")
+
+
+def _why_no_copies(cfg: Any) -> str | None:
+    if cfg.device != "cpu":
+        return f"--device cpu, not {cfg.device}, because a step's host must know its text"
+    if not cfg.disable_overlap_schedule:
+        return "a server without overlap scheduling, because with it the host's text lags by a step"
+    if cfg.tp_size > 1:
+        return f"--tp-size 1, not {cfg.tp_size}, because ranks do not share copies"
+    if asked(cfg.device) != AUTO:
+        return f"{WIDTH}={AUTO}, not {asked(cfg.device)}, because only there rows are chosen by their chances"
+    return None
 
 
 WITH_GRAPHS = "CUDA graphs of decode steps, because each width has its own"

@@ -1,7 +1,8 @@
 """A plugin of SGLang that makes our worker verify rows at random, whatever they bring: answers must not change.
 
-Requests are left out of drafts at random, blocks have any width, and of each block any number of rows is verified. A
-request whose id is `plain-N-...` runs alone instead: N plain steps, then whole blocks.
+Requests are left out of drafts at random, blocks have any width, and of each block any number of rows is verified. Of
+those that are left out, any number of copied tokens is verified, where the server copies. A request whose id is
+`plain-N-...` runs alone instead: N plain steps, then whole blocks.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ class RandomRows:
         self.drafting = Drafting(1, [], 0)
         self.lens: np.ndarray = np.empty(0, dtype=int)
         self.learned: list[Step] = []
+        self.copies: np.ndarray | None = None
         self.plain: Counter[str] = Counter()  # steps of requests that begin with plain ones
         self.whole = False
 
-    def draft(self, names: Sequence[str]) -> Drafting:
+    def draft(self, names: Sequence[str], copies: np.ndarray | None = None) -> Drafting:
         self.whole = len(names) == 1 and names[0].startswith("plain-")
+        self.copies = copies
         if self.whole:
             self.plain.update(names)
             plain = self.plain[names[0]] <= int(names[0].split("-")[1])
@@ -66,6 +69,13 @@ class RandomRows:
         else:
             self.lens = np.array([self.chance.randint(1, width) for _ in range(requests)])
         return self.lens
+
+    def verify_all(self, survival: np.ndarray) -> np.ndarray:
+        assert self.copies is not None
+        copied = [0 if self.whole else self.chance.randint(0, int((one > 0).sum())) for one in self.copies]
+        lens: np.ndarray = 1 + np.array(copied)
+        lens[self.drafting.requests] = self.verify(survival)
+        return lens
 
     def learn(self, step: Step) -> None:
         self.learned = [step]
