@@ -40,7 +40,7 @@ class Acceptor:
 
     def accept(
         self, plan: VerifyPlan, batch: ScheduleBatch, target_out: LogitsOutput, grammar_tree: Any, grammar_barrier: Any
-    ) -> tuple[ops.GreedyAcceptance, Group | None]:
+    ) -> tuple[ops.GreedyAcceptance | ops.TreeAcceptance, Group | None]:
         """Of every request, the committed ids and what follows them.
 
         Args:

@@ -196,7 +196,11 @@ class StepRows:
         return {"lens": plan.lens, "kv_loc_cols": None if plan.rows is None else plan.rows.kept}
 
     def committed(
-        self, plan: VerifyPlan, accepted: ops.GreedyAcceptance, hidden: torch.Tensor, slots: torch.Tensor
+        self,
+        plan: VerifyPlan,
+        accepted: ops.TreeAcceptance | ops.GreedyAcceptance,
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states of the target's tapped layers, positions and slots of the rows whose draft KV is to be written.
 

@@ -171,12 +171,16 @@ class TreeRows(StepRows):
         return self._lens(plan)
 
     def committed(
-        self, plan: VerifyPlan, accepted: ops.GreedyAcceptance, hidden: torch.Tensor, slots: torch.Tensor
+        self,
+        plan: VerifyPlan,
+        accepted: ops.TreeAcceptance | ops.GreedyAcceptance,
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Moves the accepted rows' KV to the slots of their positions. Behind the path, rows stay where they are."""
         if plan.parents is None:
             return super().committed(plan, accepted, hidden, slots)
-        assert accepted.path is not None
+        assert isinstance(accepted, ops.TreeAcceptance)
         path = accepted.path[:, : self._block_size]
         held = plan.blocks(plan.slots)
         # A slot may be read for one row and written for another: SGLang's move reads all before it writes.

@@ -44,6 +44,7 @@ from sglang_dflash.ops.selector import (
     top_candidates,
 )
 from sglang_dflash.ops.trees import (
+    TreeAcceptance,
     Trees,
     accept_tree,
     attention_mask,
@@ -75,6 +76,7 @@ __all__ = [
     "PenaltyParams",
     "Rows",
     "StateRows",
+    "TreeAcceptance",
     "Trees",
     "accept_tree",
     "attention_mask",

@@ -29,13 +29,11 @@ class GreedyAcceptance(NamedTuple):
         out_ids: [B, W] int64; row b holds its committed ids first, the rest is zero.
         commit_lens: [B] int32, 1..W: accepted drafts plus the bonus.
         bonus_ids: [B] int64: the target's own token after the accepted drafts.
-        path: [B, W] int64; of a tree, its accepted rows, then each place itself; None for chains.
     """
 
     out_ids: torch.Tensor
     commit_lens: torch.Tensor
     bonus_ids: torch.Tensor
-    path: torch.Tensor | None = None
 
 
 def gather_slots(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

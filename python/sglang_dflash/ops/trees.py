@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from sglang_dflash.ops.reference import Drafts, GreedyAcceptance
+from sglang_dflash.ops.reference import Drafts
 
 LEAST_LOG_PROB = -1e4
 """Stands for the logarithm of 0, so that rows without a chance fill a tree in which no others are left."""
@@ -28,6 +28,16 @@ class Trees(NamedTuple):
     parents: torch.Tensor
     depths: torch.Tensor
     ids: torch.Tensor
+
+
+class TreeAcceptance(NamedTuple):
+    """What a tree commits: as of a chain (`GreedyAcceptance`), and `path`, [B, N] int64: the accepted rows, then each
+    place itself."""
+
+    out_ids: torch.Tensor
+    commit_lens: torch.Tensor
+    bonus_ids: torch.Tensor
+    path: torch.Tensor
 
 
 def top_drafts(logits: torch.Tensor, count: int) -> Drafts:
@@ -100,7 +110,7 @@ def seen_rows(parents: torch.Tensor, length: int) -> torch.Tensor:
 
 def accept_tree(
     target_ids: torch.Tensor, ids: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, length: int
-) -> GreedyAcceptance:
+) -> TreeAcceptance:
     """Accepts the longest path from the anchor on whose rows are the tokens that the target chose behind their parents.
 
     Rows with one parent have different ids, so one path at most is accepted; were they equal, one of them would be.
@@ -123,7 +133,7 @@ def accept_tree(
     lens = depths.masked_fill(~right, 0).amax(1) + 1
     out_ids = target_ids.gather(1, path)
     bonus_ids = out_ids.gather(1, lens[:, None] - 1)[:, 0]
-    return GreedyAcceptance(out_ids.masked_fill(places >= lens[:, None], 0), lens.int(), bonus_ids, path)
+    return TreeAcceptance(out_ids.masked_fill(places >= lens[:, None], 0), lens.int(), bonus_ids, path)
 
 
 def attention_mask(seen: torch.Tensor, prefix_lens: torch.Tensor, cells: int) -> torch.Tensor:
