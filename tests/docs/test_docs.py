@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 VARIABLE = re.compile(r"SGLANG_DFLASH_[A-Z_]*[A-Z]")
 README_LINES = 110
 MOST_LINES = {
-    "serving.md": 202,
+    "serving.md": 200,
     "compatibility.md": 200,
     "environment.md": 40,
     "troubleshooting.md": 210,

@@ -48,19 +48,30 @@ def check_retraction(server: Server, prompts: list[list[int]], off: Answers) -> 
 
 
 def check_grammars(server: Server, prompts: list[list[int]], off: Answers) -> None:
+    """A row's grammar mask is that of the drafts before it."""
     assert_equal_tokens(ask(server, prompts, 3, **REGEX), off["regex"], prompts[:3])
 
 
 def check_penalties(server: Server, prompts: list[list[int]], off: Answers) -> None:
+    """A row's penalties are those of the drafts before it."""
     limit = PENALTIES["min_new_tokens"]
     answers = ask(server, prompts, 3, **PENALTIES, max_new_tokens=limit)
     assert_equal_tokens(answers, [one.cut(limit) for one in off["penalties"]], prompts[:3])
 
 
 def check_logprobs(server: Server, prompts: list[list[int]], off: Answers) -> None:
+    """Logprobs are those of the rows that are committed."""
     answer, expected = ask_off(server.client(), prompts[1], max_new_tokens=SHORT), first(off["plain"][1], SHORT)
     assert answer.ids == expected.ids
     assert answer.gaps == pytest.approx(expected.gaps, abs=1e-3)
+
+
+Check = Callable[[Server, list[list[int]], Answers], None]
+KEPT = pytest.mark.parametrize(
+    "check",
+    [check_retraction, check_grammars, check_penalties, check_logprobs],
+    ids=lambda check: check.__name__.removeprefix("check_"),
+)
 
 
 def check_finding(name: str, bug: Path, server: Server, prompts: list[list[int]], off: Answers) -> None:

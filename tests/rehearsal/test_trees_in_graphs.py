@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from arms import ADMIT_ALL, PLAIN, SPECULATE, TINY_POOL
 from plugins import graph_tape
-from tape_checks import SHORT, ask, check_finding, check_grammars, check_logprobs, check_penalties, check_retraction
+from tape_checks import KEPT, SHORT, Check, ask, check_finding
 from test_graph_tape import GRAPHS, QUICK_START, TAPES, first, replays
 
 from equality import assert_equal_tokens, tau
@@ -44,27 +44,13 @@ def test_requests_get_what_they_get_alone(
     assert tau(answers) > 1.5
 
 
-def test_retraction_and_the_end_of_the_context(
-    server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
+@KEPT
+def test_what_every_way_to_verify_keeps(
+    check: Check, server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]
 ) -> None:
-    """Fails where slots behind a tree are used wrongly once they are given to another request; trees and whole blocks
-    follow each other."""
-    check_retraction(server, prompts, off)
-
-
-def test_grammars(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
-    """Fails where a batch with a grammar gets trees."""
-    check_grammars(server, prompts, off)
-
-
-def test_penalties(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
-    """Fails where a batch with penalties gets trees."""
-    check_penalties(server, prompts, off)
-
-
-def test_logprobs(server: Server, prompts: list[list[int]], off: dict[str, list[Completion]]) -> None:
-    """Fails where a batch with logprobs gets trees."""
-    check_logprobs(server, prompts, off)
+    """Fails where slots behind a tree are used wrongly once they are given to another request, as trees and whole
+    blocks follow each other; or where a batch with a grammar, penalties or logprobs gets trees."""
+    check(server, prompts, off)
 
 
 @pytest.mark.parametrize("name", [graph_tape.UNMOVED, graph_tape.CHAIN_MASK])

@@ -116,7 +116,8 @@ class RowPolicy:
         requests = [self._request(name) for name in names]
         while len(self._requests) > max(REMEMBERED, len(names)):
             del self._requests[next(iter(self._requests))]
-        self._free = [place for place, one in enumerate(requests) if self._copies[place].sum() <= one.mean.sum()]
+        promised = self._copies.sum(1).tolist()
+        self._free = [place for place, gain in enumerate(promised) if not gain or gain <= requests[place].mean.sum()]
         sizes = {self._rest_times.size_of(rows) for rows in (self._batch, self._batch * self._block_size)}
         if not len(self._draft_times) or len(self._rest_times) < len(sizes):  # times tell nothing yet
             self._whole, self._copies = True, np.zeros_like(self._copies)
@@ -196,6 +197,8 @@ class RowPolicy:
 
     def _with_copies(self, chances: np.ndarray, drafting: Drafting) -> np.ndarray:
         """These and those of the copies of the requests that are not drafted, the largest first."""
+        if not self._copies.any():
+            return falling(chances)
         copied = np.delete(self._copies, drafting.requests, axis=0)
         return falling(np.concatenate((chances.ravel(), copied[copied > 0])))
 

@@ -84,8 +84,8 @@ def _rows(
     """Who chooses the rows of a step, as the variable and the device ask. cfg: see `can_trim`."""
     asked, parts = widths.asked(target.device), (target, draft, mask_token_id, kernels)
     on_graphs = widths.on_graphs(target.device)
-    if widths.tree_rows():
-        return TreeRows(widths.tree_rows(), block_size, *parts)
+    if of_tree := widths.tree_rows():
+        return TreeRows(of_tree, block_size, *parts)
     if asked in (widths.FULL, block_size):
         kind = BesideRows if PlanStream.wanted(target.device) else StepRows
         return kind(block_size, SameRows(block_size), *parts)

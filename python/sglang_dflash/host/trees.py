@@ -33,7 +33,7 @@ from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.protocols import ModelRunner, ScheduleBatch
 from sglang_dflash.host.rows import Prepare, Proposed, StepRows
 from sglang_dflash.host.width_graphs import Graphs, capture_graphs, check_memory
-from sglang_dflash.host.widths import FULL, TREE, WIDTH, WITH_GRAPHS, asked, tree_rows
+from sglang_dflash.host.widths import FULL, TREE, WIDTH, WITH_GRAPHS, asked, attention_backends, tree_rows
 
 logger = logging.getLogger(__name__)
 MOST_ROWS = 64
@@ -69,8 +69,7 @@ def check(cfg: Any, target: Any, draft: DraftConfig, block_size: int) -> None:
 
 
 def _why_not(cfg: Any, target: Any, draft: DraftConfig) -> str | None:
-    backends = {cfg.prefill_attention_backend or cfg.attention_backend}
-    backends |= {cfg.decode_attention_backend or cfg.attention_backend}
+    backends = attention_backends(cfg)
     if asked(cfg.device) != FULL:
         return f"{WIDTH}={FULL} or unset, because trees are grown over whole blocks"
     if cfg.device == "cuda" and backends != {CASCADE}:

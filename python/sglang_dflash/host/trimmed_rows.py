@@ -19,6 +19,7 @@ from sglang_dflash.core.block import Block, VerifyPlan
 from sglang_dflash.host.device_rows import DeviceRows
 from sglang_dflash.host.hooking import AROUND, hook
 from sglang_dflash.host.protocols import ModelRunner
+from sglang_dflash.host.widths import attention_backends
 
 BACKENDS = {"fa3"} | ({"trtllm_mha"} if is_sm100_supported() else set())
 """Attention backends whose graphs verify packed rows; the kernels of trtllm_mha do so on SM100 alone."""
@@ -26,12 +27,11 @@ BACKENDS = {"fa3"} | ({"trtllm_mha"} if is_sm100_supported() else set())
 
 def can_trim(cfg: Any, target: ModelRunner) -> bool:
     """Whether the target's graphs can verify some rows of each block. cfg: the host's view of the server arguments."""
-    model, each = target.model_config, (cfg.prefill_attention_backend, cfg.decode_attention_backend)
-    backends = {backend or cfg.attention_backend for backend in each}  # the first also verifies
+    model = target.model_config
     return (
         cfg.tp_size == 1
         and not cfg.disable_cuda_graph_padding
-        and backends <= BACKENDS
+        and attention_backends(cfg) <= BACKENDS
         and mambaish_config(model) is None
         and not model.is_hybrid_swa
         and not (target.sliding_window_size or 0) > 0

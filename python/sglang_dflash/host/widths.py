@@ -96,6 +96,12 @@ def _why_no_copies(cfg: Any) -> str | None:
     return None
 
 
+def attention_backends(cfg: Any) -> set[str]:
+    """Of the target's prefills, which also verify, and of its decodes, as the host has chosen them."""
+    each = cfg.prefill_attention_backend, cfg.decode_attention_backend
+    return {backend or cfg.attention_backend for backend in each}
+
+
 WITH_GRAPHS = "CUDA graphs of decode steps, because each width has its own"
 
 
