@@ -180,7 +180,7 @@ def test_a_wrong_row_is_refused_with_its_place(row, said, tokenizer, end_ids, tm
         (b"\xff\xfe\n", ", line 1: it is not UTF-8 text: "),
         (b'{"prompt": "Hi", "response": "Hello"}\n' * 2000 + b"\xff\n", ", line 2001: it is not UTF-8 text: "),
         (b"PAR1\x15\x04", " is a Parquet file; it must be JSONL."),
-        (gzip.compress(b'{"prompt": "Hi"}\n')[:-9], " cannot be read: "),
+        (gzip.compress(b'{"prompt": "Hi"}\n', mtime=0)[:-9], " cannot be read: "),
     ],
     ids=["python", "cut", "text", "list", "cut list", "empty", "blank", "bytes", "late bytes", "parquet", "cut gzip"],
 )
