@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sglang_dflash.core.policy import SameRows, Step
-from sglang_dflash.core.rows import RowPolicy, RowSettings
+from sglang_dflash.core.rows import STANDS, RowPolicy, RowSettings
 from tools.measure.worlds import CPU, H200, K, World, rate
 
 MACHINES = {"cpu": CPU, "h200": H200}
@@ -57,6 +57,25 @@ def test_a_step_that_drafts_nobody_has_one_row_each():
     steps = World(dear).run(policy, dict.fromkeys("abcd", 0.1), 60)[20:]
     assert sum(step.drafting.width == 1 for step in steps) > 0.8 * len(steps)
     assert all(step.lens.tolist() == [1] * 4 for step in steps if step.drafting.width == 1)
+
+
+def test_a_decision_to_draft_nobody_ends():
+    """Fails where such a decision stands for good, or for a newcomer that is worth drafting."""
+    policy, dear = RowPolicy(K), replace(CPU, free_rows=0, row_s=20e-3)
+    World(dear).run(policy, dict.fromkeys("abcd", 0.1), 60)
+    names = list("abcd")
+    while policy.draft(names).width > 1:
+        pass
+    for name in names:
+        policy._request(name).mean[:] = 0.99
+    assert any(len(policy.draft(names).requests) == 4 for _ in range(STANDS))
+
+    policy = RowPolicy(K)
+    World(dear).run(policy, dict.fromkeys("abcd", 0.1), 60)
+    policy._request("good").mean[:] = 0.99
+    while policy.draft(names).width > 1:
+        pass
+    assert policy.draft([*names[:3], "good"]).requests == [3]
 
 
 def test_rows_follow_the_draft_within_a_step():

@@ -26,6 +26,9 @@ JUDGED, FEWEST_JUDGED = 64, 8
 """Requests, the latest, by which newcomers are judged; with fewer, all newcomers are drafted."""
 REMEMBERED = 1024
 """Requests of which is kept what their blocks were worth; one that was retracted comes back."""
+STANDS = 8
+"""Steps for which a decision to draft nobody stands, while requests and blocks are the same: nothing but times changes.
+To decide takes 0.4 ms with 16 requests, 1 % of a plain step of SmolLM2-135M on two cores."""
 NOBODY = -1
 """Instead of a request's place."""
 
@@ -104,6 +107,7 @@ class RowPolicy:
         self._whole = False  # whether this step verifies all rows of its blocks
         self._batch, self._probed, self._drafting, self._rate = 0, NOBODY, Drafting(1, [], 0), 0.0
         self._copies = np.empty((0, block_size - 1))
+        self._decided, self._decided_for, self._decided_at = Drafting(1, [], 0), [""], 0
         self._free: list[int] = []  # places of the requests whose copies do not promise more than their blocks
 
     # Before the draft runs.
@@ -127,11 +131,18 @@ class RowPolicy:
         if not self._free:
             self._whole, self._drafting = False, self._of(1, [])
             return self._drafting
-        decided = self._decide(requests)
-        self._drafting = self._with_probe(self._with_newcomers(decided, requests), requests)
+        if not self._stands(names):
+            self._decided = self._with_newcomers(self._decide(requests), requests)
+            self._decided_for, self._decided_at = list(names), self._step
+        self._drafting = self._with_probe(self._decided, requests)
         for place in self._drafting.requests:
             requests[place].drafted_at = self._step
         return self._drafting
+
+    def _stands(self, names: Sequence[str]) -> bool:
+        """Whether the latest decision, to draft nobody, is still good."""
+        recent = self._step - self._decided_at < STANDS and self._decided.width == 1
+        return recent and self._decided_for == names and not self._copies.any()
 
     def _request(self, name: str) -> _Request:
         known = self._requests.pop(name, None) or _Request(self._newcomer.copy(), drafted_at=self._step)
@@ -274,6 +285,7 @@ class RowPolicy:
         return lens
 
     def learn(self, step: Step) -> None:
+        self._decided_for = []
         before = np.concatenate((np.ones((len(step.lens), 1)), step.survival[:, :-1]), 1)
         chances = np.divide(step.survival, before, out=np.zeros_like(step.survival), where=before > 0)
         depth = np.arange(1, chances.shape[1] + 1)
