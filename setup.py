@@ -1,7 +1,7 @@
 """Packaging of sglang-dflash: sources under python/, two SGLang entry points, the exact pin.
 
 The wheel is pure Python: it has the sources of the native CPU ops, which are built where they are used
-(ops/build_native.py).
+(sglang_cpu/ops/build_native.py).
 """
 
 import re
@@ -27,7 +27,7 @@ setup(
     package_dir={"": "python"},
     packages=find_packages("python"),
     include_package_data=True,
-    package_data={"sglang_dflash": ["assets/**/*", "csrc/**/*"]},
+    package_data={"sglang_dflash": ["assets/**/*"], "sglang_cpu": ["README.md", "csrc/*"]},
     install_requires=[
         "sglang==0.5.23",
         "filelock",
@@ -54,6 +54,6 @@ setup(
     entry_points={
         "console_scripts": ["sglang-dflash = sglang_dflash.cli.main:run"],
         "sglang.srt.plugins": ["sglang_dflash = sglang_dflash.plugin:activate"],
-        "sglang.srt.platforms": ["sglang_dflash = sglang_dflash.plugin:activate_platform"],
+        "sglang.srt.platforms": ["sglang_dflash = sglang_cpu.detect:activate_platform"],
     },
 )

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks style, types and shell syntax: ruff check, ruff format, mypy on core, ops and host, bash -n.
+# Checks style, types and shell syntax: ruff check, ruff format, mypy on core, ops, host and sglang_cpu, bash -n.
 # --fix applies ruff's fixes first.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" dev

@@ -33,7 +33,7 @@ install_package() {
 # The native ops are built in a fresh environment and whenever their sources change, into a cache. A GPU does without.
 build_native() {
     if [ "${SGLANG_DFLASH_BUILD_NATIVE:-1}" != 0 ] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
-        "$PYTHON" -P "$ROOT/python/sglang_dflash/ops/build_native.py" >/dev/null ||
+        "$PYTHON" -P "$ROOT/python/sglang_cpu/ops/build_native.py" >/dev/null ||
             fail "could not build the native ops; SGLANG_DFLASH_BUILD_NATIVE=0 leaves them out."
     fi
 }

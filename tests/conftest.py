@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_dflash.ops import native
+from sglang_cpu.ops import native
 
 WITH_SERVERS = {
     "e2e",

@@ -1,4 +1,4 @@
-"""Who may import whom (design: imports go one way, and only `host` reaches sglang), read from the source."""
+"""Who may import whom, read from the source: imports go one way, and only `host` and `sglang_cpu` reach sglang."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ ALLOWED = {
     "cli": {"serving", "core", "reference", "training", "bench", "checking", "doctor"},
 }
 MAY_IMPORT_SGLANG = {"host"}
+CPU_PACKAGE = "sglang_cpu"
+SEAM = ("detect", "hooking", "hooks")  # all that `host` may import of the CPU platform's package
 WITHOUT_TORCH = {"plugin", "serving"}
 OF_EXTRAS = ("accelerate", "datasets", "matplotlib", "pandas")
 
@@ -67,6 +69,8 @@ def violations(root: Path) -> list[str]:
             where = f"{inside}.py imports {name}"
             if top == "sglang" and part not in MAY_IMPORT_SGLANG:
                 found.append(f"{where}: only host may")
+            if top == CPU_PACKAGE and (part != "host" or not rest or rest[0] not in SEAM):
+                found.append(f"{where}: only host may, and of it {', '.join(SEAM)}")
             if top in ("tools", "tests"):
                 found.append(f"{where}: the package is installed without it")
             if top == "torch" and part in WITHOUT_TORCH | {"__init__"}:
@@ -84,12 +88,21 @@ def test_package_keeps_its_boundaries():
     assert violations(SOURCE) == []
 
 
+def test_the_cpu_platform_stands_alone():
+    """Fails where SGLang on a plain CPU needs the worker's package, or one of its ops needs SGLang."""
+    package = ROOT / "python" / CPU_PACKAGE
+    assert _forbidden(package, (PACKAGE, "tools", "tests")) == []
+    assert _forbidden(package / "ops", ("sglang",)) == []
+
+
 @pytest.mark.parametrize(
     ("path", "line", "expected"),
     [
         ("core/a.py", "def f():\n    import sglang.srt.utils", "only host may"),
         ("plugin.py", "from sglang.srt import plugins", "only host may"),
-        ("core/a.py", "from sglang_dflash.host import hooks", "core may import ['ops']"),
+        ("host/a.py", "from sglang_cpu import shims", "of it detect, hooking, hooks"),
+        ("ops/a.py", "from sglang_cpu.detect import ATTENTION_BACKEND", "only host may"),
+        ("core/a.py", "from sglang_dflash.host.start import hooks", "core may import ['ops']"),
         ("core/a.py", "from ..host import hooks", "core may import ['ops']"),
         ("core/a.py", "from sglang_dflash import host", "core may import ['ops']"),
         ("ops/__init__.py", "from ..core import block", "ops may import []"),
@@ -98,7 +111,7 @@ def test_package_keeps_its_boundaries():
         ("bench/a.py", "def f():\n    from sglang_dflash.checking import compare", "bench may import"),
         ("checking/a.py", "from ..bench.records import Run", "checking may import"),
         ("serving/a.py", "from importlib import import_module\nimport_module('sglang.srt')", "only host may"),
-        ("cli/a.py", "from sglang_dflash.host.version import SUPPORTED_SGLANG", "cli may import"),
+        ("cli/a.py", "from sglang_dflash.host.start.version import SUPPORTED_SGLANG", "cli may import"),
         ("novel/a.py", "from sglang_dflash import ops", "novel is not in the list"),
         ("bench/a.py", "from sglang_dflash.cli.main import run", "bench may import"),
         ("bench/a.py", "from tools.measure import profile_step", "installed without it"),
@@ -119,9 +132,9 @@ def test_a_forbidden_import_is_found(tmp_path, path, line, expected):
     [
         (
             "host/a.py",
-            "import sglang.srt\nfrom sglang_dflash import __version__, ops\nfrom sglang_dflash.core import block",
+            "import sglang.srt, sglang_cpu.hooks, sglang_cpu.hooking\nfrom sglang_dflash import __version__, ops",
         ),
-        ("plugin.py", "def f():\n    from sglang_dflash.host import hooks"),
+        ("plugin.py", "def f():\n    from sglang_dflash.host.start import hooks"),
         ("core/__init__.py", "from . import block\nfrom sglang_dflash.core.block import Block\nimport torch"),
     ],
 )
@@ -162,6 +175,8 @@ def test_tests_of_core_ops_and_reference_run_without_sglang(folder):
         (f"{PACKAGE}.serving", ("torch", "sglang", *OF_EXTRAS)),
         (f"{PACKAGE}.core.draft_config", ("sglang",)),
         (f"{PACKAGE}.ops", ("sglang",)),
+        (f"{CPU_PACKAGE}.detect", ("torch", "sglang")),
+        (f"{CPU_PACKAGE}.ops", ("sglang",)),
         (f"{PACKAGE}.reference", ("sglang",)),
         (f"{PACKAGE}.training", ("torch", "sglang")),
         (f"{PACKAGE}.training.trainer", ("sglang",)),

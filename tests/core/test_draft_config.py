@@ -156,7 +156,7 @@ def test_features_at_the_other_level_are_refused(top, nested):
     """Fails where a draft is served without a feature because the host does not read it at that level."""
     key = next(iter(top | nested))
     sentence = refusal_of(config_of(nested, **top))
-    assert key in sentence and "host ignores" in sentence and ("dflash_config" if top else "top level") in sentence
+    assert key in sentence and "SGLang ignores" in sentence and ("dflash_config" if top else "top level") in sentence
 
 
 @pytest.mark.parametrize("off", [None, False])

@@ -126,7 +126,7 @@ def parse(words: list[str]) -> bool:
         _parse_typer(benchmark, words[2:])
     elif words[:3] == ["python", "-m", "sglang.launch_server"]:
         _server_parser().parse_args(words[3:])
-    elif words[:2] == ["python", "-m"] and words[2].startswith("sglang_dflash."):
+    elif words[:2] == ["python", "-m"] and words[2].startswith(("sglang_dflash.", "sglang_cpu.")):
         assert find_spec(words[2]) is not None, words[2]
     else:
         return False

@@ -174,8 +174,8 @@ def test_json_to_a_file_and_to_standard_output(
 
 def test_the_mark_is_the_reporter_s() -> None:
     """Fails where the child's lines are not recognised any more."""
-    source = (Path(flags.__file__).parents[1] / "host" / "start_report.py").read_text()
-    assert f"MARK = {MARK!r}" in source and flags.REPORTER == "sglang_dflash.host.start_report"
+    source = (Path(flags.__file__).parents[1] / "host/start/start_report.py").read_text()
+    assert f"MARK = {MARK!r}" in source and flags.REPORTER == "sglang_dflash.host.start.start_report"
 
 
 def _checked(draft: Path, tau: float, adapts: bool = False) -> Report:

@@ -1,4 +1,4 @@
-"""Features that `host/features.py` lists as served: tokens equal those of speculation off, and drafts are accepted."""
+"""Features that `features.py` lists as served: tokens equal those of speculation off, and drafts are accepted."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ DAMAGES = {
         ["0.5.23", "0.5.22"],
     ),
     "our install fails": (
-        "import sglang_dflash.host.hooks as h\n"
+        "import sglang_dflash.host.start.hooks as h\n"
         "def broken():\n    raise ImportError('a moved symbol')\n"
         "h.install = broken\n",
         ["a moved symbol", "could not be loaded"],

@@ -18,9 +18,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from sglang_dflash.host.arguments import VISION_TARGETS
-from sglang_dflash.host.capture import EMBEDDING_ADDED
-from sglang_dflash.host.cpu.compiled import BY_DEFAULT
+from sglang_cpu.compiled import BY_DEFAULT
+from sglang_dflash.host.patches.capture import EMBEDDING_ADDED
+from sglang_dflash.host.start.arguments import VISION_TARGETS
 from sglang_source import SGLANG
 
 TARGETS: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / "targets.toml").read_text())["target"]
@@ -28,7 +28,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 HEAD = "| target | published drafts | CPU | SGLang's own worker | note |\n|---|---|---|---|---|\n"
 TICKS = {"yes": "✓", "no": "–"}
 SETTER = "set_dflash_layers_to_capture"
-# What `host/capture.py` adds to classes that lack the setter of taps.
+# What `host/patches/capture.py` adds to classes that lack the setter of taps.
 ADDED = {"set_eagle3_layers_to_capture", "set_dspark_layers_to_capture", "Glm4ForCausalLM"}
 
 

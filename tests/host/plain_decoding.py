@@ -22,7 +22,7 @@ from sglang.srt.sampling.penaltylib import (
 )
 from stand_ins import Batch, make_req
 
-from sglang_dflash.host.block_results import order_penalizers
+from sglang_dflash.host.patches.block_results import order_penalizers
 
 PENALIZERS = (
     BatchedFrequencyPenalizer,

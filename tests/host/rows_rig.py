@@ -24,9 +24,9 @@ from stand_in_worker import BATCH, BLOCK, COLUMNS, HIDDEN, TAPS, VOCAB, StepBatc
 from stand_ins import make_sampler
 
 from sglang_dflash import ops
-from sglang_dflash.host.draft_heads import DraftHead
-from sglang_dflash.host.draft_input import DraftInput
-from sglang_dflash.host.rows import StepRows
+from sglang_dflash.host.worker.draft_heads import DraftHead
+from sglang_dflash.host.worker.draft_input import DraftInput
+from sglang_dflash.host.worker.rows import StepRows
 
 LONGEST_PROMPT = 8
 TOKENS = COLUMNS - LONGEST_PROMPT  # of an answer

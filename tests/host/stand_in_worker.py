@@ -22,15 +22,16 @@ from stand_ins import Batch, make_req, make_row_sampler
 
 from sglang_dflash import ops
 from sglang_dflash.core.policy import SameRows
-from sglang_dflash.host.acceptance import Acceptor
-from sglang_dflash.host.context_kv import ContextKVWriter
-from sglang_dflash.host.draft_heads import DraftHead
-from sglang_dflash.host.draft_input import DraftInput
-from sglang_dflash.host.draft_runner import DraftRunner
-from sglang_dflash.host.draft_window import DraftWindow
-from sglang_dflash.host.hidden_states import ReturnedHiddenStates
-from sglang_dflash.host.rows import StepRows
-from sglang_dflash.host.worker import DFlashWorker, WorkerParts
+from sglang_dflash.host.worker.acceptance import Acceptor
+from sglang_dflash.host.worker.context_kv import ContextKVWriter
+from sglang_dflash.host.worker.draft_heads import DraftHead
+from sglang_dflash.host.worker.draft_input import DraftInput
+from sglang_dflash.host.worker.draft_runner import DraftRunner
+from sglang_dflash.host.worker.draft_window import DraftWindow
+from sglang_dflash.host.worker.hidden_states import ReturnedHiddenStates
+from sglang_dflash.host.worker.rows import StepRows
+from sglang_dflash.host.worker.worker import DFlashWorker, WorkerParts
+from sglang_dflash.ops.reference import rms_norm
 
 BATCH, BLOCK, VOCAB, HIDDEN, TAPS, LAYERS, HEADS, DIM, COLUMNS = 3, 8, 64, 16, 3, 5, 2, 8, 64
 
@@ -137,7 +138,7 @@ def attention_of(weight: torch.Tensor, norm: torch.Tensor, rotary: SimpleNamespa
     )
 
 
-def _draft_model(kernels: ops.Kernels, generator: torch.Generator, device: Any) -> SimpleNamespace:
+def _draft_model(generator: torch.Generator, device: Any) -> SimpleNamespace:
     rotary = SimpleNamespace(is_neox_style=True, cos_sin_cache=_randn(generator, device, COLUMNS, DIM))
     fc, norm = _randn(generator, device, HIDDEN, TAPS * HIDDEN), torch.ones(HIDDEN, device=device)
 
@@ -147,7 +148,7 @@ def _draft_model(kernels: ops.Kernels, generator: torch.Generator, device: Any) 
         )
 
     layers = [SimpleNamespace(self_attn=attention()) for _ in range(LAYERS)]
-    return SimpleNamespace(layers=layers, project_target_hidden=lambda x: kernels.rms_norm(F.linear(x, fc), norm, 1e-6))
+    return SimpleNamespace(layers=layers, project_target_hidden=lambda x: rms_norm(F.linear(x, fc), norm, 1e-6))
 
 
 def pool_of(
@@ -172,7 +173,7 @@ def _draft(
     table: torch.Tensor, kernels: ops.Kernels, generator: torch.Generator, window: int | None, tp_sync: Any
 ) -> DraftRunner:
     device = table.device
-    layers = _draft_model(kernels, generator, device)
+    layers = _draft_model(generator, device)
     hidden = _randn(generator, device, BATCH * BLOCK, HIDDEN)
     out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
     model = SimpleNamespace(block_size=BLOCK)

@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
-from sglang_dflash.host.sampling import RowSampler
+from sglang_dflash.host.worker.sampling import RowSampler
 
 
 class Tokenizer:

@@ -14,14 +14,14 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import Sche
 from sglang.srt.session.session_controller import Session
 from stand_ins import configured, make_req
 
-from sglang_dflash.host import sessions
-from sglang_dflash.host.block_results import (
+from sglang_cpu.hooking import hooks_of
+from sglang_dflash.host.patches import sessions
+from sglang_dflash.host.patches.block_results import (
     accept_past_the_end,
     defer_reasoning_tokens,
     finish_token_by_token,
     restore_prefill_only,
 )
-from sglang_dflash.host.hooking import hooks_of
 
 ORIGINAL_FINISH = Req.update_finish_state
 ORIGINAL_ACCEPT = SchedulerBatchResultProcessor._accept_grammar_tokens

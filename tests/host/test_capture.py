@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
 
-from sglang_dflash.host.capture import (
+from sglang_dflash.host.patches.capture import (
     LAST_TAP_ADDED,
     check_taps,
     configure_capture,

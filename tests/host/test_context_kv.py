@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from stand_in_worker import attention_of, pool_of
 
 from sglang_dflash import ops
-from sglang_dflash.host.context_kv import ContextKVWriter
+from sglang_dflash.host.worker.context_kv import ContextKVWriter
 
 LAYERS, HEADS, DIM, HIDDEN, SLOTS = 2, 2, 8, 12, 30
 

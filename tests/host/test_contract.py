@@ -128,8 +128,9 @@ RELIED_ON = [
 
 
 def used_names() -> list[str]:
-    """Every sglang name that our host folder and tests import, hook (as a string), or rely on."""
-    files = [*ROOT.glob("python/sglang_dflash/host/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    """Every sglang name that our host folder, our CPU platform and tests import, hook (as a string), or rely on."""
+    folders = "python/sglang_dflash/host", "python/sglang_cpu", "tests"
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     names = {name for path in files for name in _names_in(path.read_text()) if path != Path(__file__)}
     return sorted(names | set(RELIED_ON))
 
@@ -316,7 +317,7 @@ def test_sglang_is_as_we_know_it():
 
 def test_contract_is_of_the_pin():
     """Fails where contract, pin and installation are of different releases."""
-    from sglang_dflash.host.version import SUPPORTED_SGLANG
+    from sglang_dflash.host.start.version import SUPPORTED_SGLANG
 
     assert json.loads(STORED.read_text())["sglang"] == SUPPORTED_SGLANG == metadata.version("sglang")
 
@@ -356,7 +357,7 @@ import json, pkgutil, types
 import sglang.srt.managers.scheduler as scheduler  # before the plugins, as the host does
 from sglang.srt.plugins import load_plugins
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang_dflash.host import hooks
+from sglang_dflash.host.start import hooks
 targets = sorted(hooks.registered_hooks())
 found = {"targets": targets, "callable": [t for t in targets if callable(pkgutil.resolve_name(t))]}
 found["missing_before"] = hooks.missing_hooks()
@@ -402,7 +403,7 @@ def test_every_hook_target_is_in_the_contract(probe):
 
 def test_dflash_gets_our_worker(probe):
     """Fails where the hook does not choose our worker for DFLASH, or also acts on other algorithms."""
-    assert probe["worker"] == "sglang_dflash.host.build"
+    assert probe["worker"] == "sglang_dflash.host.worker.build"
     assert "Cannot create worker for NONE" in probe["none"]
 
 
@@ -414,22 +415,10 @@ def test_hooks_reach_the_scheduler(probe):
 
 def test_builtin_worker_is_left_alone(monkeypatch):
     """Fails where `SGLANG_DFLASH_WORKER=builtin` still gets our worker or our request check."""
-    from sglang_dflash.host import (
-        block_results,
-        capture,
-        features,
-        hooks,
-        ragged,
-        requests,
-        row_report,
-        sampler,
-        sessions,
-        streamed_text,
-        trees,
-        trimmed_rows,
-        weights,
-    )
-    from sglang_dflash.host.hooking import hooks_of
+    from sglang_cpu.hooking import hooks_of
+    from sglang_dflash.host.patches import block_results, capture, ragged, sampler, sessions, streamed_text, weights
+    from sglang_dflash.host.start import features, hooks, requests
+    from sglang_dflash.host.worker import row_report, trees, trimmed_rows
 
     modules = (block_results, capture, sampler, sessions, weights, features, requests, ragged, row_report)
     seams = [hooks_of(module) for module in (*modules, streamed_text, trees, trimmed_rows)]
@@ -444,7 +433,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
 
 def test_an_unknown_worker_is_refused(monkeypatch):
     """Fails where a misspelt switch silently selects one of the workers."""
-    from sglang_dflash.host.version import builtin_worker_requested
+    from sglang_dflash.host.start.version import builtin_worker_requested
 
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "built-in")
     with pytest.raises(SystemExit, match=r"'built-in' is not known: use 'plugin' .* or 'builtin'"):

@@ -15,7 +15,7 @@ from stand_ins import configured, one_rank
 
 from sglang_dflash import ops
 from sglang_dflash.core.copies import Offer
-from sglang_dflash.host.copied_rows import CopiedRows
+from sglang_dflash.host.worker.copied_rows import CopiedRows
 
 GREEDY = {"temperature": 0.0}
 PLAIN = [Asked(GREEDY, (5, 6, 7)), Asked(GREEDY, (9,)), Asked(GREEDY, (1, 2, 3, 4, 5))]

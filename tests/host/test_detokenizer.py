@@ -12,7 +12,7 @@ from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sglang_dflash.host import streamed_text
+from sglang_dflash.host.patches import streamed_text
 from sglang_dflash.serving import TINY_TARGET
 
 TEXTS = [

@@ -16,10 +16,11 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from stand_ins import Batch, configured, copies, make_plan, make_req, make_row_sampler, make_sampler, output_of
 
+from sglang_cpu.ops import murmur_hash32
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan
-from sglang_dflash.host import sampler
-from sglang_dflash.host.penalties import asks_for_penalties
+from sglang_dflash.host.patches import sampler
+from sglang_dflash.host.worker.penalties import asks_for_penalties
 
 pytestmark = pytest.mark.slow
 
@@ -279,7 +280,7 @@ def test_another_distribution_is_seen(other):
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"top_k": 6, "top_p": 0.8}], ids=str)
 def test_seeded_blocks_are_plain_decoding_token_by_token(monkeypatch, params):
     """Fails where a row's noise is that of another request or position."""
-    monkeypatch.setattr("sglang.srt.layers.sampler.murmur_hash32", ops.murmur_hash32)  # Triton's, without a GPU
+    monkeypatch.setattr("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32)  # Triton's, without a GPU
     count = 500
     with configured(enable_deterministic_inference=True):
         reqs = [make_req(slot=i, vocab_size=VOCAB, sampling_seed=i, **params) for i in range(count)]

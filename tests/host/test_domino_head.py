@@ -10,8 +10,8 @@ from sglang.srt.speculative.domino_utils import domino_greedy_rollout
 from stand_ins import Group, split_head
 from torch import nn
 
-from sglang_dflash.host import draft_heads
-from sglang_dflash.host.draft_heads import DominoHead, head_of
+from sglang_dflash.host.worker import draft_heads
+from sglang_dflash.host.worker.draft_heads import DominoHead, head_of
 
 HIDDEN, UNITS, RANK, VOCAB, BLOCK = 12, 7, 5, 30, 4
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from stand_ins import Group, PackedHead, split_head
 
-from sglang_dflash.host import draft_heads
-from sglang_dflash.host.draft_heads import DraftHead
+from sglang_dflash.host.worker import draft_heads
+from sglang_dflash.host.worker.draft_heads import DraftHead
 
 BLOCK_SIZE = 4
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
 
-from sglang_dflash.host import draft_input
-from sglang_dflash.host.draft_input import DraftInput, reserve_lens
+from sglang_dflash.host.worker import draft_input
+from sglang_dflash.host.worker.draft_input import DraftInput, reserve_lens
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

@@ -11,7 +11,7 @@ import pytest
 
 from published_layouts import publish
 from sglang_dflash.core.draft_config import LayerAttention
-from sglang_dflash.host.draft_files import read_draft_config
+from sglang_dflash.host.start.draft_files import read_draft_config
 from sglang_dflash.serving import TINY_DRAFT
 
 DFLASH = json.loads((TINY_DRAFT / "config.json").read_text())["dflash_config"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_dflash.core.block import Block
-from sglang_dflash.host.draft_window import DraftWindow
+from sglang_dflash.host.worker.draft_window import DraftWindow
 
 BLOCK_SIZE = 4
 SENTINEL = -7

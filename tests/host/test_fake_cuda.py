@@ -26,9 +26,11 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_cpu.ops import murmur_hash32
 from sglang_dflash import ops
 from sglang_dflash.core import block
-from sglang_dflash.host import (
+from sglang_dflash.host.patches.sampler import seeded_min_p
+from sglang_dflash.host.worker import (
     context_kv,
     device_rows,
     draft_heads,
@@ -40,10 +42,9 @@ from sglang_dflash.host import (
     short_head,
     worker,
 )
-from sglang_dflash.host.draft_heads import SelectorHead
-from sglang_dflash.host.sampler import seeded_min_p
-from sglang_dflash.host.sampling_memory import rehearse
-from sglang_dflash.host.short_head import DraftIds
+from sglang_dflash.host.worker.draft_heads import SelectorHead
+from sglang_dflash.host.worker.sampling_memory import rehearse
+from sglang_dflash.host.worker.short_head import DraftIds
 from sglang_dflash.ops import penalties as torch_penalties
 from sglang_dflash.ops import (
     reference,
@@ -172,7 +173,7 @@ def watch(monkeypatch) -> Iterator[Watch]:
         monkeypatch.setattr(module, "upload", upload_unseen(watch))
     monkeypatch.setattr(context_kv.ops, "fits", lambda *_: False)  # fake tensors have no addresses: layer by layer
     monkeypatch.setattr(host_sampler, "sampler_softmax", lambda logits: torch.softmax(logits, -1))
-    monkeypatch.setattr(host_sampler, "murmur_hash32", ops.murmur_hash32)
+    monkeypatch.setattr(host_sampler, "murmur_hash32", murmur_hash32)
     filters = "top_k_top_p_min_p_sampling_from_probs_torch"  # hooked, as on a server
     monkeypatch.setattr(host_sampler, filters, partial(seeded_min_p, getattr(host_sampler, filters)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)

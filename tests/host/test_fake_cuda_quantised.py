@@ -28,8 +28,8 @@ from stand_ins import PackedHead, make_sampler
 from test_fake_cuda import Watch, run, table_of, watch
 
 from sglang_dflash import ops
-from sglang_dflash.host.context_kv import ContextKVWriter
-from sglang_dflash.host.draft_heads import DraftHead
+from sglang_dflash.host.worker.context_kv import ContextKVWriter
+from sglang_dflash.host.worker.draft_heads import DraftHead
 
 __all__ = ["watch"]  # a fixture
 

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from sglang_dflash import ops
 from sglang_dflash.core.policy import Drafting
-from sglang_dflash.host import device_rows, rows
-from sglang_dflash.host.trimmed_rows import TrimmedRows
-from sglang_dflash.host.worker import DFlashWorker
+from sglang_dflash.host.worker import device_rows, rows
+from sglang_dflash.host.worker.trimmed_rows import TrimmedRows
+from sglang_dflash.host.worker.worker import DFlashWorker
 
 __all__ = ["watch"]  # a fixture
 SIZE = BATCH * BLOCK  # as many rows as the stand-in's forwards return

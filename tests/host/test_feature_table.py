@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.host.features import FEATURES, Feature
+from sglang_dflash.host.start.features import FEATURES, Feature
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 
 TESTS = Path(__file__).parents[1]

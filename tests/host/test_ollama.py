@@ -12,7 +12,8 @@ import pytest
 from fastapi import HTTPException
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
 
-from sglang_dflash.host import requests, streamed_text
+from sglang_dflash.host.patches import streamed_text
+from sglang_dflash.host.start import requests
 
 
 def chunk(text: str, finish: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from stand_ins import Batch, configured, make_plan, make_req
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyPlan
-from sglang_dflash.host.block_results import order_penalizers
-from sglang_dflash.host.penalties import RequestPenalties, asks_for_penalties, stop_ids
+from sglang_dflash.host.patches.block_results import order_penalizers
+from sglang_dflash.host.worker.penalties import RequestPenalties, asks_for_penalties, stop_ids
 
 KERNELS = ops.choose_kernels("cpu", torch.float32)
 

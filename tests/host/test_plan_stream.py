@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash import ops
 from sglang_dflash.core.policy import SameRows
-from sglang_dflash.host.beside_rows import BesideRows
-from sglang_dflash.host.plan_stream import PlanStream, own_input_buffers
+from sglang_dflash.host.worker.beside_rows import BesideRows
+from sglang_dflash.host.worker.plan_stream import PlanStream, own_input_buffers
 
 Clock = dict["Stream", int]
 GRAPHS_OFF = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=Backend.DISABLED)))
@@ -236,8 +236,8 @@ def test_a_missing_wait_is_found(planted, monkeypatch):
 def test_off_unless_asked_for(asked, device, wanted, monkeypatch):
     """Fails where a server that does not set SGLang's variable, or runs on a CPU, prepares on a plan stream; or where
     the draft's graphs share the target's input buffers, which the plan stream fills meanwhile."""
-    monkeypatch.setattr("sglang_dflash.host.draft_runner.get_exec", lambda: SimpleNamespace(graph=GRAPHS_OFF))
-    monkeypatch.setattr("sglang_dflash.host.draft_runner.draft_pp_context", nullcontext)
+    monkeypatch.setattr("sglang_dflash.host.worker.draft_runner.get_exec", lambda: SimpleNamespace(graph=GRAPHS_OFF))
+    monkeypatch.setattr("sglang_dflash.host.worker.draft_runner.draft_pp_context", nullcontext)
     step = Step(monkeypatch, False)
     step.worker.device = step.worker._draft.runner.device = device
     of_target, of_draft = input_buffers.share_input_buffer("a test's", torch.zeros(3)), []

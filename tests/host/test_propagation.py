@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from sglang.srt.plugins.hook_registry import _propagate_patch
 
-from sglang_dflash.host import propagation
-from sglang_dflash.host.propagation import Importers
+from sglang_dflash.host.start import propagation
+from sglang_dflash.host.start.propagation import Importers
 
 # The tests of other files may have installed ours.
 SGLANGS = _propagate_patch if _propagate_patch.__module__ != propagation.__name__ else None

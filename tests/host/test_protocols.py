@@ -1,4 +1,4 @@
-"""The types of SGLang's objects (`host/protocols.py`) name what SGLang's classes have."""
+"""The types of SGLang's objects (`host/worker/protocols.py`) name what SGLang's classes have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.host import protocols
+from sglang_dflash.host.worker import protocols
 
 CLASSES = {
     protocols.Req: Req,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_dflash.host.ragged import RaggedVerifyInput, positions_of_sections
+from sglang_dflash.host.patches.ragged import RaggedVerifyInput, positions_of_sections
 
 DELTA = torch.tensor([[-5]])
 

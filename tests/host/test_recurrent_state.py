@@ -16,8 +16,10 @@ from sglang.srt.configs import (
     Qwen3NextConfig,
 )
 
-from sglang_dflash.host import capture, recurrent_state
-from sglang_dflash.host.cpu.loading import mend_kimi_linear
+from sglang_cpu.hooks import refusal_of_state
+from sglang_cpu.loading import mend_kimi_linear
+from sglang_dflash.host.patches import capture
+from sglang_dflash.host.worker import recurrent_state
 
 KIMI = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
 
@@ -43,7 +45,7 @@ def kimi_linear() -> KimiLinearConfig:
 )
 def test_states_that_have_ops_are_served(config, architecture):
     """Fails where a state that our ops compute is refused."""
-    assert recurrent_state.refusal_on_cpu(model_of(config, architecture)) is None
+    assert refusal_of_state(model_of(config, architecture)) is None
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_states_that_have_ops_are_served(config, architecture):
 def test_other_states_are_refused(config, architecture):
     """Fails where bounded decays, or another state, are served as if they were Kimi-Linear's, or a model with Mamba-2
     layers that none has run as if it were Nemotron-H."""
-    assert architecture in recurrent_state.refusal_on_cpu(model_of(config, architecture))
+    assert architecture in refusal_of_state(model_of(config, architecture))
 
 
 def test_bytes_of_a_kimi_state():

@@ -15,9 +15,9 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.host import requests
-from sglang_dflash.host.hooking import hooks_of
-from sglang_dflash.host.requests import refuse_unsupported
+from sglang_cpu.hooking import hooks_of
+from sglang_dflash.host.start import requests
+from sglang_dflash.host.start.requests import refuse_unsupported
 
 VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 PAGE = Path(__file__).parents[2] / "docs" / "request-fields.md"

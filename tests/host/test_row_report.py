@@ -12,7 +12,7 @@ import pytest
 
 from sglang_dflash.core.policy import StepSeconds
 from sglang_dflash.core.row_counts import PREFILLED, SECONDS, STATE, RowCounts
-from sglang_dflash.host import row_report
+from sglang_dflash.host.worker import row_report
 
 
 @pytest.fixture

@@ -15,12 +15,13 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, Dis
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from stand_ins import Batch, configured, make_plan, make_req, make_row_sampler, make_sampler, output_of
 
+from sglang_cpu.ops import murmur_hash32
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
-from sglang_dflash.host import hidden_states
-from sglang_dflash.host.acceptance import Acceptor
-from sglang_dflash.host.hidden_states import ReturnedHiddenStates
-from sglang_dflash.host.sampling import LOGPROBS, expand
+from sglang_dflash.host.worker import hidden_states
+from sglang_dflash.host.worker.acceptance import Acceptor
+from sglang_dflash.host.worker.hidden_states import ReturnedHiddenStates
+from sglang_dflash.host.worker.sampling import LOGPROBS, expand
 
 VOCAB = 16
 PROCESSOR = DisallowedTokensLogitsProcessor.to_str()
@@ -201,7 +202,7 @@ def test_penalties_then_grammar_then_bias(monkeypatch):
             seen["before the mask"] = logits.clone()
             logits[:, 4:] = -torch.inf
 
-    monkeypatch.setattr("sglang_dflash.host.sampling.build_grammar_vocab_mask", lambda **_: Mask())
+    monkeypatch.setattr("sglang_dflash.host.worker.sampling.build_grammar_vocab_mask", lambda **_: Mask())
     req = make_req(vocab_size=VOCAB, temperature=0.0, presence_penalty=1.0, logit_bias={"2": 0.5, "9": 50.0})
     batch = Batch([req], VOCAB, has_grammar=True)
     sampler = make_row_sampler(lambda out, *_: out.next_token_logits.argmax(-1), VOCAB, 2)
@@ -254,7 +255,7 @@ def test_logprobs_stand_where_the_host_looks_for_them(temperature):
 def test_parts_of_a_batch_are_sampled_as_the_whole(sampled_rows, monkeypatch):
     """Fails where sampling some requests at a time changes a token, a logprob or a processor's rows, or where a part in
     which nobody asks for logprobs shifts those of the others."""
-    monkeypatch.setattr("sglang.srt.layers.sampler.murmur_hash32", ops.murmur_hash32)  # the host's needs CUDA
+    monkeypatch.setattr("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32)  # the host's needs CUDA
     recorder, width = Recorder(), 3
     entry = ProcessorEntry(recorder, [1, 4], torch.tensor([1, 4]))
     asked: list[dict[str, Any]] = [

@@ -11,9 +11,9 @@ import torch
 from sglang.srt.layers import sampler as host
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
-from sglang_dflash import ops
-from sglang_dflash.host.cpu.deterministic import sample_uncompiled
-from sglang_dflash.host.sampler import sample_as_if_alone, seeded_min_p
+from sglang_cpu.deterministic import sample_uncompiled
+from sglang_cpu.ops import murmur_hash32
+from sglang_dflash.host.patches.sampler import sample_as_if_alone, seeded_min_p
 
 VOCABULARY = 400
 FILTER = host.top_k_top_p_min_p_sampling_from_probs_torch
@@ -31,7 +31,7 @@ def _hooked(monkeypatch):
     """The host's sampler on a CPU, as our hooks leave it."""
     torch.manual_seed(0)
     monkeypatch.setattr(host, "get_exec", lambda: SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch")))
-    monkeypatch.setattr(host, "murmur_hash32", ops.murmur_hash32)
+    monkeypatch.setattr(host, "murmur_hash32", murmur_hash32)
     monkeypatch.setattr(host, "multinomial_with_seed", partial(sample_uncompiled, MULTINOMIAL))
     monkeypatch.setattr(host, "top_k_top_p_min_p_sampling_from_probs_torch", partial(seeded_min_p, FILTER))
 

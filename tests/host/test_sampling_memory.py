@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dflash.host import sampling_memory
-from sglang_dflash.host.sampling_memory import measure_sampling
+from sglang_dflash.host.worker import sampling_memory
+from sglang_dflash.host.worker.sampling_memory import measure_sampling
 
 WIDTH, VOCAB = 16, 100
 

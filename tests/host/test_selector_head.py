@@ -13,9 +13,9 @@ from stand_ins import Group, configured, one_rank, split_head
 
 from sglang_dflash import ops
 from sglang_dflash.core.draft_heads import Convolution, Selector
-from sglang_dflash.host import draft_heads
-from sglang_dflash.host.cpu import draft_layers
-from sglang_dflash.host.draft_heads import DraftHead, SelectorHead, head_of
+from sglang_dflash.host.patches import draft_layers
+from sglang_dflash.host.worker import draft_heads
+from sglang_dflash.host.worker.draft_heads import DraftHead, SelectorHead, head_of
 from sglang_dflash.reference import CandidateSelector as ReferenceSelector
 from sglang_dflash.reference.dflash2 import GroupedConvolution
 
@@ -67,7 +67,7 @@ def test_the_host_s_convolution(size: int) -> None:
         own_prepared, own_delta = ours.prepare(x[None], size)
         assert torch.equal(own_prepared[0], prepared)
         assert torch.equal(ours.finish(behind[None], own_delta, size)[0], finished)
-        assert torch.equal(draft_layers.convolve(host, behind, delta, 1), finished)
+        assert torch.equal(draft_layers.convolve(pytest.fail, host, behind, delta, 1), finished)
 
 
 @pytest.mark.parametrize(("softcap", "multiplier"), [(None, 1.0), (3.0, 0.5)])

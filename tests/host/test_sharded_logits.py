@@ -11,8 +11,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from stand_ins import Group, configured
 
 from sglang_dflash import ops
-from sglang_dflash.host import sharded_logits
-from sglang_dflash.host.sharded_logits import ShardedLogits
+from sglang_dflash.host.worker import sharded_logits
+from sglang_dflash.host.worker.sharded_logits import ShardedLogits
 
 KERNELS = ops.choose_kernels("cpu", torch.float32)
 

@@ -18,9 +18,10 @@ from test_selector_head import _host_model
 
 from sglang_dflash import ops
 from sglang_dflash.core.draft_vocab import DraftVocabulary
-from sglang_dflash.host import draft_heads, draft_runner, short_head, weights
-from sglang_dflash.host.draft_heads import DominoHead, DraftHead, SelectorHead
-from sglang_dflash.host.short_head import VARIABLE, DraftIds, ShortHead, asked, special_ids
+from sglang_dflash.host.patches import weights
+from sglang_dflash.host.worker import draft_heads, draft_runner, short_head
+from sglang_dflash.host.worker.draft_heads import DominoHead, DraftHead, SelectorHead
+from sglang_dflash.host.worker.short_head import VARIABLE, DraftIds, ShortHead, asked, special_ids
 
 VOCAB, HIDDEN, BLOCK, FEW = 30, 12, 4, 9
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 
-from sglang_dflash.host import simulated
+from sglang_dflash.host.worker import simulated
 
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 TARGET_IDS = torch.tensor([[20, 21, 22, 23], [24, 25, 26, 27]])

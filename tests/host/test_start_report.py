@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.host import start_report
+from sglang_dflash.host.start import start_report
 
 
 def config(**values: Any) -> SimpleNamespace:

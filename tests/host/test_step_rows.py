@@ -18,11 +18,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from stand_in_worker import BATCH, BLOCK, VOCAB, prefill_batch
 from stand_ins import configured, one_rank
 
-from sglang_dflash import ops
+from sglang_cpu.ops import murmur_hash32
 from sglang_dflash.core.block import VerifyPlan
-from sglang_dflash.host import acceptance, sampler, sampling
-from sglang_dflash.host.hidden_states import ReturnedHiddenStates
-from sglang_dflash.host.worker import DFlashWorker
+from sglang_dflash.host.patches import sampler
+from sglang_dflash.host.worker import acceptance, sampling
+from sglang_dflash.host.worker.hidden_states import ReturnedHiddenStates
+from sglang_dflash.host.worker.worker import DFlashWorker
 
 SEEDED = {"enable_deterministic_inference": True}  # the host reads seeds only then
 
@@ -30,7 +31,7 @@ SEEDED = {"enable_deterministic_inference": True}  # the host reads seeds only t
 @pytest.fixture(autouse=True)
 def _hooked(monkeypatch):
     """The host's sampler as on a server with our hooks, on a CPU."""
-    monkeypatch.setattr(host_sampler, "murmur_hash32", ops.murmur_hash32)
+    monkeypatch.setattr(host_sampler, "murmur_hash32", murmur_hash32)
     filters = "top_k_top_p_min_p_sampling_from_probs_torch"
     monkeypatch.setattr(host_sampler, filters, partial(sampler.seeded_min_p, getattr(host_sampler, filters)))
     original = host_sampler.Sampler._sample_from_probs

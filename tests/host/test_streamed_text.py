@@ -15,7 +15,7 @@ from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 from stream_answers import CALLS, REASONING_ANSWERS, TOKENIZERS, TOOL_ANSWERS, TOOLS, TYPED, called
 
-from sglang_dflash.host import streamed_text
+from sglang_dflash.host.patches import streamed_text
 
 GROUPINGS = 50  # of each answer's tokens, beside all at once and one by one
 # What real tokenizers do: special tokens are apart; words carry the space before them, and marks the line's end behind.

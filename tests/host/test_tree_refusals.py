@@ -9,8 +9,8 @@ import pytest
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
-from sglang_dflash.host import trees
-from sglang_dflash.host.widths import FULL, TREE, WIDTH, asked
+from sglang_dflash.host.start.widths import FULL, TREE, WIDTH, asked
+from sglang_dflash.host.worker import trees
 
 PLAIN_DRAFT = SimpleNamespace(selector=None, domino=None)
 TARGET = {"is_hybrid_swa": False, "attention_arch": AttentionArch.MHA, "is_multimodal": False}

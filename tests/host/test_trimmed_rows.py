@@ -22,9 +22,9 @@ from test_step_rows import GREEDY, PLAIN, SEEDED, SEEDS, _hooked, ask, check_fin
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyPlan
-from sglang_dflash.host import acceptance, trimmed_rows
-from sglang_dflash.host.device_rows import DeviceRows
-from sglang_dflash.host.trimmed_rows import TrimmedRows, can_trim
+from sglang_dflash.host.worker import acceptance, trimmed_rows
+from sglang_dflash.host.worker.device_rows import DeviceRows
+from sglang_dflash.host.worker.trimmed_rows import TrimmedRows, can_trim
 from sglang_dflash.ops import rows as row_ops
 
 __all__ = ["_hooked"]  # a fixture

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_dflash.host import waiting
+from sglang_dflash.host.start import waiting
 
 WAITS = SimpleNamespace(needs_cpu_seq_lens=AttentionBackend.needs_cpu_seq_lens)
 RUNS_ON = SimpleNamespace(needs_cpu_seq_lens=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
-from sglang_dflash.host import widths
+from sglang_dflash.host.start import widths
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,13 @@ from itertools import product
 import pytest
 import torch
 
+from sglang_cpu.ops import rows_as_requests
 from sglang_dflash.ops import (
     Drafts,
     accept_tree,
     attention_mask,
     grow_trees,
     most_rows,
-    rows_as_requests,
     seen_rows,
     top_drafts,
 )

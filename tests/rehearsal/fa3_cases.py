@@ -15,7 +15,7 @@ from rehearsal import fa3_rig
 from rehearsal.fa3_models import BLOCK, CONTEXT, HEADS, KV_HEADS, REQUESTS, AttentionModel, Setup
 from rehearsal.fa3_rig import Rig
 from rehearsal.flash_attn_stub import KernelError
-from sglang_dflash.host import page_tables
+from sglang_dflash.host.patches import page_tables
 
 LAST = CONTEXT - 4
 """The longest prefix of a request that has not ended; under overlap, one more block of it may be under way."""

@@ -22,13 +22,13 @@ from host.stand_ins import Batch, configured, make_req, one_rank
 from rehearsal.fa3_models import BLOCK, CONTEXT, GRAPH_SIZES, REQUESTS, VOCAB, AttentionModel, Graphs, Layer, Setup
 from sglang_dflash import ops
 from sglang_dflash.core.policy import SameRows
-from sglang_dflash.host.acceptance import Acceptor
-from sglang_dflash.host.draft_input import DraftInput, reserve_lens
-from sglang_dflash.host.draft_runner import DraftRunner
-from sglang_dflash.host.draft_window import DraftWindow
-from sglang_dflash.host.hooks import _row_headroom
-from sglang_dflash.host.rows import StepRows
-from sglang_dflash.host.worker import DFlashWorker, WorkerParts
+from sglang_dflash.host.start.hooks import _row_headroom
+from sglang_dflash.host.worker.acceptance import Acceptor
+from sglang_dflash.host.worker.draft_input import DraftInput, reserve_lens
+from sglang_dflash.host.worker.draft_runner import DraftRunner
+from sglang_dflash.host.worker.draft_window import DraftWindow
+from sglang_dflash.host.worker.rows import StepRows
+from sglang_dflash.host.worker.worker import DFlashWorker, WorkerParts
 
 TARGET_LAYERS = (Layer(), Layer(left=20))
 DRAFT_LAYERS = (Layer(causal=False), Layer(left=20), Layer(left=20, causal=False))

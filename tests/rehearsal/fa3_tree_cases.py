@@ -15,7 +15,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from host.stand_ins import configured, one_rank
 from rehearsal.fa3_models import BLOCK, CONTEXT, HEADS, KV_HEADS, REQUESTS, AttentionModel, Graphs, Layer, Setup
 from sglang_dflash import ops
-from sglang_dflash.host.ragged import RaggedVerifyInput
+from sglang_dflash.host.patches.ragged import RaggedVerifyInput
 
 WIDTH = CONTEXT + 2 * BLOCK
 BATCHES = [([3, 1, 6, 4], [7, 120, 1, 33]), ([2, 5, 1], [64, 2, 90]), ([4], [16])]

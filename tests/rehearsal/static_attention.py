@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_spec
 
-from sglang_dflash.host.cpu.attention import CpuAttentionBackend, _view_of
+from sglang_cpu.attention import CpuAttentionBackend, _view_of
 
 
 class StaticAttentionBackend(CpuAttentionBackend):

@@ -135,7 +135,7 @@ class Copies:
         """
         Args:
             most: tokens of an offer, K - 1.
-            vocab_size: other ids, which a host may put in the place of pictures, are never copied.
+            vocab_size: other ids, which SGLang may put in the place of pictures, are never copied.
         """
         assert most >= 1, most
         self._most, self._vocab_size = most, vocab_size

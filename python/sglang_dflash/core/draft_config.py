@@ -25,9 +25,9 @@ SPECIAL_HEADS = {
     "markov_rank": "DSpark's Markov head",
     "enable_confidence_head": "DSpark's confidence head",
 }
-NESTED, TOP_LEVEL = ("attention_sink_bias", "attention_value_scale"), ("use_gemma_norm",)  # where the host reads them
+NESTED, TOP_LEVEL = ("attention_sink_bias", "attention_value_scale"), ("use_gemma_norm",)  # where SGLang reads them
 DTYPES = ("bfloat16", "float16", "float32")
-QWEN3_HEAD_DIM = 128  # the default of transformers' Qwen3Config, with which the host reads most drafts' configs
+QWEN3_HEAD_DIM = 128  # the default of transformers' Qwen3Config, with which SGLang reads most drafts' configs
 DSPARK_KEYS = ("markov_rank", "enable_confidence_head")
 USE_BUILTIN = "start with SGLANG_DFLASH_WORKER=builtin, which may serve it"
 USE_DSPARK = "start with --speculative-algorithm DSPARK, an algorithm of its own in SGLang"
@@ -251,7 +251,7 @@ def _refuse_special_heads(config: Mapping[str, Any], dflash: Mapping[str, Any]) 
     for keys, level, place in ((NESTED, config, "dflash_config"), (TOP_LEVEL, dflash, "the top level")):
         for key in keys:
             if level.get(key):
-                raise ValueError(f"The draft's {key} stands where the host ignores it; it must be in {place}.")
+                raise ValueError(f"The draft's {key} stands where SGLang ignores it; it must be in {place}.")
     lilicorr = sorted(key for key, value in dflash.items() if key.startswith("lilicorr") and value)
     if lilicorr:
         raise ValueError(f"The draft has LiLiCorr's reranker ({lilicorr[0]}), which we do not serve: {USE_BUILTIN}.")
@@ -273,7 +273,7 @@ def _head_vocab_size(config: Mapping[str, Any]) -> int | None:
 
 
 def _flag(config: Mapping[str, Any], key: str, null: bool = True) -> bool:
-    """null: whether the host takes a null for false."""
+    """null: whether SGLang takes a null for false."""
     value = config.get(key, False)
     if type(value) is not bool and not (null and value is None):
         raise ValueError(f"The draft's {key} is {value!r}; it must be true, false or absent.")
@@ -305,7 +305,7 @@ def _layer_attention(config: Mapping[str, Any], num_layers: int) -> tuple[LayerA
     full, sliding = "full_attention", "sliding_attention"
     layer_types, slides = config.get("layer_types"), config.get("use_sliding_window", False)
     if layer_types is None:
-        # The default of transformers' Qwen3Config, with which the host reads a draft's config.
+        # The default of transformers' Qwen3Config, with which SGLang reads a draft's config.
         first = num_layers
         if slides and config.get("sliding_window", True) is not None:
             first = config.get("max_window_layers", 28)
@@ -324,7 +324,7 @@ def _layer_attention(config: Mapping[str, Any], num_layers: int) -> tuple[LayerA
     if sliding in layer_types and not slides:
         raise ValueError(
             f"The draft's layer_types has '{sliding}' and its use_sliding_window is {slides!r}; use_sliding_window "
-            "must be true, or the host drops the window."
+            "must be true, or SGLang drops the window."
         )
     window = _positive(config, "sliding_window") if sliding in layer_types else None
     is_causal = config.get("is_causal")
@@ -343,7 +343,7 @@ def _target_layer_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     layer_ids = config.get("target_layer_ids")
     if not isinstance(layer_ids, list) or not layer_ids or any(type(i) is not int for i in layer_ids):
         raise ValueError(f"dflash_config.target_layer_ids is {layer_ids!r}; it must be a list of layer numbers.")
-    # Whatever the list says, the host captures each layer once, in the model's order.
+    # Whatever the list says, SGLang captures each layer once, in the model's order.
     if any(second <= first for first, second in pairwise(layer_ids)):
         raise ValueError(f"dflash_config.target_layer_ids is {layer_ids}; the layer numbers must rise.")
     return tuple(layer_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# The host's class and its two aliases.
+# SGLang's class and its two aliases.
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 
 
@@ -83,9 +83,7 @@ def read_selector(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Selec
     rank, top_k = _pair(config, dflash, "selector_rank", "selector_top_k")
     needs = architectures is not None and architectures[0] in DFLASH2_ARCHITECTURES
     if needs != bool(rank):
-        allowed = (
-            "a positive integer" if needs else "absent, because the host gives a selector to DFlash2's classes only"
-        )
+        allowed = "a positive integer" if needs else "absent, because SGLang gives a selector to DFlash2's classes only"
         raise ValueError(f"dflash_config.selector_rank is {rank} in a draft of {architectures}; it must be {allowed}.")
     if not rank:
         return None
@@ -137,7 +135,7 @@ def _pair(config: Mapping[str, Any], dflash: Mapping[str, Any], first: str, seco
     """Both values, or two zeros where the config has neither."""
     for key in (first, second):
         if config.get(key) and not dflash.get(key):
-            raise ValueError(f"The draft's config has {key} at top level; the host reads it in dflash_config only.")
+            raise ValueError(f"The draft's config has {key} at top level; SGLang reads it in dflash_config only.")
     values = {key: dflash.get(key, 0) or 0 for key in (first, second)}
     for key, value in values.items():
         if type(value) is not int or value < 0:
@@ -151,7 +149,7 @@ def _pair(config: Mapping[str, Any], dflash: Mapping[str, Any], first: str, seco
 
 
 def _scores(dflash: Mapping[str, Any]) -> tuple[float, float]:
-    """The factor and the bound of a selector's scores. The host reads both in every draft, and a null only as bound."""
+    """The factor and the bound of a selector's scores. SGLang reads both in every draft, and a null only as bound."""
     multiplier = _number(dflash, "output_multiplier", 1.0)
     if multiplier <= 0 or dflash.get("output_multiplier", 1.0) is None:
         raise ValueError(

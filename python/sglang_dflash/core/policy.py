@@ -49,7 +49,7 @@ class StepSeconds(NamedTuple):
 class Policy(Protocol):
     """Who chooses the rows of a step.
 
-    Where the host reads what the draft computed, `verify` chooses the rows. On CUDA the host reads it some steps later;
+    Where the CPU reads what the draft computed, `verify` chooses the rows. On CUDA the CPU reads it some steps later;
     the step then verifies all rows, or the likeliest ones, as many as `draft` has said. `see_*` and `learn` may come
     late.
     """

@@ -17,12 +17,12 @@ from sglang_dflash.serving.device import device_flags
 from sglang_dflash.serving.errors import last_error
 from sglang_dflash.serving.lifetime import TiedProcess
 
-REPORTER = "sglang_dflash.host.start_report"
+REPORTER = "sglang_dflash.host.start.start_report"
 MARK = '{"start": '
 LONGEST_S = 300.0
 """SGLang's imports take half a minute on two cores, and some minutes from a cold disk."""
 WAITING_BACKENDS = ("flashinfer",)
-"""Attention backends that take lengths on the host, so that each step waits for the one before (host/waiting.py)."""
+"""Attention backends that take lengths on the host, so that each step waits for the one before (start/waiting.py)."""
 GB = 1e9
 
 
@@ -119,7 +119,7 @@ def _attention(values: dict[str, Any]) -> Iterator[Finding]:
     elif values["device"] == "cuda" and not values["overlap"]:
         yield warn("attention backend", f"{said}.", "leave --disable-overlap-schedule out")
     elif values["device"] == "cpu" and values["dtype"] == "float16":
-        said = "float16, which the native ops do not take on a CPU: torch computes, and slowly."
+        said = "float16, which the native ops do not take on a CPU: their specification computes, and slowly."
         yield warn("dtype", said, "--dtype bfloat16 or float32")
     else:
         yield ok("attention backend", f"{said}.")

@@ -1,1 +1,4 @@
-"""The boundary: the only folder that imports sglang (release pinned in `version.py`). "The host" is SGLang."""
+"""The boundary: the only folder of the package that imports SGLang (release pinned in `start/version.py`).
+
+`start` refuses, `worker` adds, `patches` mends.
+"""

@@ -1,5 +1,5 @@
 """The public ops. `reference.py` specifies them; `block_conv.py`, `selector.py`, `domino.py` those of draft heads;
-`mixture.py` that of a mixture of experts, `rows.py` those of rows that are verified, `trees.py` those of trees.
+`rows.py` those of rows that are verified, `trees.py` those of trees.
 
 An op may have torch, native and Triton bodies. `choose_kernels` chooses them for a device and dtypes; a caller asks it
 once, when it is constructed, and holds the `Kernels`.
@@ -7,24 +7,11 @@ once, when it is constructed, and holds the `Kernels`.
 
 from __future__ import annotations
 
-from sglang_dflash.ops.attention import KVScratch, PagedRows, paged_attention, with_sink
-from sglang_dflash.ops.attention_bodies import (
-    TORCH_ATTENTION,
-    Attention,
-    PagedTable,
-    native_attention,
-    native_write_and_attend,
-)
-from sglang_dflash.ops.batch_invariant import install_batch_invariant_kernels
 from sglang_dflash.ops.block_conv import grouped_conv
 from sglang_dflash.ops.domino import DominoWeights, domino_rollout
-from sglang_dflash.ops.kernels import TORCH_KERNELS, Kernels, bodies, choose_kernels, warm_up
+from sglang_dflash.ops.kernels import TORCH_KERNELS, Kernels, choose_kernels, warm_up
 from sglang_dflash.ops.kv_buffers import FP8, KVBuffers, fits
-from sglang_dflash.ops.murmur import murmur_hash32
-from sglang_dflash.ops.native import DTYPES as NATIVE_DTYPES
-from sglang_dflash.ops.native import install_linear, serves
 from sglang_dflash.ops.penalties import BlockRows, Emitted, EmittedTokens, PenaltyParams, penalize, penalties_of
-from sglang_dflash.ops.recurrent_reference import StateRows
 from sglang_dflash.ops.reference import (
     Drafts,
     GreedyAcceptance,
@@ -50,17 +37,13 @@ from sglang_dflash.ops.trees import (
     attention_mask,
     grow_trees,
     most_rows,
-    rows_as_requests,
     seen_rows,
     top_drafts,
 )
 
 __all__ = [
     "FP8",
-    "NATIVE_DTYPES",
-    "TORCH_ATTENTION",
     "TORCH_KERNELS",
-    "Attention",
     "BlockRows",
     "Candidates",
     "DominoWeights",
@@ -69,18 +52,13 @@ __all__ = [
     "EmittedTokens",
     "GreedyAcceptance",
     "KVBuffers",
-    "KVScratch",
     "Kernels",
-    "PagedRows",
-    "PagedTable",
     "PenaltyParams",
     "Rows",
-    "StateRows",
     "TreeAcceptance",
     "Trees",
     "accept_tree",
     "attention_mask",
-    "bodies",
     "by_id",
     "candidate_logits",
     "choose_kernels",
@@ -92,26 +70,17 @@ __all__ = [
     "greedy_walk",
     "grouped_conv",
     "grow_trees",
-    "install_batch_invariant_kernels",
-    "install_linear",
     "keep_rows",
     "likeliest_rows",
     "most_rows",
-    "murmur_hash32",
-    "native_attention",
-    "native_write_and_attend",
-    "paged_attention",
     "pair_scores",
     "penalize",
     "penalties_of",
     "project_context",
     "recent_slots",
-    "rows_as_requests",
     "seen_rows",
-    "serves",
     "survival",
     "top_candidates",
     "top_drafts",
     "warm_up",
-    "with_sink",
 ]

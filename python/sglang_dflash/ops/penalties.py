@@ -31,7 +31,7 @@ class Emitted(NamedTuple):
         ids: [P, L] int64; their tokens, in any order, repeated or not. They only select the logits to look at: `seen`
             tells which ids count. Padding may be any id.
         seen: [P, V] bool.
-        sums: [P, V] float32; the frequency penalty, added once per occurrence, as the host's penalizer does.
+        sums: [P, V] float32; the frequency penalty, added once per occurrence, as SGLang's penalizer does.
         lens: [P] int64; numbers of tokens emitted.
     """
 
@@ -70,7 +70,7 @@ def penalize(logits: torch.Tensor, block: BlockRows, emitted: Emitted, params: P
     and stop ids change.
 
     Args:
-        logits: [T, V] float32, with any strides: the host's may be a slice of a padded vocabulary.
+        logits: [T, V] float32, with any strides: SGLang's may be a slice of a padded vocabulary.
     """
     width = block.ids.shape[1]
     columns = torch.arange(width, device=logits.device)
@@ -82,7 +82,7 @@ def penalize(logits: torch.Tensor, block: BlockRows, emitted: Emitted, params: P
     times = torch.where(verified[:, :, None], drafted_before(entries, block.ids), 0)
     seen = emitted.seen.gather(1, entries)[:, None] | (times > 0)
     sums = emitted.sums.gather(1, entries)[:, None].expand(times.shape)
-    for time in range(width - 1):  # one addition per occurrence: the sum is rounded as the host's is
+    for time in range(width - 1):  # one addition per occurrence: the sum is rounded as SGLang's is
         sums = torch.where(times > time, sums + params.frequency[:, None, None], sums)
     presence = torch.where(seen, params.presence[:, None, None], 0.0)
     repetition = torch.where(seen, params.repetition[:, None, None], 1.0)
@@ -97,7 +97,7 @@ def penalize(logits: torch.Tensor, block: BlockRows, emitted: Emitted, params: P
 
 
 def penalties_of(emitted: Emitted, params: PenaltyParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same penalties for one row per request, over the whole vocabulary, in the two parts that the host applies.
+    """The same penalties for one row per request, over the whole vocabulary, in the two parts that SGLang applies.
 
     Returns:
         additive: [P, V] float32, to be added to the logits; -inf at masked stop ids.
@@ -175,7 +175,7 @@ class EmittedTokens:
             requests, rows: [P] int64, each at most once; the indices in the batch, and the rows here.
             ids: [B, W] int64; those beyond `lens` may be any id.
             lens: [B] int.
-            most: bound, known on the host, of the tokens that any of these rows holds before.
+            most: bound, known on the CPU, of the tokens that any of these rows holds before.
         """
         ids, lens = ids[requests], lens[requests]
         width = ids.shape[1]

@@ -142,7 +142,7 @@ def attention_mask(seen: torch.Tensor, prefix_lens: torch.Tensor, cells: int) ->
     Args:
         seen: [B, N, N] bool.
         prefix_lens: [B] int.
-        cells: at least as many as the mask needs; the host may not know the lengths.
+        cells: at least as many as the mask needs; SGLang may not know the lengths.
 
     Returns:
         [cells] bool; True behind the mask.
@@ -155,25 +155,3 @@ def attention_mask(seen: torch.Tensor, prefix_lens: torch.Tensor, cells: int) ->
     mask = torch.ones(cells, dtype=torch.bool, device=seen.device)
     mask[at] = seen
     return mask
-
-
-def rows_as_requests(
-    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, seen: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each row as a request of its own, whose slots are those of the prefix and of the rows that it sees.
-
-    Args:
-        req_to_token: [R, S] int32.
-        req_pool_indices: [B] int; prefix_lens: [B] int64.
-        seen: [B, N, N] bool.
-
-    Returns:
-        A slot table, [B * N, S'] int32; its rows, [B * N] int64; and the slots before a row's own, [B * N] int64.
-    """
-    batch, rows = seen.shape[:2]
-    own = req_to_token[req_pool_indices.long(), : int(prefix_lens.max()) + rows]
-    at = prefix_lens[:, None, None] + torch.arange(rows)  # [B, 1, N]
-    order = (~seen).int().argsort(dim=2, stable=True)  # the rows that are seen first, as they stand
-    path = own.gather(1, (prefix_lens[:, None, None] + order).flatten(1)).view(batch * rows, rows)
-    table = own.repeat_interleave(rows, 0).scatter(1, at.expand(-1, rows, -1).reshape(batch * rows, rows), path)
-    return table, torch.arange(batch * rows), (prefix_lens[:, None] + seen.sum(2) - 1).flatten()

@@ -59,7 +59,7 @@ def _write_context_kv_kernel(
     k_buffer = tl.multiple_of(tl.load(pointers + layer).to(tl.pointer_type(held)), 16)
     v_buffer = tl.multiple_of(tl.load(pointers + LAYERS + layer).to(tl.pointer_type(held)), 16)
     v = tl.load(source + HEADS * DIM + head * DIM + column, mask=valid)
-    tl.store(k_buffer + target, k.to(element).to(held), mask=valid)  # the host rounds twice, too
+    tl.store(k_buffer + target, k.to(element).to(held), mask=valid)  # SGLang rounds twice, too
     tl.store(v_buffer + target, v.to(held), mask=valid)
 
 

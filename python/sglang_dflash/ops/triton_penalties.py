@@ -61,7 +61,7 @@ def _penalize_kernel(
         if row > 0:
             drafted = column == tl.load(block_ids + place * WIDTH + row)
             counted |= drafted
-            # One addition per occurrence: the sum is rounded as the host's is.
+            # One addition per occurrence: the sum is rounded as SGLang's is.
             total = tl.where(drafted, total + per_occurrence, total)
         masked = stops & (row < missing)
         touched = (counted | masked) & inside & (row < verified)

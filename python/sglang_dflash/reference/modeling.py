@@ -142,10 +142,25 @@ class DFlashAttention(nn.Module):
 def with_sinks(
     k: torch.Tensor, v: torch.Tensor, mask: Mask, sinks: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`ops.with_sink` with one score for each head; sinks: [Hq], rows: Q. Other than dense masks raise ValueError."""
+    """Adds one key of zeros, with a value of zeros; the mask, which SDPA adds to the scores, gives it its score.
+
+    Args:
+        k, v: [B, Hkv, S, D].
+        mask: bool, broadcastable to [B, Hq, Q, S]; None: every row sees every key. Other than dense masks raise
+            ValueError.
+        sinks: [Hq]; the score of the added key for each head.
+        rows: Q.
+
+    Returns:
+        k and v, [B, Hkv, S + 1, D], and the mask, [B, Hq, Q, S + 1].
+    """
     if mask is not None and not isinstance(mask, torch.Tensor):
         raise ValueError("A draft with attention sinks takes dense masks only.")
-    return ops.with_sink(k, v, mask, sinks.to(k.dtype).view(1, -1, 1, 1).expand(-1, -1, rows, -1))
+    scores = sinks.to(k.dtype).view(1, -1, 1, 1).expand(len(k), -1, rows, -1)
+    seen = torch.zeros((), dtype=k.dtype, device=k.device).expand(len(k), len(sinks), rows, k.shape[2])
+    if mask is not None:
+        seen = seen.masked_fill(~mask, -torch.inf)
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), torch.cat((seen, scores), -1)
 
 
 class GemmaNorm(Qwen3RMSNorm):

@@ -53,12 +53,12 @@ class Now:
 
 def _plant(*arguments: Any) -> None:
     """Wraps what the worker calls; an attribute that is gone ends the server, and with it the test."""
-    from sglang_dflash.host.acceptance import Acceptor
-    from sglang_dflash.host.cpu.recurrent import CpuHybridBackend
-    from sglang_dflash.host.draft_runner import DraftRunner
-    from sglang_dflash.host.rows import StepRows
-    from sglang_dflash.host.sampling import RowSampler
-    from sglang_dflash.host.worker import DFlashWorker
+    from sglang_cpu.recurrent import CpuHybridBackend
+    from sglang_dflash.host.worker.acceptance import Acceptor
+    from sglang_dflash.host.worker.draft_runner import DraftRunner
+    from sglang_dflash.host.worker.rows import StepRows
+    from sglang_dflash.host.worker.sampling import RowSampler
+    from sglang_dflash.host.worker.worker import DFlashWorker
 
     now = Now()
     Acceptor.accept = _past_the_rows(_one_too_many(Acceptor.accept, now), now)

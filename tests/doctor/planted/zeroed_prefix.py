@@ -13,7 +13,7 @@ def activate() -> None:
 
 
 def _plant(*_: Any) -> None:
-    from sglang_dflash.host.worker import DFlashWorker
+    from sglang_dflash.host.worker.worker import DFlashWorker
 
     original = DFlashWorker._prefill
 

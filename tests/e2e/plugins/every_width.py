@@ -100,7 +100,7 @@ def activate() -> None:
 def _use(*_: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_dflash.host import build
+    from sglang_dflash.host.worker import build
 
     # Each rank would choose other rows, if they did not follow the first.
     chance = random.Random(20261123 + get_parallel().tp_rank)

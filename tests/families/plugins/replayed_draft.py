@@ -75,9 +75,9 @@ def _replay(*_: Any) -> None:
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
 
-    from sglang_dflash.host.draft_runner import DraftRunner
-    from sglang_dflash.host.rows import StepRows
-    from sglang_dflash.host.worker import DFlashWorker
+    from sglang_dflash.host.worker.draft_runner import DraftRunner
+    from sglang_dflash.host.worker.rows import StepRows
+    from sglang_dflash.host.worker.worker import DFlashWorker
 
     # The host reads them while it is imported, which a preloaded server has behind it.
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()

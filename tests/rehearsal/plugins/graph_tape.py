@@ -27,8 +27,9 @@ def activate() -> None:
     """Entry point."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_dflash.host import trimmed_rows, widths
-    from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
+    from sglang_cpu.detect import ATTENTION_BACKEND
+    from sglang_dflash.host.start import widths
+    from sglang_dflash.host.worker import trimmed_rows
 
     widths.on_graphs = lambda device: True
     trimmed_rows.BACKENDS = set() if WIDTHS in os.environ else {ATTENTION_BACKEND}
@@ -49,8 +50,8 @@ def _offer(*_: Any) -> None:
     from static_attention import StaticAttentionBackend
     from tape_backend import TapeGraphBackend
 
-    from sglang_dflash.host.cpu.detect import ATTENTION_BACKEND
-    from sglang_dflash.host.cpu.platform import CpuPlatform
+    from sglang_cpu.detect import ATTENTION_BACKEND
+    from sglang_cpu.platform import CpuPlatform
 
     CpuPlatform.capabilities = PlatformCapabilities(graph_capture=True)
     CpuPlatform.get_graph_runner_cls = lambda platform: DecodeCudaGraphRunner
@@ -100,7 +101,7 @@ def _rehearse_plan_stream() -> None:
     from sglang.srt.environ import envs
     from tape_backend import TapeGraphBackend
 
-    from sglang_dflash.host.plan_stream import PlanStream
+    from sglang_dflash.host.worker.plan_stream import PlanStream
 
     if not envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
         return
@@ -121,7 +122,7 @@ def _planted(bug: str) -> bool:
 
 def _plant_stale_drafts() -> None:
     """The drafts of a step are read before the draft's graph has run."""
-    from sglang_dflash.host.draft_runner import DraftRunner
+    from sglang_dflash.host.worker.draft_runner import DraftRunner
 
     propose = DraftRunner.propose
 
@@ -209,7 +210,7 @@ def _plant_errors_of_packed_rows() -> None:
 
 
 def _plant_another_width() -> None:
-    from sglang_dflash.host.width_graphs import Graphs
+    from sglang_dflash.host.worker.width_graphs import Graphs
 
     give = Graphs.give
 

@@ -1,0 +1,1 @@
+"""What we mend in SGLang."""

@@ -1,0 +1,1 @@
+"""What we add: the DFLASH worker, box by box."""

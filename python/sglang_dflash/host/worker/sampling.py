@@ -1,0 +1,221 @@
+"""Chooses the target's token after every row of a verified block, as SGLang's sampler does for plain decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.constrained.base_grammar_backend import GrammarMask
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+
+from sglang_dflash import ops
+from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.host.worker.draft_input import upload
+from sglang_dflash.host.worker.emitted_text import EmittedText
+from sglang_dflash.host.worker.penalties import Group, RequestPenalties
+from sglang_dflash.host.worker.protocols import LogitsOutput, ModelRunner, ScheduleBatch
+
+SAMPLED_ROWS = 512
+"""Most rows that SGLang samples at once, because its sampler holds several [rows, V] tensors, with seeds in float64.
+256 requests in blocks of 16 rows are 4,096 rows."""
+
+LOGPROBS = {
+    "next_token_top_logprobs_val": torch.Tensor,
+    "next_token_top_logprobs_idx": torch.Tensor,
+    "next_token_token_ids_logprobs_val": torch.Tensor,
+    "next_token_token_ids_logprobs_idx": list,
+}
+"""Fields of `LogitsProcessorOutput`, and the type of their entries, one per row. A field is None if no row asks."""
+
+
+class RowSampler:
+    """Samples each row as plain decoding would at that position, once the drafts before the row are emitted.
+
+    Our code applies penalties. SGLang applies grammar masks, filters, seeds, processors and logprobs, over all T
+    rows. A draft is accepted if it equals the row's token. Given the tokens before it, a draft is not random, so this
+    leaves the sampled distribution unchanged.
+    """
+
+    def __init__(self, target_runner: ModelRunner, max_width: int, kernels: ops.Kernels) -> None:
+        self._runner = target_runner
+        vocab_size = target_runner.model_config.vocab_size
+        self._penalties = RequestPenalties(vocab_size, max_width, target_runner.device, kernels)
+        self._text = EmittedText()
+        self.sampled_rows = SAMPLED_ROWS
+
+    def prefill(self, batch: ScheduleBatch) -> Group | None:
+        """To be called before the target's prefill, which samples the first tokens. Returns the group for
+        `commit_first`."""
+        group = self._penalties.prefill(batch)
+        if batch.sampling_info.has_custom_logit_processor:
+            self._text.prefill(batch)
+        return group
+
+    def commit_first(self, batch: ScheduleBatch, group: Group | None, ids: torch.Tensor) -> None:
+        """To be called after the target's prefill. ids: [B] int; the first tokens."""
+        # The sampler gives int32, its argmax int64.
+        self.commit(batch, group, ids[:, None].long(), torch.ones_like(ids, dtype=torch.int32))
+
+    def is_plain_greedy(self, batch: ScheduleBatch) -> bool:
+        """Whether every row's token is the argmax of the target's unchanged logits."""
+        info = batch.sampling_info
+        return (
+            info.is_all_greedy
+            and info.acc_additive_penalties is None
+            and info.logit_bias is None
+            and not info.has_custom_logit_processor
+            and not batch.has_grammar
+            and not batch.return_logprob
+        )
+
+    def grammar_tree(self, batch: ScheduleBatch, plan: VerifyPlan) -> GrammarTree | None:
+        """To be called before the verify forward is launched: otherwise the copy of the ids would wait for it."""
+        if not batch.has_grammar:
+            return None
+        if plan.rows is None:
+            return GrammarTree.from_linear_chain(plan.chains())
+        children = torch.arange(1, plan.width + 1, device=plan.ids.device).expand(plan.batch, -1)
+        children = torch.where(children < plan.rows.lens[:, None], children, -1)
+        return GrammarTree.from_device(children, torch.full_like(children, -1), plan.blocks(plan.ids))
+
+    def choose(
+        self, batch: ScheduleBatch, plan: VerifyPlan, target_out: LogitsOutput, tree: GrammarTree | None, barrier: Any
+    ) -> tuple[torch.Tensor, Group | None]:
+        """Chooses the target's token of every row; fills in `target_out`'s logprobs if a request asks for them.
+
+        Args:
+            target_out: the verify forward's `LogitsProcessorOutput`; its logits are overwritten.
+            barrier: advances the grammars over the previous step's tokens; None without overlap.
+
+        Returns:
+            [T] int64; and the group for `commit`.
+        """
+        count = len(plan.ids)
+        info, logits = batch.sampling_info, target_out.next_token_logits[:count]
+        # In SGLang's order (SamplingBatchInfo.apply_logits_bias): penalties, grammar, bias.
+        group = self._penalties.group(batch)
+        if group is not None:
+            self._penalties.apply(group, logits, plan)
+        if tree is not None:
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs, tree=tree, sampling_info=info, device=logits.device, barrier=barrier
+            )
+            if mask is not None:
+                _rows_of(mask, plan).apply(logits)
+        if info.logit_bias is not None:
+            if plan.rows is None:
+                plan.blocks(logits).add_(info.logit_bias[:, None])
+            else:
+                logits.add_(plan.repeat(info.logit_bias))
+        params = self._text.row_params(batch, plan) if info.has_custom_logit_processor else None
+        spans = [slice(first, min(first + self.sampled_rows, count)) for first in range(0, count, self.sampled_rows)]
+        outs = [LogitsProcessorOutput(next_token_logits=logits[span]) for span in spans]
+        ids = torch.cat([self._sample(batch, plan, params, *both) for both in zip(spans, outs, strict=True)])
+        if batch.return_logprob:
+            _join_logprobs(target_out, outs)
+        return ids.long(), group
+
+    def _sample(
+        self,
+        batch: ScheduleBatch,
+        plan: VerifyPlan,
+        row_params: list[Any] | None,
+        span: slice,
+        out: LogitsProcessorOutput,
+    ) -> torch.Tensor:
+        """The token of every row of a span, [N] int; `out` has their logits and gets their logprobs."""
+        ids: torch.Tensor = self._runner.sampler(
+            out,
+            expand(batch.sampling_info, plan, span, row_params),
+            batch.return_logprob,
+            plan.repeat_list(batch.top_logprobs_nums)[span] if batch.return_logprob else [],
+            plan.repeat_list(batch.token_ids_logprobs)[span] if batch.return_logprob else [],
+            plan.positions[span],
+        )
+        return ids
+
+    def commit(self, batch: ScheduleBatch, group: Group | None, ids: torch.Tensor, lens: torch.Tensor) -> None:
+        """Records what a step emitted: of every request, the first `lens` ([B]) of its `ids` ([B, W]).
+
+        group: the requests with penalties, as `choose` returned them; None if none asks.
+        """
+        if group is not None:
+            self._penalties.commit(group, ids, lens)
+        if batch.sampling_info.has_custom_logit_processor:
+            self._text.commit(batch, ids, lens)
+
+
+def _rows_of(mask: GrammarMask, plan: VerifyPlan) -> GrammarMask:
+    """The T rows of a mask, which has W for each request."""
+    return mask if plan.rows is None else GrammarMask(mask.grammar, mask.vocab_mask[plan.rows.kept])
+
+
+def expand(info: SamplingBatchInfo, plan: VerifyPlan, span: slice, row_params: list[Any] | None) -> SamplingBatchInfo:
+    """The sampling info of each row of a span of the T rows, without what is already applied to the logits.
+
+    row_params: custom parameters of all T rows; None without processors.
+    """
+    requests = plan.requests()[span]
+
+    def repeat(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[requests]
+
+    processors = info.custom_logit_processor
+    if processors is not None:
+        device, of_rows = info.temperatures.device, plan.repeat_list(range(plan.batch))[span]
+        found = {key: _processor_of_rows(entry, of_rows, device) for key, entry in processors.items()}
+        processors = {key: entry for key, entry in found.items() if entry.rows}
+        row_params = row_params and row_params[span]
+    return replace(
+        info,
+        temperatures=repeat(info.temperatures),
+        top_ps=repeat(info.top_ps),
+        top_ks=repeat(info.top_ks),
+        min_ps=repeat(info.min_ps),
+        sampling_seed=repeat(info.sampling_seed),
+        custom_params=row_params,
+        custom_logit_processor=processors,
+        grammar_mask=None,
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
+        logit_bias=None,
+    )
+
+
+def _processor_of_rows(entry: ProcessorEntry, of_rows: list[int], device: Any) -> ProcessorEntry:
+    """of_rows: the request of each row."""
+    asked = set(entry.rows)
+    rows = [row for row, request in enumerate(of_rows) if request in asked]
+    return ProcessorEntry(entry.processor, rows, upload(torch.tensor(rows, dtype=torch.int64), device))
+
+
+def _join_logprobs(target_out: LogitsOutput, outs: list[LogitsProcessorOutput]) -> None:
+    """Writes the logprobs of all parts, in order, into `target_out`."""
+    target_out.next_token_logprobs = torch.cat([out.next_token_logprobs for out in outs])
+    for name, kind in LOGPROBS.items():
+        if all(getattr(out, name) is None for out in outs):
+            continue
+        joined: list[Any] = []
+        for out in outs:
+            logits = out.next_token_logits
+            nothing = logits.new_empty(0) if kind is torch.Tensor else []
+            joined += getattr(out, name) or [nothing] * len(logits)
+        setattr(target_out, name, joined)
+
+
+def in_blocks(target_out: LogitsOutput, plan: VerifyPlan) -> None:
+    """Orders the rows' logprobs in `target_out`, a `LogitsProcessorOutput`, as SGLang expects them: by whole blocks
+    ([B, W])."""
+    if target_out.next_token_logprobs is None:
+        return
+    target_out.next_token_logprobs = plan.blocks(target_out.next_token_logprobs)
+    if plan.rows is None:
+        return
+    rows = plan.rows.row_of.flatten().tolist()
+    for name in LOGPROBS:
+        values = getattr(target_out, name)
+        if values is not None:
+            setattr(target_out, name, [values[row] for row in rows])
