@@ -41,6 +41,7 @@ MOST_LINES = {
     "benchmarks/cpu-step.md": 150,
 }
 LINE_LENGTH = 120
+EVERY_MODULE = "## Every module\n"  # of architecture.md: a list made by test_modules.py
 
 
 def name_of(page: Path) -> str:
@@ -185,7 +186,8 @@ def test_readme_is_a_front_door() -> None:
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_pages_stay_short(name: str) -> None:
     """Fails where a page that must be read in one sitting grows."""
-    assert len((ROOT / "docs" / name).read_text().splitlines()) <= MOST_LINES[name]
+    written = (ROOT / "docs" / name).read_text().partition(EVERY_MODULE)[0]
+    assert len(written.splitlines()) <= MOST_LINES[name]
 
 
 def test_lines_are_short(page: Path) -> None:
