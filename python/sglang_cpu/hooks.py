@@ -56,7 +56,7 @@ def check_draft_weights(described: Any, flag: str | None, load_format: str, whos
 
 
 def refusal_of_state(target: Any) -> str | None:
-    """Why the recurrent state of a target ([SGLang's `ModelConfig`]) is not served; None if it is."""
+    """Why the recurrent state of a target (SGLang's `ModelConfig`) is not served; None if it is."""
     from sglang_cpu import recurrent
 
     return recurrent.refusal(target)

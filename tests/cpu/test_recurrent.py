@@ -13,24 +13,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from sglang_cpu.ops import choose_kernels, native
 from sglang_cpu.ops import recurrent_reference as reference
-from sglang_cpu.ops.kernels import REFERENCE_KERNELS, Kernels
+from sglang_cpu.ops.kernels import Kernels
 from sglang_cpu.ops.recurrent_reference import StateRows
 
 K_HEADS, HEADS, K_DIM, V_DIM, TAPS = 2, 4, 16, 8, 4
 CHANNELS = 2 * K_HEADS * K_DIM + HEADS * V_DIM
 POOL = 12
-
-
-@pytest.fixture
-def native_ops() -> Kernels:
-    if native.isa() is None:
-        pytest.skip("the native ops are not built")
-    return choose_kernels(torch.float32)
-
-
-@pytest.fixture(params=["specification", "native"])
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    return REFERENCE_KERNELS if request.param == "specification" else request.getfixturevalue("native_ops")
 
 
 def rows_of(lens: list[int], seed: int = 0, fresh: tuple[int, ...] = (), snapshots: dict[int, int] | None = None):

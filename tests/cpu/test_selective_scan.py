@@ -11,24 +11,12 @@ from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 
 from sglang_cpu.ops import choose_kernels, native
 from sglang_cpu.ops import recurrent_reference as reference
-from sglang_cpu.ops.kernels import REFERENCE_KERNELS, Kernels
+from sglang_cpu.ops.kernels import Kernels
 
 GROUPS, HEADS = 3, 6
 # Head and state dimensions: whole vectors, and a part of a state or of a vector left over.
 SIZES = [(16, 32), (21, 19)]
 sizes = pytest.mark.parametrize(("head_dim", "state_dim"), SIZES)
-
-
-@pytest.fixture
-def native_ops() -> Kernels:
-    if native.isa() is None:
-        pytest.skip("the native ops are not built")
-    return choose_kernels(torch.float32)
-
-
-@pytest.fixture(params=["specification", "native"])
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    return REFERENCE_KERNELS if request.param == "specification" else request.getfixturevalue("native_ops")
 
 
 def inputs(total: int, head_dim: int, state_dim: int, dtype: torch.dtype = torch.float32):

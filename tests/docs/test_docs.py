@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 from sglang.srt.server_args import ServerArgs
+from test_modules import HEADING as EVERY_MODULE
 
 from sglang_dflash.cli.benchmark import app as benchmark
 from sglang_dflash.cli.main import app
@@ -41,7 +42,6 @@ MOST_LINES = {
     "benchmarks/cpu-step.md": 150,
 }
 LINE_LENGTH = 120
-EVERY_MODULE = "## Every module\n"  # of architecture.md: a list made by test_modules.py
 
 
 def name_of(page: Path) -> str:

@@ -70,7 +70,7 @@ struct Norm {
 };
 
 struct Heads {
-  View in, out;         // [rows, heads, D]; may be the same memory
+  View x;               // [rows, heads, D], changed in place
   const void* weight;   // [D], null: no norm
   Type weight_type;
   const void* cos_sin;  // [P, R]
@@ -196,7 +196,7 @@ struct Kernels {
   bool (*attend)(const Attention&, const AttentionItem&, float*);               // false: a slot outside the cache
   void (*merge)(const Attention&, const AttentionItem&, float*);                // adds up the chunks of a split item
   void (*norm)(const Norm&, int64_t begin, int64_t end);                        // rows
-  void (*norm_rope)(const Heads&, int64_t in_row, int64_t out_row, int64_t position);
+  void (*norm_rope)(const Heads&, int64_t row, int64_t position);
   int64_t (*panel_rows)(const Linear&);                                         // the first rows, for panels; 0: none
   void (*pack_panels)(const Linear&, float* panels);                            // its rows, padded to whole panels
   void (*linear)(const Linear&, int64_t begin, int64_t end);                    // columns

@@ -68,17 +68,16 @@ void norm(const Norm& n, int64_t begin, int64_t end) {
 static_assert(kMaxHead % kMostLanes == 0, "a head's buffer holds whole vectors");
 
 template <typename T, typename W, typename C>
-void norm_rope_row(const Heads& h, int64_t in_row, int64_t out_row, int64_t position) {
+void norm_rope_row(const Heads& h, int64_t row, int64_t position) {
   const C* cos = static_cast<const C*>(h.cos_sin) + position * h.cos_sin_stride;
   const int64_t half = h.rotary_dim / 2;
   const C* sin = cos + half;
   for (int64_t head = 0; head < h.heads; head++) {
-    const T* in = row_of<T>(h.in, in_row, head);
-    T* out = row_of<T>(h.out, out_row, head);
+    T* out = row_of<T>(h.x, row, head);
     float x[kMaxHead];
     Vec squares = {};
     each_vector(h.dim, [&](int64_t i, int64_t count) {
-      const Vec value = read(in + i, count);
+      const Vec value = read(out + i, count);
       squares += value * value;
       put(x + i, value, count);
     });
@@ -100,18 +99,18 @@ void norm_rope_row(const Heads& h, int64_t in_row, int64_t out_row, int64_t posi
 }
 
 template <typename T, typename W>
-INLINE void norm_rope_as(const Heads& h, int64_t in_row, int64_t out_row, int64_t position) {
-  h.cos_sin_type == Type::kFloat ? norm_rope_row<T, W, float>(h, in_row, out_row, position)
-                                 : norm_rope_row<T, W, BFloat16>(h, in_row, out_row, position);
+INLINE void norm_rope_as(const Heads& h, int64_t row, int64_t position) {
+  h.cos_sin_type == Type::kFloat ? norm_rope_row<T, W, float>(h, row, position)
+                                 : norm_rope_row<T, W, BFloat16>(h, row, position);
 }
 
-void norm_rope(const Heads& h, int64_t in_row, int64_t out_row, int64_t position) {
-  if (h.in.type == Type::kFloat) {
-    h.weight_type == Type::kFloat ? norm_rope_as<float, float>(h, in_row, out_row, position)
-                                  : norm_rope_as<float, BFloat16>(h, in_row, out_row, position);
+void norm_rope(const Heads& h, int64_t row, int64_t position) {
+  if (h.x.type == Type::kFloat) {
+    h.weight_type == Type::kFloat ? norm_rope_as<float, float>(h, row, position)
+                                  : norm_rope_as<float, BFloat16>(h, row, position);
   } else {
-    h.weight_type == Type::kFloat ? norm_rope_as<BFloat16, float>(h, in_row, out_row, position)
-                                  : norm_rope_as<BFloat16, BFloat16>(h, in_row, out_row, position);
+    h.weight_type == Type::kFloat ? norm_rope_as<BFloat16, float>(h, row, position)
+                                  : norm_rope_as<BFloat16, BFloat16>(h, row, position);
   }
 }
 

@@ -61,7 +61,7 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::T
   return {out.view(x.sizes()), residual_out.view(x.sizes())};
 }
 
-// The arguments of a head's norm and rotation, without `in` and `out`.
+// The arguments of a head's norm and rotation, without `x`.
 Heads heads_of(int64_t heads, int64_t dim, const at::Tensor* weight, double eps, const at::Tensor& cos_sin) {
   TORCH_CHECK(dim <= kMaxHead, "a head has ", dim, " elements; allowed: up to ", kMaxHead);
   TORCH_CHECK(cos_sin.dim() == 2 && dense(cos_sin) && cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= dim,
@@ -90,11 +90,11 @@ void norm_rope_(at::Tensor& x, const std::optional<at::Tensor>& weight, double e
   TORCH_CHECK(!weight || weight->dim() == 1, "weight needs 1 dimension");
   const int64_t rows = x.size(0);
   Heads h = heads_of(x.size(1), x.size(2), weight ? &*weight : nullptr, eps, cos_sin);
-  h.in = h.out = view_of(x, "x");
+  h.x = view_of(x, "x");
   const int64_t* position = ids_of(positions, "positions", rows);
   require_below(position, rows, cos_sin.size(0), "positions");
   at::parallel_for(0, rows, grain(x.size(1) * x.size(2)), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++) kernels().norm_rope(h, row, row, position[row]);
+    for (int64_t row = begin; row < end; row++) kernels().norm_rope(h, row, position[row]);
   });
 }
 

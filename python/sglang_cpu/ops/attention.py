@@ -97,16 +97,14 @@ def native_attention(
     requests or other rows.
     """
     out: torch.Tensor = torch.ops.sglang_cpu.paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        *rows.fields,
-        scaling,
-        causal,
-        -1 if window_left is None else window_left,
-        None if sinks is None else sinks.float(),
+        q, k_cache, v_cache, *rows.fields, scaling, causal, *_options(window_left, sinks)
     )
     return out
+
+
+def _options(window_left: int | None, sinks: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
+    """As the native ops take them."""
+    return -1 if window_left is None else window_left, None if sinks is None else sinks.float()
 
 
 def native_write_and_attend(
@@ -124,17 +122,7 @@ def native_write_and_attend(
 ) -> torch.Tensor:
     """`reference.write_and_attend` in one native call."""
     out: torch.Tensor = torch.ops.sglang_cpu.write_and_attend.default(
-        q,
-        k,
-        v,
-        slots,
-        k_cache,
-        v_cache,
-        *rows.fields,
-        scaling,
-        causal,
-        -1 if window_left is None else window_left,
-        None if sinks is None else sinks.float(),
+        q, k, v, slots, k_cache, v_cache, *rows.fields, scaling, causal, *_options(window_left, sinks)
     )
     return out
 

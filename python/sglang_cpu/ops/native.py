@@ -48,7 +48,7 @@ def _load(path: Path) -> None:
 
 
 def build(say: Callable[[str], None]) -> None:
-    """Builds the library if it is missing and wanted; `isa` then loads it. Without it, torch's ops serve.
+    """Builds the library if it is missing and wanted; `isa` then loads it. Without it, the specification serves.
 
     say: is told what is built and how long it took, or in one line why it is not built.
     """
@@ -82,7 +82,7 @@ def library_path() -> Path | None:
 
 
 def described() -> str:
-    """For the start-up log: the instruction set in use, or why torch is used instead."""
+    """For the start-up log: the instruction set in use, or why the specification serves instead."""
     if not enabled():
         return f"left out ({SWITCH}=0), the specification instead"
     return isa() or "not built, the specification instead"

@@ -107,7 +107,8 @@ class RowPolicy:
         self._whole = False  # whether this step verifies all rows of its blocks
         self._batch, self._probed, self._drafting, self._rate = 0, NOBODY, Drafting(1, [], 0), 0.0
         self._copies = np.empty((0, block_size - 1))
-        self._decided, self._decided_for, self._decided_at = Drafting(1, [], 0), [""], 0
+        self._decided, self._decided_at = Drafting(1, [], 0), 0
+        self._decided_for: list[str] = []  # empty: the decision stands for nobody
         self._free: list[int] = []  # places of the requests whose copies do not promise more than their blocks
 
     # Before the draft runs.

@@ -1,4 +1,4 @@
-"""Asks a running server its questions in the ways that may differ in acceptance: alone, again, in a long chat and more."""
+"""Asks a running server its questions in the ways that may differ in acceptance: alone, again, in a long chat."""
 
 from __future__ import annotations
 
