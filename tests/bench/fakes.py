@@ -1,4 +1,4 @@
-"""Arms whose servers are `fake_server.py`, and a plan over them."""
+"""Arms whose servers are `fake_server.py`, and a plan over them, timed by `fake_client.py`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,26 @@ from sglang_dflash.bench.board import Board
 from sglang_dflash.bench.plan import Plan
 from sglang_dflash.bench.records import CellKey, Run
 from sglang_dflash.bench.sweep import Sweep
-from sglang_dflash.serving import Arm
+from sglang_dflash.serving import Arm, timing
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Session
 
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
+REAL_CLIENT = timing.COMMAND
+timing.COMMAND = (sys.executable, str(Path(__file__).with_name("fake_client.py")))
 
 
-def render(messages: Sequence[dict[str, Any]], template: dict[str, object], tools: Sequence[object] = ()) -> list[int]:
-    """Renders a chat with one token per character, as the fake server does."""
-    return [ord(letter) for message in messages for letter in f"{message['role']}:{message['content']}\n"]
+class Rendered:
+    """Renders a chat with one token per character, and counts words."""
+
+    def __call__(self, messages: Sequence[dict[str, Any]], template: dict[str, object]) -> list[int]:
+        return [ord(letter) for message in messages for letter in f"{message['role']}:{message['content']}\n"]
+
+    def count(self, text: str) -> int:
+        return len(text.split())
 
 
-render.template = {}
+render: Any = Rendered()
 
 
 def fake_arm(name: str, *flags: str, engine: str = "sglang", **fields: Any) -> Arm:
@@ -37,6 +44,7 @@ def make_plan(folder: Path, *arms: Arm, **changes: Any) -> Plan:
     """Two loads, one dataset of four one-turn sessions, six tokens each; `changes` replace fields."""
     fields: dict[str, Any] = {
         "arms": arms,
+        "target": "fake",
         "workload": "closed",
         "loads": (1.0, 2.0),
         "datasets": {"letters": [Session.of_texts(f"s{i}", [f"question {i}"]) for i in range(4)]},
@@ -46,9 +54,9 @@ def make_plan(folder: Path, *arms: Arm, **changes: Any) -> Plan:
         "together": False,
         "sampling": Sampling(6),
         "seed": 0,
+        "think_s": 0.0,
         "stall_s": 20.0,
         "start_s": 20.0,
-        "warm_up": False,
         "logs": folder / "logs",
     }
     return Plan(**{**fields, **changes})
@@ -58,7 +66,7 @@ def go(plan: Plan, folder: Path, run: Run | None = None) -> Run:
     """Runs the plan and saves the run in `folder`."""
     run = run or Run("test", plan.workload, {})
     screen = Console(file=(folder / "screen.txt").open("a"), width=200)
-    Sweep(plan, run, render, folder / "run.json").go(lambda cells, starts: Board(screen, cells, starts))  # type: ignore[arg-type]
+    Sweep(plan, run, render, folder / "run.json").go(lambda cells, starts: Board(screen, cells, starts))
     return run
 
 
@@ -66,6 +74,6 @@ def key(arm: str, load: float = 1.0, repeat: int = 0, dataset: str = "letters") 
     return CellKey(arm, "", True, dataset, load, repeat)
 
 
-def servers_of(folder: Path) -> list[psutil.Process]:
-    """The servers with `--mark folder`."""
+def marked(folder: Path) -> list[psutil.Process]:
+    """The processes with `--mark folder`."""
     return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]

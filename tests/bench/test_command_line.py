@@ -10,11 +10,12 @@ from typing import Any
 import fakes
 import pytest
 
-from sglang_dflash.bench.options import Options, check_resumable
-from sglang_dflash.bench.planning import make_plan
 from sglang_dflash.bench.records import Run
 from sglang_dflash.cli import benchmark, benchmark_run
+from sglang_dflash.cli.benchmark_options import LEFT, Options, check_resumable
+from sglang_dflash.cli.benchmark_plan import make_plan
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
+from sglang_dflash.serving.endpoint import Sampling
 
 
 def options(**changes: Any) -> Options:
@@ -49,18 +50,21 @@ def test_the_command_line_people_know(monkeypatch):
         ({"arms": "eagle3"}, "--eagle3-draft"),
         ({"arms": "vllm"}, "--vllm-python"),
         ({"arms": ""}, "--arms is empty"),
-        ({"arms": "transformers", "workload": "agent-open-loop"}, "--workload closed"),
-        ({"tool_call_parser": "qwen"}, "--tool-call-parser is qwen, but --workload is closed"),
-        ({"workload": "burst"}, "--workload has burst; it must be one of closed, open-loop, agent, agent-open-loop"),
+        ({"arms": "transformers", "workload": "agent"}, "--workload closed"),
+        ({"arms": "transformers", "recommended_sampling": True}, "--top-k 20; this arm supports only"),
+        ({"workload": "agent-open-loop"}, "--workload agent-open-loop has left the benchmark: agent plays"),
+        ({"workload": "burst"}, "--workload has burst; it must be one of closed, open-loop, agent."),
         ({"interleave": True, "together": True}, "--interleave and --together exclude each other"),
         ({"radix_cache": "maybe"}, "--radix-cache has maybe"),
         ({"concurrencies": "1,two"}, "--concurrencies is 1,two"),
         ({"concurrencies": "0"}, "--concurrencies is 0"),
         ({"workload": "open-loop", "request_rate": "-1"}, "--request-rate is -1"),
-        ({"workload": "agent-open-loop", "request_rate": ""}, "--request-rate is ;"),
+        ({"workload": "open-loop", "request_rate": ""}, "--request-rate is ;"),
         ({"repeats": 0}, "--repeats is 0; it must be at least 1"),
         ({"temperature": -1.0}, "--temperature is -1.0"),
         ({"top_p": 0.0}, "--top-p is 0.0"),
+        ({"top_k": 0}, "--top-k is 0; it must be at least 1"),
+        ({"temperature": 1.0, "recommended_sampling": True}, "--temperature is 1.0, but --recommended-sampling sets"),
         ({"stall_s": 0.0}, "--stall-s is 0.0"),
         ({"budget_s": 0.0}, "--budget-s is 0.0; it must be more than 0"),
         ({"budget_s": float("nan")}, "--budget-s is nan"),
@@ -102,19 +106,30 @@ def test_no_words_run_the_embedded_pair():
         ("closed", (1, 2, 4, 8), (16, 16, 16, 32)),
         ("open-loop", (1, 2, 4), (32, 32, 64)),
         ("agent", (1, 2, 4, 8), (4, 4, 8, 16)),
-        ("agent-open-loop", (0.25, 0.5, 1), (8, 8, 16)),
     ],
 )
 def test_every_workload_has_its_loads(workload, loads, counts):
     """Fails where an open loop reads --concurrencies, or a workload plays sessions or answers of another one."""
     plan = make_plan(options(workload=workload, dataset_name="code"))
     assert (plan.loads, tuple(plan.counts.values())) == (loads, counts)
-    agent = "agent" in workload
+    agent, open_loop = workload == "agent", workload == "open-loop"
     assert {len(session.turns) > 1 for session in plan.datasets["code"]} == {agent}
     assert plan.sampling.max_new_tokens == (96 if agent else 128)
-    assert plan.open_loop == ("open-loop" in workload)
     given = options(workload=workload, request_rate="0.1,3", concurrencies="5", dataset_name="code")
-    assert given.loads() == ((0.1, 3) if plan.open_loop else (5,))
+    assert given.loads() == ((0.1, 3) if open_loop else (5,))
+
+
+def test_sampling_is_greedy_given_or_recommended():
+    """Fails where a flag does not reach the requests, or the recommendation is not 0.6, 0.95 and 20."""
+    assert options().sampling(7) == Sampling(7, seed=0)
+    given = options(temperature=0.8, top_p=0.9, top_k=40, seed=3, ignore_eos=True)
+    assert given.sampling(7) == Sampling(7, 0.8, 0.9, 40, 3, True)
+    assert options(recommended_sampling=True).sampling(7) == Sampling(7, 0.6, 0.95, 20, 0)
+    fields = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    recommended = Sampling(7, **fields, seed=4)
+    assert recommended.fields("sglang", 5) == {"max_new_tokens": 5, **fields, "sampling_seed": 4}
+    assert recommended.fields("vllm", 9) == {"max_tokens": 7, **fields, "seed": 4}
+    assert Sampling(7, top_k=20, seed=4).fields("sglang", 9) == {"max_new_tokens": 7, "temperature": 0.0}
 
 
 def test_every_arm_gets_its_command():
@@ -168,7 +183,7 @@ def test_only_the_same_run_is_resumed():
     check_resumable(
         "closed", options(arms="off,dflash,builtin", repeats=3).to_json({"code": "a", "chat": "b"}), "closed", held
     )
-    with pytest.raises(ValueError, match="--temperature is 1"):
+    with pytest.raises(ValueError, match=r"the sampling \(--temperature"):
         check_resumable("closed", options(temperature=1.0).to_json({"code": "a"}), "closed", held)
     with pytest.raises(ValueError, match="--concurrencies"):
         check_resumable("closed", options(concurrencies="16").to_json({"code": "a"}), "closed", held)
@@ -176,6 +191,21 @@ def test_only_the_same_run_is_resumed():
         check_resumable("closed", options().to_json({"code": "other"}), "closed", held)
     with pytest.raises(ValueError, match="--workload is agent"):
         check_resumable("agent", held, "closed", held)
+
+
+def test_flags_that_left_are_hidden_and_name_what_does_their_work(monkeypatch, capsys):
+    """Fails where one ends in a usage error without its successor, or is offered by --help."""
+    for name, successor in LEFT.items():
+        flag = f"--{name.replace('_', '-')}"
+        monkeypatch.setattr("sys.argv", ["benchmark_sglang.py", flag, *["x"] * (name != "no_warm_up")])
+        with pytest.raises(SystemExit) as end:
+            benchmark.run()
+        assert end.value.code == 2
+        assert capsys.readouterr().err == f"error: {flag} has left the benchmark: {successor}.\n"
+    monkeypatch.setattr("sys.argv", ["benchmark_sglang.py", "--help"])
+    with pytest.raises(SystemExit):
+        benchmark.run()
+    assert "--tool-call-parser" not in capsys.readouterr().out
 
 
 def test_a_finished_run_is_not_overwritten_by_accident(tmp_path, monkeypatch, capsys):
@@ -191,7 +221,8 @@ def test_a_finished_run_is_not_overwritten_by_accident(tmp_path, monkeypatch, ca
 def test_a_run_whose_budget_is_over_can_be_resumed(tmp_path, monkeypatch, capsys):
     """Fails where such a run writes nothing, is an error, or does not say what is missing; or cannot be resumed."""
     plan = fakes.make_plan(tmp_path, fakes.fake_arm("off"), fakes.fake_arm("dflash"))
-    monkeypatch.setattr(benchmark_run, "make_plan", lambda *_: plan)
+    monkeypatch.setattr(benchmark_run, "make_plan", lambda _: plan)
+    monkeypatch.setattr(benchmark_run, "Renderer", lambda *_: fakes.render)
 
     def run(*words: str) -> tuple[int, dict[str, Any], str]:
         monkeypatch.setattr("sys.argv", ["benchmark_sglang.py", "--output-md", str(tmp_path / "r.md"), *words])
@@ -212,7 +243,8 @@ def test_a_run_whose_budget_is_over_can_be_resumed(tmp_path, monkeypatch, capsys
 def test_the_results_go_to_standard_output(tmp_path, monkeypatch, capsys):
     """Fails where `--json -` makes a file of that name, or standard output is more than the results' JSON."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(benchmark_run, "make_plan", lambda *_: fakes.make_plan(tmp_path, fakes.fake_arm("off")))
+    monkeypatch.setattr(benchmark_run, "make_plan", lambda _: fakes.make_plan(tmp_path, fakes.fake_arm("off")))
+    monkeypatch.setattr(benchmark_run, "Renderer", lambda *_: fakes.render)
     monkeypatch.setattr("sys.argv", ["benchmark_sglang.py", "--budget-s", "0.001", "--json", "-"])
     with pytest.raises(SystemExit):
         benchmark.run()

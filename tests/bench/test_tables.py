@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv as csv_reader
 import io
 import re
 
 import pytest
 from rich.console import Console
-from samples import accepting, agent, cell, realistic, record, run, unequal
+from samples import accepting, cell, realistic, record, run, unequal
 
 from sglang_dflash.bench.frame import frame
-from sglang_dflash.bench.layout import number
 from sglang_dflash.bench.records import Equality, Run
-from sglang_dflash.bench.tables import console, csv, markdown
+from sglang_dflash.bench.tables import console, markdown, number
 
 
 def report(held: Run) -> str:
@@ -26,8 +24,13 @@ def terminal(held: Run) -> str:
     return screen.file.getvalue()
 
 
-def everything(held: Run) -> dict[str, str]:
-    return {"markdown": report(held), "csv": csv(frame(held)), "console": terminal(held)}
+def details(held: Run) -> list[dict[str, str]]:
+    """The rows of the first table of latencies, by header."""
+    lines = report(held).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| method | load"))
+    table = [[entry.strip() for entry in line.split("|")[1:-1]] for line in lines[start:]]
+    ends = next((i for i, row in enumerate(table) if not row), len(table))
+    return [dict(zip(table[0], row, strict=True)) for row in table[2:ends]]
 
 
 def small() -> Run:
@@ -67,32 +70,26 @@ Output tok/s of all requests together, median of 3 repeats (lowest-highest), the
 
 
 def test_exact_report() -> None:
-    """Fails for any change of the report's head. Loads are columns, methods are rows, tau is last."""
-    assert report(small()).startswith(SMALL)
+    """Fails for any change of the report's head or of the shares by position."""
+    text = report(small())
+    assert text.startswith(SMALL)
+    assert text.endswith("| method | 1 (%) | 2 (%) |\n| --- | ---: | ---: |\n| dflash | 80.0 | 40.0 |\n")
 
 
 def test_details() -> None:
     """Fails if a percentile, a count or the speedup is not in the column of its header."""
-    lines = report(small()).splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("| method | load"))
-    header = [name.strip() for name in lines[start].split("|")[1:-1]]
-    row = dict(zip(header, (entry.strip() for entry in lines[start + 4].split("|")[1:-1]), strict=True))
+    row = details(small())[2]
     assert row["method"] == "dflash" and row["load"] == "concurrency 1"
     assert row["TTFT p50 (ms)"] == "1,000 (800-1,250)"
     assert row["TPOT p99 (ms)"] == "3.00 (2.40-3.75)"
     assert row["per user (tok/s)"] == "250 (200-312)"
     assert row["over off"] == "2.50x (2.50-2.50)"
-    assert "over builtin" not in row
+    assert "over builtin" not in row and "cached (%)" not in row
     assert (row["tau"], row["failed / requests"]) == ("2.20 (2.20-2.20)", "0 / 1")
 
 
-def test_acceptance_table() -> None:
-    """Fails if shares are not percentages of steps by position, or an arm without speculation has a row."""
-    assert report(small()).endswith("| method | 1 (%) | 2 (%) |\n| --- | ---: | ---: |\n| dflash | 80.0 | 40.0 |\n")
-
-
 def test_shape_of_a_sweep() -> None:
-    """Fails if a dataset has no section, or a table lacks columns."""
+    """Fails if a dataset has no section, a table lacks columns, or the terminal shows other speedups."""
     text = report(realistic())
     assert re.findall(r"^## (.+)$", text, re.M) == ["gsm8k", "humaneval", "mt-bench"]
     for table in re.findall(r"^\| method \| concurrency.+\n(?:\|.+\n)+", text, re.M):
@@ -103,6 +100,8 @@ def test_shape_of_a_sweep() -> None:
         ]
         assert [row[0].strip() for row in rows[2:]] == ["off", "builtin", "dflash", "eagle3"]
         assert {len(row) for row in rows} == {6}
+    shown = set(re.findall(r"\d\.\d\dx", terminal(realistic())))
+    assert len(shown) > 20 and shown <= set(re.findall(r"\d\.\d\dx", text))
 
 
 def test_withheld_row_shows_no_speed_anywhere() -> None:
@@ -114,70 +113,43 @@ def test_withheld_row_shows_no_speed_anywhere() -> None:
         cells += [cell("off", 100, 1, repeat), cell("builtin", 773, 1, repeat, equality=wrong)]
         cells += [cell("dflash", 300, 1, repeat, equality=unequal(0, 48))]
     held = run(cells)
-    for where, text in everything(held).items():
+    for where, text in {"report": report(held), "csv": frame(held).to_csv(), "terminal": terminal(held)}.items():
         for number_ in ("773", "7.73", "0.388", "2.58", "1.29", "323", "0.97", "3.88"):
             assert number_ not in text, f"{number_} in the {where}"
     assert "| builtin | withheld: 3 of 96 requests differ |" in report(held)
     assert "builtin, concurrency 1: a/0: token 3 is 9, not 7" in report(held)
     assert "withheld: 3 of 96 requests differ" in terminal(held)
     assert "| dflash | 300 (300-300), 3.00x |" in report(held)
-    assert "| builtin | concurrency 1 |" + " withheld |" * 9 in report(held)
+    assert "| builtin | concurrency 1 |" + " withheld |" * 8 + " - |" in report(held)
 
 
-def test_withheld_turns_show_no_speed() -> None:
-    """Fails if the tables by turn show a speed that the main table withholds."""
-    held = agent()
-    for one in held.cells:
-        if one.key.arm == "dflash":
-            one.equality = unequal(1, 24)
-    rows = [line for line in report(held).splitlines() if re.match(r"\| dflash \| (on|off) \| \d \|", line)]
-    assert len(rows) == 12
-    assert all("| withheld | withheld | withheld |" in row for row in rows)
-
-
-def test_failed_cell() -> None:
-    """Fails if a failed cell has a speed, or its reason is not below the table."""
+def test_failures_are_told() -> None:
+    """Fails if a failed cell or repeat has a speed, a failed request is hidden, or a reason is not below the table."""
     held = run([cell("off", 100), cell("dflash", 773, failure="the server | died\nat start")])
-    for text in everything(held).values():
-        assert "773" not in text and "7.73" not in text
+    assert not re.search("773|7.73", report(held) + frame(held).to_csv() + terminal(held))
     assert "| dflash | failed | - |\n\n* dflash, concurrency 1: failed: the server \\| died at start" in report(held)
     assert "failed: the server | died" in terminal(held)
-
-
-def test_some_repeats_failed() -> None:
-    """Fails if the speed of the other repeats is shown without the failed repeat."""
     held = run([cell("off", 100), cell("off", 773, repeat=1, failure="no answer")])
     assert "| off | 100; 1 failed | - |\n\n* off, concurrency 1: failed (1 of 2 repeats): no answer" in report(held)
-
-
-def test_failed_requests_are_told() -> None:
-    """Fails if the report shows a speed but not that requests failed."""
     records = [record(tokens=1000, first_s=1, end_s=10), record("b", first_s=None, tokens=0, failure="400")]
     held = run([cell("off", 100, records=records)])
     assert "* off, concurrency 1: up to 1 requests failed in a repeat." in report(held)
 
 
-def test_other_engines_show_the_share_of_identical_requests() -> None:
-    """Fails if an engine whose tokens may differ is shown without the share, or is withheld."""
-    cells = [cell("off", 100)]
-    cells += [cell("vllm", 200, equality=Equality("off", False, 40, 30, different=10))]
+def test_equality_is_told() -> None:
+    """Fails if an engine whose tokens may differ is shown without its share or is withheld, or ties are hidden."""
+    cells = [cell("off", 100), cell("vllm", 200, equality=Equality("off", False, 40, 30, different=10))]
     assert "| vllm | 200, 2.00x | 75.0% of 40 | - |" in report(run(cells))
     assert "identical" not in report(small())
-
-
-def test_ties_are_told() -> None:
-    """Fails if requests that differ at a tie are not mentioned."""
     tied = Equality("off", True, 40, 38, ties=2)
-    assert "* dflash, concurrency 1: 2 of 40 requests differ from off at a tie" in report(
-        run([cell("off", 100), cell("dflash", 200, equality=tied)])
-    )
+    text = report(run([cell("off", 100), cell("dflash", 200, equality=tied)]))
+    assert "* dflash, concurrency 1: 2 of 40 requests differ from off at a tie" in text
 
 
 def test_missing_cell() -> None:
     """Fails if a load that an arm did not run raises or shows another load's speed."""
-    assert "| dflash | - | 300, 1.50x | - |" in report(
-        run([cell("off", 100), cell("off", 200, 4), cell("dflash", 300, 4)])
-    )
+    held = run([cell("off", 100), cell("off", 200, 4), cell("dflash", 300, 4)])
+    assert "| dflash | - | 300, 1.50x | - |" in report(held)
 
 
 def test_sections_by_backend_and_cache() -> None:
@@ -190,64 +162,22 @@ def test_sections_by_backend_and_cache() -> None:
     assert re.findall(r"^## (.+)$", report(run([*cells[:2], cell("vllm", 100)])), re.M) == ["gsm8k"]
 
 
-def test_open_loop() -> None:
-    """Fails if rates are called concurrency, or goodput is shown without its limits."""
-    held = run([cell("off", 100, 0.5), cell("dflash", 200, 0.5)], "open-loop")
-    held.options = {"limits": {"ttft_ms": 1500.0, "tpot_ms": None}}
-    text = report(held)
-    assert "| method | 0.5 requests/s (tok/s) | average tau |" in text
-    assert "### Goodput: requests that meet TTFT <= 1500 ms\n\n| method | 0.5 requests/s (good requests/s) |" in text
-    assert "| off | 0 |\n| dflash | 0.200 |" in text
-    assert "Goodput" not in report(run([cell("off", 100, 0.5)], "open-loop"))
-
-
-def test_agent_turns() -> None:
-    """Fails if the tables by turn lack an arm, a cache setting or a turn, or count turns from 0."""
-    text = report(agent(turns=3))
-    table = text[text.index("## agent turn by turn, 4 sessions") :]
-    keys = re.findall(r"^\| (\w+) \| (on|off) \| (\d) \|", table, re.M)
-    assert keys == [(arm, cache, str(n)) for cache in ("on", "off") for arm in ("off", "dflash") for n in (1, 2, 3)]
-    assert "| method | prefix cache | turn | prompt tokens | cached (%) | TTFT p50 (ms) |" in table
-    assert "| off | on | 3 | 2,600 | 69.2 |" in table and "| off | off | 3 | 2,600 | 0 |" in table
-
-
-def test_agent_sessions_at_rates_say_so() -> None:
-    """Fails if a rate of sessions is called a number of sessions or a rate of requests, in a table or above one."""
-    text = report(agent(turns=2, loads=(0.5,), workload="agent-open-loop"))
-    assert "# Benchmark: agent sessions at given rates" in text and "| method | 0.5 sessions/s (tok/s) |" in text
-    assert "## agent turn by turn, 0.5 sessions/s" in text and "requests/s" not in text
-
-
-def test_agent_savings() -> None:
-    """Fails if a load's table lacks what was cached, has it of another load, or shows it where unknown."""
-    held = agent(turns=3, loads=(1, 2))
-    for one in held.cells:
-        if one.key.load == 2 and one.prefilled is not None:
-            one.prefilled = 21_600 if one.key.radix else 0
-    first, second = report(held).split("All turns:")[1:]
-    header = "| prompt tokens | cached (%) | cached in draft (%) | tau |"
-    assert header in first and header in second
-    assert "| off | on | 21,600 | 51.9 | - | - |" in first
-    assert re.search(r"\| dflash \| on \| 21,600 \| 51.9 \| 51.9 \| [\d.]+ \|", first)
-    assert re.search(r"\| dflash \| on \| 21,600 \| 51.9 \| 0 \| [\d.]+ \|", second)
-    assert re.search(r"\| dflash \| off \| 21,600 \| 0 \| 100 \|", second)
-
-
-def test_csv_reads_back() -> None:
-    """Fails if the CSV loses a row, rounds a median or quotes badly."""
-    held = small()
-    held.cells.append(cell("eagle3", 1, failure='it said "no", twice\nand died'))
-    rows = list(csv_reader.DictReader(io.StringIO(csv(frame(held)))))
-    assert [row["arm"] for row in rows] == ["off", "off", "dflash", "dflash", "eagle3"]
-    assert float(rows[2]["speedup_off"]) == pytest.approx(2.5)
-    assert rows[4]["failure"] == held.cells[-1].failure and rows[4]["tok_s"] == ""
+def test_other_workloads() -> None:
+    """Fails if rates are called concurrency, goodput is shown without its limits, or sessions lack what was cached."""
+    options = {"limits": {"ttft_ms": 1500.0, "tpot_ms": None}}
+    held = run([cell("off", 100, 0.5), cell("dflash", 200, 0.5)], "open-loop", options=options)
+    assert "| method | 0.5 requests/s (tok/s) | average tau |" in report(held)
+    assert "Goodput: requests that meet TTFT <= 1500 ms." in report(held)
+    assert [row["goodput (requests/s)"] for row in details(held)] == ["0", "0.200"]
+    records = [record(tokens=1000, first_s=1, end_s=10, prompt_tokens=80, cached_tokens=60)]
+    (row,) = details(run([cell("dflash", 100, 2, records=records, prefilled=40)], "agent"))
+    assert (row["load"], row["cached (%)"], row["cached in draft (%)"]) == ("2 sessions", "75.0", "50.0")
 
 
 def test_names_cannot_break_a_table() -> None:
     """Fails if a pipe in a name ends a cell, or the terminal interprets brackets as markup."""
     held = run([cell("off", 100), cell("my|[red]arm", 200)], command="a ``` b")
-    text = report(held)
-    assert "| my\\|[red]arm | 200, 2.00x | - |" in text and "````sh\na ``` b\n````" in text
+    assert "| my\\|[red]arm | 200, 2.00x | - |" in report(held) and "````sh\na ``` b\n````" in report(held)
     assert "my|[red]arm" in terminal(held)
 
 

@@ -31,7 +31,8 @@ def benchmark_here(folder: Path, *words: str) -> None:
 
 
 def test_a_small_sweep(tmp_path, capsys):
-    """Fails where an arm does not run, tokens differ, tau is missing or a file is not written.
+    """Fails where an arm does not run, tokens differ, tau is missing, a file is not written, or SGLang's client counts
+    other tokens than the pass.
 
     Also fails where compiled forwards, speculation off or on, differ from the reference in transformers in tokens or
     steps.
@@ -44,22 +45,24 @@ def test_a_small_sweep(tmp_path, capsys):
         "--arms",
         "off,dflash,transformers",
         "--dataset-name",
-        "arithmetic,chat",
+        "arithmetic",
         "--concurrencies",
         "1,4",
     ]
     benchmark_here(tmp_path, *words, "--num-prompts", "6", "--max-new-tokens", "48")
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (said["cells"], said["failed"]) == (12, 0)
+    assert (said["cells"], said["failed"]) == (6, 0)
     run = Run.load(tmp_path / "results.json")
     for cell in run.cells:
         equality = cell.equality
         assert (equality.compared, equality.identical + equality.ties) == (6, 6), cell.key
-        tau = cell.acceptance.tau if cell.acceptance else None
-        assert tau is None if cell.key.arm == "off" else tau > 2, cell.key
-    taus = {(c.key.arm, c.key.dataset): c.acceptance.tau for c in run.cells if c.acceptance and c.key.load == 1}
-    for dataset in ("arithmetic", "chat"):  # the server takes the reference's steps
-        assert taus["dflash", dataset] == pytest.approx(taus["transformers", dataset])
+        tau = cell.acceptance.tau
+        assert tau == 0 if cell.key.arm == "off" else tau > 2, cell.key
+        answers = {answer.id: answer.tokens for answer in cell.answers or cell.records}
+        assert {record.id: record.tokens for record in cell.records} == answers, cell.key
+        assert all(0 < record.ttft_s < record.end_s for record in cell.records), cell.key
+    taus = {cell.key.arm: cell.acceptance.tau for cell in run.cells if cell.key.load == 1}
+    assert taus["dflash"] == pytest.approx(taus["transformers"])  # the server takes the reference's steps
     text = (tmp_path / "results.md").read_text()
     assert "dflash" in text and "off" in text
     for log in ("01-off.log", "02-dflash.log"):
@@ -70,20 +73,17 @@ def test_a_small_sweep(tmp_path, capsys):
 def test_agent_sessions_hit_the_prefix_cache(tmp_path):
     """Fails where sessions do not grow, cache hits are not recorded, or `--radix-cache off` leaves the cache on.
 
-    Also fails where draft KV is computed of prompt tokens that the target finds in the cache, or where a server parses
-    no tool call.
+    Also fails where draft KV is computed of prompt tokens that the target finds in the cache.
     """
     words = ["--arms", "dflash", "--workload", "agent", "--radix-cache", "both", "--dataset-name", "code"]
     words += ["--concurrencies", "2", "--num-prompts", "3", "--max-new-tokens", "48", "--think-s", "0.05"]
-    words += ["--tool-call-parser", "qwen"]
     benchmark_here(tmp_path, *words)
     on, off = Run.load(tmp_path / "results.json").cells
     assert on.key.radix and not off.key.radix
-    assert all(any(record.calls for record in cell.records) for cell in (on, off))
     late = [record for record in on.records if record.turn >= 4]
     assert late and sum(r.cached_tokens for r in late) > 0.5 * sum(r.prompt_tokens for r in late)
     assert sum(record.cached_tokens or 0 for record in off.records) == 0
     for cell in (on, off):
         computed = sum(record.prompt_tokens - (record.cached_tokens or 0) for record in cell.records)
-        assert cell.prefilled == computed
+        assert cell.prefilled == computed and not any(record.failure for record in cell.records)
     assert off.equality.identical + off.equality.ties + off.equality.unjudged >= off.equality.compared - 1

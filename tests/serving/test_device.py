@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_dflash.bench.options import Options
-from sglang_dflash.bench.planning import make_plan
 from sglang_dflash.cli import check, quickstart, shown_pairs
+from sglang_dflash.cli.benchmark_options import Options
+from sglang_dflash.cli.benchmark_plan import make_plan
 from sglang_dflash.cli.check import CheckOptions
 from sglang_dflash.serving import PAIRS
 from sglang_dflash.serving.device import device_flags

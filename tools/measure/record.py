@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from sglang_dflash.reference import DFlashDraftModel, FeatureTaps, spec_generate
 from sglang_dflash.serving.prompts import read_rows, session_of
-from sglang_dflash.serving.rendering import Renderer
-from sglang_dflash.serving.traffic import prompt_of
+from sglang_dflash.serving.rendering import Renderer, prompt_of
 
 CANDIDATES = 8
 console = Console(stderr=True, highlight=False)

@@ -25,8 +25,7 @@ from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.serving import AcceptanceStats, Completion, Progress, Server
 from sglang_dflash.serving.device import device_flags
 from sglang_dflash.serving.prompts import read_rows, session_of
-from sglang_dflash.serving.rendering import Renderer
-from sglang_dflash.serving.traffic import prompt_of
+from sglang_dflash.serving.rendering import Renderer, prompt_of
 
 PLUGINS = Path(__file__).parents[2] / "tests/families/plugins"
 console = Console(stderr=True, highlight=False)

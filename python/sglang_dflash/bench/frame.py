@@ -1,32 +1,75 @@
-"""Makes tables of a run: a row per cell; per arm, backend, cache, dataset and load; and per turn of agent sessions."""
+"""Makes tables of a run: a row per cell; and per arm, backend, cache, dataset and load, over the repeats."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import pandas as pd
 
-from sglang_dflash.bench.measures import by_turn, measure
-from sglang_dflash.bench.records import Cell, Limits, Run
+from sglang_dflash.bench.records import Cell, Run
 
 GROUP = ["arm", "backend", "radix", "dataset", "load"]
 BASELINES = ("off", "builtin")
+PERCENTILES = (50, 90, 99)
 SPEEDS = ("tok_s", "user_tok_s", "ttft_ms", "tpot_ms", "goodput_rps")
 COUNTS = ["compared", "identical", "ties", "different", "unjudged"]
 _PLACE = ["radix", "dataset", "load", "repeat"]
 _NOT_MEASURED = [*GROUP, "repeat", "failure", "reference", *COUNTS, "judged", "same_engine", "withheld"]
 
 
+def measure(cell: Cell, limits: Mapping[str, float | None] | None = None) -> dict[str, float]:
+    """The measures of one cell; NaN if a number does not exist.
+
+    `tok_s`: output tokens of all requests per second of the cell's wall time. `user_tok_s`: tokens per second of a
+    request's own time, including the wait for its first token; median over requests. `goodput_rps`: requests per second
+    that keep `limits`, the largest `ttft_ms` and `tpot_ms`. `cached_share`, `draft_cached_share`: share of the prompts'
+    tokens whose KV of target and draft was in the prefix cache. The draft's exists only if all requests were answered;
+    what is computed again after a retraction lowers it. `accept_1`, `accept_2`, ...: share of verify steps that
+    accepted that draft.
+    """
+    names = ["start_s", "end_s", "tokens", "prompt_tokens", "cached_tokens", "ttft_s", "tpot_s"]
+    held = [record for record in cell.records if not record.failure]
+    table = pd.DataFrame([[getattr(record, name) for name in names] for record in held], columns=names, dtype=float)
+    times = {"ttft_ms": 1e3 * table["ttft_s"], "tpot_ms": 1e3 * table["tpot_s"]}
+    own_s = (table["end_s"] - table["start_s"]).where(lambda seconds: seconds > 0)
+    wall_s, tokens, prompts = cell.wall_s or math.nan, table["tokens"].sum(), table["prompt_tokens"].sum() or math.nan
+    prefilled = cell.prefilled if cell.prefilled is not None and len(held) == len(cell.records) else math.nan
+    measures = {
+        "requests": float(len(cell.records)),
+        "failed": float(len(cell.records) - len(held)),
+        "tokens": tokens,
+        "tok_s": (tokens or math.nan) / wall_s,
+        "user_tok_s": (table["tokens"].where(table["tokens"] > 0) / own_s).median(),
+        "prompt_tokens": prompts,
+        "cached_share": table["cached_tokens"].sum(min_count=1) / prompts,
+        "draft_cached_share": 1 - prefilled / prompts,
+        "tau": math.nan,
+    }
+    for name, column in times.items():
+        measures |= {f"{name}_p{share}": column.quantile(share / 100) for share in PERCENTILES}
+    if limits:
+        kept = times["ttft_ms"].notna()
+        for name, limit in limits.items():
+            kept &= ~(times[name] > (math.inf if limit is None else limit))
+        measures["goodput_rps"] = kept.sum() / wall_s
+    if cell.acceptance.steps:
+        measures["tau"] = cell.acceptance.tau
+        measures |= {f"accept_{i}": share for i, share in enumerate(cell.acceptance.shares, start=1)}
+    return measures
+
+
 def cell_frame(run: Run) -> pd.DataFrame:
-    """
-    Returns:
-        One row per cell: the fields of its key, `failure`, its equality, its measures (see `measures.measure`; NaN if
-        it failed) and its speedups. `withheld`: unequal tokens in some repeat make all repeats' speeds NaN.
-    """
-    limits = run.options.get("limits")
-    latest = {cell.key: cell for cell in run.cells}.values()
-    rows = [_cell(cell, Limits(**limits) if limits else None) for cell in latest]
+    """One row per cell: its key's fields, `failure`, its equality, its measures (NaN if it failed) and its speedups.
+    `withheld`: unequal tokens in some repeat make all repeats' speeds NaN."""
+    rows = []
+    for cell in {cell.key: cell for cell in run.cells}.values():
+        judged = cell.equality
+        row = {**asdict(cell.key), "failure": cell.failure, "reference": judged.reference if judged else ""}
+        row |= {name: getattr(judged, name, 0) for name in COUNTS} | {"judged": judged is not None}
+        row |= {name: getattr(judged, name, False) for name in ("same_engine", "withheld")}
+        rows.append(row if cell.failure else row | measure(cell, run.options.get("limits")))
     if not rows:
         return pd.DataFrame(columns=_NOT_MEASURED)
     table = pd.DataFrame(rows)
@@ -37,43 +80,26 @@ def cell_frame(run: Run) -> pd.DataFrame:
     return table
 
 
-def _cell(cell: Cell, limits: Limits | None) -> dict[str, object]:
-    judged = cell.equality
-    return {
-        **asdict(cell.key),
-        "failure": cell.failure,
-        "reference": judged.reference if judged else "",
-        **{name: getattr(judged, name) if judged else 0 for name in COUNTS},
-        "judged": judged is not None,
-        "same_engine": judged is not None and judged.same_engine,
-        "withheld": judged is not None and judged.withheld,
-        **({} if cell.failure else measure(cell, limits)),
-    }
-
-
 def _baseline(table: pd.DataFrame, arm: str) -> pd.Series:
-    """The baseline's tok/s in the same place.
-
-    Other engines have no SGLang attention backend: they are compared with the baseline if it has only one.
-    """
+    """The baseline's tok/s in the same place. Other engines have no SGLang attention backend: they are compared with
+    the baseline if it has only one."""
     rows = table[(table["arm"] == arm) & (table["failure"] == "")]
     same = rows.set_index([*_PLACE, "backend"])["tok_s"]
     only = rows.drop_duplicates(_PLACE, keep=False).set_index(_PLACE)["tok_s"]
-    found = same.reindex(pd.MultiIndex.from_frame(table[[*_PLACE, "backend"]])).set_axis(table.index)
+    places = pd.MultiIndex.from_frame(table[[*_PLACE, "backend"]])
     other = only.reindex(pd.MultiIndex.from_frame(table[_PLACE])).set_axis(table.index)
-    has_same = pd.MultiIndex.from_frame(table[[*_PLACE, "backend"]]).isin(same.index)
-    return found.where(has_same, other)
+    return same.reindex(places).set_axis(table.index).where(places.isin(same.index), other)
 
 
 def frame(run: Run) -> pd.DataFrame:
     """
     Returns:
-        One row per GROUP, in the run's order. Columns besides GROUP: for each measure (see `measures.measure`) `name`
-        (median of the repeats), `name_low` and `name_high`; `speedup_off` and `speedup_builtin` with `_low` and `_high`
-        (paired by repeat with that arm at the same backend, cache, dataset and load); `repeats` (those with a result);
-        `failed_repeats` and `failure` (the first failure's sentence, or ""); COUNTS and `reference` (equality, summed
-        over the repeats); `same_engine`; `withheld` (tokens of some repeat are unequal: speeds and speedups of the row
-        are NaN). Without cells: the columns of GROUP, no rows.
+        One row per GROUP, in the run's order. Columns besides GROUP: for each measure (see `measure`) `name` (median of
+        the repeats), `name_low` and `name_high`; `speedup_off` and `speedup_builtin` likewise (paired by repeat with
+        that arm at the same backend, cache, dataset and load); `repeats` (those with a result); `failed_repeats` and
+        `failure` (the first failure's sentence, or ""); COUNTS and `reference` (equality, summed over the repeats);
+        `same_engine`; `withheld` (tokens of some repeat are unequal: speeds and speedups of the row are NaN). Without
+        cells: the columns of GROUP, no rows.
     """
     cells = cell_frame(run)
     if cells.empty:
@@ -96,25 +122,3 @@ def frame(run: Run) -> pd.DataFrame:
 def _first(texts: pd.Series) -> str:
     """The first text that is not empty."""
     return next(filter(None, texts), "")
-
-
-def turn_frame(run: Run) -> pd.DataFrame:
-    """
-    Returns:
-        One row per GROUP and `turn` (1 first), in the run's order: the measures of `measures.by_turn`, each the median
-        of the repeats, and `withheld`; the speeds of withheld rows are NaN. Failed cells have no rows.
-    """
-    turns = [
-        by_turn(cell).reset_index().assign(**{name: getattr(cell.key, name) for name in GROUP})
-        for cell in run.cells
-        if not cell.failure
-    ]
-    if not turns:
-        return pd.DataFrame(columns=[*GROUP, "turn"])
-    table = pd.concat(turns).assign(turn=lambda rows: rows["turn"] + 1)
-    table = table.groupby([*GROUP, "turn"], sort=False).median().reset_index()
-    hidden = {one.key for one in run.cells if one.equality is not None and one.equality.withheld}
-    groups = {tuple(getattr(key, name) for name in GROUP) for key in hidden}
-    table["withheld"] = [tuple(row) in groups for row in table[GROUP].itertuples(index=False)]
-    table.loc[table["withheld"], [name for name in table if name.startswith(SPEEDS)]] = math.nan
-    return table

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("sglang-dflash", "sglang", "torch", "transformers", "flashinfer-python", "sglang-kernel", "triton")
+_PACKAGES = ("sglang-dflash", "sglang", "torch", "transformers", "flashinfer-python", "sglang-kernel", "triton")
+_VLLM = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"  # any build's name
 
 
 def machine() -> dict[str, Any]:
     """Processor, cores that this process may use, memory, GPUs, and the load at the start of the run."""
+    cpu = _lines(["grep", "-m1", "^model name", "/proc/cpuinfo"])
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu[0].partition(":")[2].strip() if cpu else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "gpus": _lines(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]),
@@ -28,33 +30,15 @@ def machine() -> dict[str, Any]:
 def versions(vllm_python: str) -> dict[str, str]:
     """Versions of Python, of the packages that serve, of this repository (its commit), and of vLLM."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    if here := commit():
-        found["commit"] = here
+    folder = str(Path(__file__).parent)
+    if commit := _lines(["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=12"]):
+        found["commit"] = commit[0]
     if vllm_python:
-        # The distribution of the CPU build has another name.
-        script = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
-        said = _lines([vllm_python, "-c", script])
-        found["vllm"] = said[-1] if said else "unknown"
+        found["vllm"] = (_lines([vllm_python, "-c", _VLLM]) or ["unknown"])[-1]
     return found
-
-
-def commit() -> str:
-    """The commit of the folder that contains this package; "" if it is not a git checkout."""
-    said = _lines(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"])
-    return said[0] if said else ""
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), sys.platform)
 
 
 def _lines(command: list[str]) -> list[str]:

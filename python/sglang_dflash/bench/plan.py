@@ -11,7 +11,6 @@ from sglang_dflash.bench.records import CellKey
 from sglang_dflash.serving import Arm
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.sessions import Session
-from sglang_dflash.workloads.kinds import WORKLOADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +18,21 @@ class Plan:
     """
     Fields:
         arms: in the order of their start.
-        workload: a key of WORKLOADS.
-        loads: requests (agent: sessions) in flight, or those that start per second.
+        target: the model whose tokenizer renders prompts and counts texts.
+        workload: a key of WORKLOADS, which says what `loads` are.
         datasets: sessions by dataset name; a cell plays the first `counts[load]` of them.
-        repeats: number of repeats of every cell.
         interleave: run every arm once per repeat, instead of all repeats of an arm in a row.
         together: the servers of all arms start at once and stay up; the arms take turns at every cell, and those that
             are not asked are paused.
-        stall_s: seconds without data after which a request fails.
+        seed: of arrival times.
+        think_s: mean pause before a later turn of an agent session.
+        stall_s: seconds without data after which a server counts as lost.
         start_s: seconds within which a server must be up.
         logs: folder of the servers' logs.
     """
 
     arms: tuple[Arm, ...]
+    target: str
     workload: str
     loads: tuple[float, ...]
     datasets: dict[str, list[Session]]
@@ -41,14 +42,10 @@ class Plan:
     together: bool
     sampling: Sampling
     seed: int
+    think_s: float
     stall_s: float
     start_s: float
-    warm_up: bool
     logs: Path
-
-    @property
-    def open_loop(self) -> bool:
-        return WORKLOADS[self.workload].open_loop
 
     def servers(self, done: set[CellKey]) -> list[tuple[Arm, list[CellKey]]]:
         """The servers to ask, in order, each with the cells that it still has to run."""

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.serving import AcceptanceStats
 from sglang_dflash.serving.records import Record
-from sglang_dflash.serving.sessions import ToolCall
-from sglang_dflash.workloads.kinds import WORKLOADS, Workload
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Latency limits of a good request, in milliseconds; None: no limit."""
+class Workload:
+    """What is played: `title` of a report, `unit` of a load, and how many sessions a cell has: `per_load` times the
+    load, at least `least`. With so many, the cell's start and end hardly affect its numbers."""
 
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
+    title: str
+    unit: str
+    least: int
+    per_load: int
 
-    def kept(self, record: Record) -> bool:
-        if record.failure or record.ttft_s is None:
-            return False
-        slow_start = self.ttft_ms is not None and record.ttft_s * 1e3 > self.ttft_ms
-        slow_tokens = self.tpot_ms is not None and (record.tpot_s or 0.0) * 1e3 > self.tpot_ms
-        return not slow_start and not slow_tokens
+    def words(self, load: float) -> str:
+        """For example `concurrency 4` or `0.5 requests/s`."""
+        return f"concurrency {load:g}" if self.unit == "concurrency" else f"{load:g} {self.unit}"
+
+
+WORKLOADS = {
+    "closed": Workload("requests in flight", "concurrency", 16, 4),
+    "open-loop": Workload("requests at given rates", "requests/s", 32, 16),
+    "agent": Workload("agent sessions", "sessions", 4, 2),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,6 @@ class CellKey:
     """Identifies a cell of a sweep.
 
     Fields:
-        arm: a name from `--arms` or from --base-url.
         backend: attention backend; "" for the server's own choice.
         radix: whether the prefix cache is on.
         load: requests (or sessions) in flight; in an open loop, those that start per second.
@@ -54,16 +57,14 @@ class CellKey:
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """How many requests got the reference arm's tokens.
+    """How many requests got the tokens of the arm `reference`.
 
     Fields:
-        reference: the arm compared with.
         same_engine: whether both arms must agree, because both are greedy and of one engine.
         compared, identical: numbers of requests.
         ties: requests whose first difference is between two tokens with equal logits, up to rounding.
         different: requests that differ for another reason.
-        unjudged: requests with another prompt, because an earlier turn of their session differs, or because a server
-            rendered the chat in another way.
+        unjudged: requests with another prompt, because an earlier turn of their session differs.
         examples: a sentence for each of the first few different requests.
     """
 
@@ -87,10 +88,13 @@ class Cell:
     """The result of one cell.
 
     Fields:
-        wall_s: seconds from the first request sent to the last token received.
-        acceptance: total of its requests; None without speculation, or if the server does not report it.
+        records: the timed requests. SGLang's client reports neither ids nor starts: those are 0.
+        wall_s: seconds from the first request sent to the last answer received.
+        answers: of a pass before them, with ids; empty if the arm has answered these prompts at this load before, or
+            the timed requests have ids.
+        acceptance: total of the answers; no steps without speculation, or if the server does not report them.
+        prefilled: prompt tokens of the answers whose draft KV our worker computed; None of another worker.
         unasked: number of turns that were left out because the context was full.
-        prefilled: prompt tokens whose draft KV our worker computed; None of another worker.
         failure: why the cell has no result, or ""; a failed cell's records may be incomplete.
         log_tail: the last lines of the server's log, if the cell failed.
     """
@@ -98,12 +102,18 @@ class Cell:
     key: CellKey
     records: list[Record] = field(default_factory=list)
     wall_s: float = 0.0
-    acceptance: AcceptanceStats | None = None
+    answers: list[Record] = field(default_factory=list)
+    acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
     equality: Equality | None = None
     unasked: int = 0
     prefilled: int | None = None
     failure: str = ""
     log_tail: list[str] = field(default_factory=list)
+
+    @property
+    def comparable(self) -> list[Record]:
+        """The answers whose tokens are known."""
+        return self.answers or [record for record in self.records if record.ids or record.text]
 
 
 @dataclass(slots=True)
@@ -113,7 +123,7 @@ class Run:
     Fields:
         command: the command line that started it.
         workload: a key of WORKLOADS.
-        options: everything that affects the numbers; see `options.check_resumable`.
+        options: everything that affects the numbers; a resumed run must have the same.
         versions, machine: software and hardware.
         servers: command, environment, URL and seconds to start of each server.
         notes: sentences that the reader of a report must know.
@@ -154,14 +164,9 @@ class Run:
         """
         try:
             held = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(held, dict):
-                raise ValueError("it is not a JSON object")
-            if held.pop("schema") != SCHEMA:
-                raise ValueError(f"it does not have schema {SCHEMA}")
-            cells = [_cell(row) for row in held.pop("cells")]
-            if held["workload"] not in WORKLOADS:
-                raise ValueError(f"its workload is {held['workload']!r}")
-            return cls(**held, cells=cells)
+            if not isinstance(held, dict) or held.pop("schema", None) != SCHEMA:
+                raise ValueError(f"it is no JSON object of schema {SCHEMA}")
+            return cls(**{**held, "cells": [_cell(row) for row in held["cells"]]})
         except FileNotFoundError:
             raise ValueError(f"The results file {path} does not exist.") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -169,24 +174,7 @@ class Run:
 
 
 def _cell(row: dict[str, Any]) -> Cell:
-    return Cell(
-        key=CellKey(**row["key"]),
-        records=[_record(record) for record in row["records"]],
-        wall_s=row["wall_s"],
-        acceptance=AcceptanceStats(**row["acceptance"]) if row["acceptance"] else None,
-        equality=Equality(**row["equality"]) if row["equality"] else None,
-        unasked=row["unasked"],
-        prefilled=row.get("prefilled"),
-        failure=row["failure"],
-        log_tail=row["log_tail"],
-    )
-
-
-def _record(row: dict[str, Any]) -> Record:
-    return Record(**{**row, "calls": [ToolCall(*call) for call in row.get("calls", [])]})
-
-
-def total_acceptance(records: Sequence[Record]) -> AcceptanceStats | None:
-    """Total acceptance of the requests that report verify steps; None if none does."""
-    total = AcceptanceStats.of(records)
-    return total if total.steps else None
+    held = {name: [Record(**record) for record in row[name]] for name in ("records", "answers")}
+    for name, kind in (("key", CellKey), ("acceptance", AcceptanceStats), ("equality", Equality)):
+        held[name] = kind(**row[name]) if row[name] else None
+    return Cell(**{**row, **held})

@@ -6,7 +6,7 @@ import time
 
 import typer
 
-from sglang_dflash.bench.options import Options
+from sglang_dflash.cli.benchmark_options import Options
 from sglang_dflash.cli.options import command
 
 
@@ -14,8 +14,8 @@ def benchmark(options: Options) -> int:
     """Measure how fast SGLang serves with DFLASH, against speculation off and other engines.
 
     All arms get the same prompts, and one works at a time. Tokens are compared first: if greedy SGLang arms differ by
-    more than a rounding tie, no speed is shown. A cell is one arm, attention backend, cache setting, dataset, load
-    and repeat.
+    more than a rounding tie, no speed is shown. Then SGLang's own client times the same requests. A cell is one arm,
+    attention backend, cache setting, dataset, load and repeat.
 
     Without options, off and dflash serve the embedded pair, a small target and draft that come with this package.
 

@@ -16,14 +16,13 @@ from rich.console import Console
 from sglang_dflash.bench.board import Board
 from sglang_dflash.bench.frame import frame
 from sglang_dflash.bench.machine import machine, versions
-from sglang_dflash.bench.options import Options, check_resumable
-from sglang_dflash.bench.planning import digests, make_plan
 from sglang_dflash.bench.plots import draw
 from sglang_dflash.bench.records import Run
 from sglang_dflash.bench.sweep import Sweep
-from sglang_dflash.bench.tables import console, csv, markdown
+from sglang_dflash.bench.tables import console, markdown
+from sglang_dflash.cli.benchmark_options import Options, check_resumable
+from sglang_dflash.cli.benchmark_plan import digests, make_plan
 from sglang_dflash.cli.output import put_json
-from sglang_dflash.serving import TINY_TARGET
 from sglang_dflash.serving.lifetime import stopped_by
 from sglang_dflash.serving.rendering import Renderer
 
@@ -40,8 +39,8 @@ def sweep(options: Options, began_s: float) -> int:
         raise ValueError("--resume and --overwrite are both given; give one of them.")
     if results.exists() and not options.resume and not options.overwrite:
         raise ValueError(f"{results} exists already: --resume continues it, --overwrite replaces it.")
-    renderer = Renderer(options.target_model or str(TINY_TARGET), {"enable_thinking": options.enable_thinking})
-    plan = make_plan(options, renderer.count)
+    plan = make_plan(options)
+    renderer = Renderer(plan.target, {"enable_thinking": options.enable_thinking})
     run = Run(shlex.join(["python", *sys.argv]), options.workload, options.to_json(digests(plan)))
     run.versions, run.machine = versions(options.vllm_python), machine()
     if options.resume and results.exists():
@@ -79,7 +78,7 @@ def _report(run: Run, options: Options, screen: Console, missing: int) -> int:
     table, output_md = frame(run), options.output_md
     output_md.parent.mkdir(parents=True, exist_ok=True)
     output_md.write_text(markdown(run, table), encoding="utf-8")
-    output_md.with_suffix(".csv").write_text(csv(table), encoding="utf-8")
+    table.to_csv(output_md.with_suffix(".csv"), index=False, float_format="%.10g", lineterminator="\n")
     plots = draw(run, table, output_md.parent, output_md.stem)
     screen.print(console(run, table))
     screen.print(f"written: {output_md}, .json, .csv and {len(plots)} plots", soft_wrap=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import typer
 
 from sglang_dflash import __version__
-from sglang_dflash.bench.options import Options as BenchmarkOptions
 from sglang_dflash.cli.benchmark import benchmark
+from sglang_dflash.cli.benchmark_options import Options as BenchmarkOptions
 from sglang_dflash.cli.check import CheckOptions, check
 from sglang_dflash.cli.doctor import DoctorOptions, doctor
 from sglang_dflash.cli.fetch import fetch

@@ -19,12 +19,6 @@ DFLASH_ARMS = ("dflash", "dflash-full", "builtin")
 VLLM_ARMS = ("vllm", "vllm-off")
 ARMS = (*SGLANG_ARMS, "transformers", *VLLM_ARMS)
 START_S = 1800.0  # large weights come slowly
-VLLM_PARSERS = {
-    **{"qwen": "hermes", "qwen25": "hermes", "llama3": "llama3_json", "gpt-oss": "openai", "glm": "glm45"},
-    **{"deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32"},
-    **{"minimax-m2": "minimax_m2", "minimax-m3": "minimax_m3", "interns1": "internlm"},
-}
-"""vLLM's names of parsers of tool calls, where they are not SGLang's."""
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTH": "full"}
 
 
@@ -123,7 +117,6 @@ class Serving:
         tp_size: tensor parallel size of SGLang and vLLM.
         dtype: of vLLM and transformers; "" for their own choice. SGLang's is in `flags`.
         device: cpu or cuda, for transformers.
-        tool_call_parser: as SGLang names it; "" if no request has tools.
     """
 
     flags: tuple[str, ...]
@@ -136,7 +129,6 @@ class Serving:
     vllm_python: str
     dtype: str
     device: str
-    tool_call_parser: str = ""
 
 
 def arms_of(names: Sequence[str], models: Models, serving: Serving, urls: dict[str, str]) -> list[Arm]:
@@ -166,7 +158,6 @@ def _sglang(name: str, models: Models, serving: Serving, backend: str, radix: bo
     arguments = ["--model-path", models.target, "--tp-size", str(serving.tp_size), *serving.flags]
     arguments += ["--attention-backend", backend] if backend else []
     arguments += [] if radix else ["--disable-radix-cache"]
-    arguments += ["--tool-call-parser", serving.tool_call_parser] if serving.tool_call_parser else []
     # Set for every arm, so that the shell's setting cannot turn one arm into another. Only the rows of `dflash` are the
     # shell's to choose.
     environment = {"SGLANG_DFLASH_WORKER": "builtin" if name == "builtin" else "plugin"}
@@ -198,8 +189,6 @@ def _vllm(name: str, models: Models, serving: Serving, radix: bool) -> Arm:
     arguments += ["--dtype", serving.dtype] if serving.dtype else []
     arguments += ["--enable-prefix-caching" if radix else "--no-enable-prefix-caching"]
     arguments += ["--enable-prompt-tokens-details"]
-    if parser := serving.tool_call_parser:
-        arguments += ["--enable-auto-tool-choice", "--tool-call-parser", VLLM_PARSERS.get(parser, parser)]
     if name == "vllm":
         draft = {"method": "dflash", "model": models.drafts["dflash"]}
         # vLLM takes the number of drafts, SGLang the block size, which includes the anchor row.

@@ -7,7 +7,8 @@ import os
 import queue
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +18,9 @@ from sglang_dflash.serving.completion import Completion
 from sglang_dflash.serving.endpoint import Sampling
 from sglang_dflash.serving.errors import ServerError
 from sglang_dflash.serving.lifetime import TiedProcess
+from sglang_dflash.serving.records import Record
+from sglang_dflash.serving.rendering import Renderer, prompt_of
+from sglang_dflash.serving.sessions import Session
 
 
 class TransformersProcess:
@@ -58,15 +62,34 @@ class TransformersProcess:
             raise ServerError(said["error"])
         return said
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, start_s: float) -> list[Completion]:
-        """The answers to one batch, which ends with its longest answer.
+    def play(
+        self,
+        sessions: Sequence[Session],
+        renderer: Renderer,
+        batch: int,
+        sampling: Sampling,
+        on_answer: Callable[[], None] = lambda: None,
+    ) -> list[Record]:
+        """The answers to the first turns, `batch` prompts at a time. A batch ends with its longest answer.
 
-        A request's first token is timed at the end of the batch's prefill, its last token at the end of the batch. The
-        completions have no text.
+        A request's first token is timed at the end of the batch's prefill, its last token at the end of the batch.
 
         Raises:
             ServerError: the process ended, sent nothing in time, or reports an error.
         """
+        prompts = [prompt_of(session, session.turns[0].messages, renderer) for session in sessions]
+        records, begin = list[Record](), time.perf_counter()
+        for first in range(0, len(sessions), batch):
+            start_s, asked = time.perf_counter() - begin, prompts[first : first + batch]
+            said = self._generate(asked, sampling)
+            for index, (session, prompt) in enumerate(zip(sessions[first : first + batch], asked, strict=True)):
+                reply = _completion(prompt, said, index, start_s)
+                records.append(Record.of(session.id, 0, reply, "".join(map(renderer.text, reply.ids))))
+                on_answer()
+        return records
+
+    def _generate(self, prompts: list[list[int]], sampling: Sampling) -> dict[str, Any]:
+        """The process's answers to one batch."""
         assert self._process.stdin is not None
         request = {
             "prompts": prompts,
@@ -80,12 +103,10 @@ class TransformersProcess:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise ServerError("the process of the transformers arm ended") from None
-        said = self.hear(self._stall_s)
-        return [_completion(prompt, said, index, start_s) for index, prompt in enumerate(prompts)]
+        return self.hear(self._stall_s)
 
     def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._process.end()
 
 
 @contextmanager

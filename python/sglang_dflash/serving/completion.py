@@ -8,7 +8,6 @@ from itertools import zip_longest
 from typing import Any
 
 from sglang_dflash.serving.errors import sentence
-from sglang_dflash.serving.sessions import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Completion:
 
     Fields:
         ids, text: the answer; no ids if the server does not report them.
-        finish: the finish reason in SGLang's form: `type` is "stop", "length", "abort", or of a chat "tool_calls".
+        finish: the finish reason in SGLang's form: `type` is "stop", "length" or "abort".
         prompt_tokens, tokens: of prompt and answer, as the server counts them.
         cached_tokens: prompt tokens from the prefix cache; None if the server does not report them.
         logprobs: of `ids`; empty if none were requested.
@@ -73,8 +72,6 @@ class Completion:
         failure: why the server failed or aborted the request; a part of the answer may exist.
         start_s, first_s, end_s: of streamed requests, in seconds: sent, first token, last token. `first_s` is None if
             no token came.
-        calls: tool calls that the server parsed; `text` does not contain them.
-        foreign_prompt: the server made other ids of the chat than the target's chat template.
         meta: SGLang's whole `meta_info`.
     """
 
@@ -95,8 +92,6 @@ class Completion:
     start_s: float = 0.0
     first_s: float | None = None
     end_s: float = 0.0
-    calls: list[ToolCall] = field(default_factory=list)
-    foreign_prompt: bool = False
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -150,100 +145,6 @@ class Completion:
             failure=failure,
             meta=meta,
         )
-
-
-@dataclass(slots=True)
-class CompletionStream:
-    """The part of one answer of POST /v1/completions or /v1/chat/completions that has arrived so far.
-
-    Fields:
-        start_s: when it was asked for.
-        calls: by index, the id, name and arguments of a tool call as they arrive.
-        prompt_ids: of a chat, if the server reports them.
-    """
-
-    start_s: float
-    first_s: float | None = None
-    last_s: float = 0.0
-    ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    calls: dict[int, list[str]] = field(default_factory=dict)
-    prompt_ids: list[int] = field(default_factory=list)
-    finish: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
-    cached: dict[str, Any] = field(default_factory=dict)
-
-    def take(self, event: dict[str, Any], now: float) -> None:
-        """
-        Raises:
-            ValueError: the event is an error, or not a JSON object.
-        """
-        if not isinstance(event, dict):
-            raise ValueError(f"the stream has an event that is not a JSON object: {str(event)[:80]}")
-        if event.get("error"):
-            raise ValueError(_message(event))
-        for choice in event.get("choices") or []:
-            delta = choice.get("delta") or {}
-            ids, text = choice.get("token_ids") or [], choice.get("text") or delta.get("content") or ""
-            if ids or text or "delta" in choice:  # a parser may hold the text of a chat's tokens back
-                self.first_s = now if self.first_s is None else self.first_s
-                self.last_s = now
-            self.ids += ids
-            self.texts.append(text)
-            for call in delta.get("tool_calls") or []:
-                parts, function = (
-                    self.calls.setdefault(call.get("index") or 0, ["", "", ""]),
-                    call.get("function") or {},
-                )
-                parts[0] = parts[0] or call.get("id") or ""
-                parts[1] = parts[1] or function.get("name") or ""
-                parts[2] += function.get("arguments") or ""
-            self.finish = choice.get("finish_reason") or self.finish
-        self.usage = event.get("usage") or self.usage
-        extension = event.get("sglext") or {}
-        self.ids = (extension.get("output_ids") or [self.ids])[0]
-        self.prompt_ids = extension.get("input_ids") or event.get("prompt_token_ids") or self.prompt_ids
-        self.details = extension.get("spec_tokens_details") or self.details
-        self.cached = extension.get("cached_tokens_details") or self.cached
-
-    def rendered_as(self, prompt_ids: list[int]) -> bool:
-        """Whether the server made these ids of a chat; if it reports none, whether it made as many."""
-        if self.prompt_ids:
-            return self.prompt_ids == prompt_ids
-        return self.usage.get("prompt_tokens") == len(prompt_ids)
-
-    def completion(self, failure: str, now: float) -> Completion:
-        """
-        Args:
-            failure: why the stream broke; "" if it ended as it should.
-        """
-        counted = self.usage.get("completion_tokens") or len(self.ids)
-        failure = failure or self._flaw(counted)
-        cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        if self.cached:
-            cached = self.cached.get("device", 0) + self.cached.get("host", 0) + (self.cached.get("storage") or 0)
-        return Completion(
-            ids=self.ids,
-            text="".join(self.texts),
-            calls=[ToolCall(*parts) for _, parts in sorted(self.calls.items())],
-            finish={} if failure else {"type": self.finish},
-            prompt_tokens=self.usage.get("prompt_tokens") or 0,
-            tokens=counted,
-            cached_tokens=cached,
-            **_speculation(self.details),
-            failure=failure,
-            start_s=self.start_s,
-            first_s=self.first_s,
-            end_s=now if self.first_s is None else self.last_s,
-        )
-
-    def _flaw(self, counted: int) -> str:
-        if self.first_s is None:
-            return "the answer has no tokens"
-        if self.finish in ("", "abort"):
-            return f"the answer is incomplete: its finish reason is {self.finish!r}"
-        return "" if counted else "the server reports neither usage nor token ids"
 
 
 def _speculation(details: dict[str, Any]) -> dict[str, Any]:

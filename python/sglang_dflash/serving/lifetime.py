@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -109,3 +109,10 @@ class TiedProcess(subprocess.Popen):  # type: ignore[type-arg]
         """From now on the process outlives this one."""
         self._tie.write(b".")
         self._tie.close()
+
+    def end(self) -> None:
+        """Kills the group, unless the command has ended already."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.wait()

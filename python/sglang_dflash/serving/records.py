@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from sglang_dflash.serving.completion import Completion
-from sglang_dflash.serving.sessions import ToolCall
 
 _OF_REPLY = {one.name for one in fields(Completion)}
 
@@ -20,13 +19,11 @@ class Record:
         first_s, end_s: when the first and the last token arrived. `first_s` is None if no token arrived.
         tokens: number of generated tokens, as the server counts them.
         ids: the generated token ids; empty if the server does not report them.
-        text: the generated text, without tool calls that the server parsed.
+        text: the generated text.
         finish: the server's finish reason; "" if the request failed.
         cached_tokens: prompt tokens from the prefix cache; None if the server does not report them.
         steps: verify steps; 0 without speculation, or if the server does not report them.
         drafted: draft tokens that were verified in those steps.
-        calls: tool calls that the server parsed.
-        foreign_prompt: the server made other ids of the chat than the target's chat template.
         accept_histogram: number of steps by accept_len, 0 first.
         failure: why there is no answer; "" if there is one.
     """
@@ -46,8 +43,6 @@ class Record:
     drafted: int = 0
     accept_histogram: list[int] = field(default_factory=list)
     failure: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    foreign_prompt: bool = False
 
     @classmethod
     def of(cls, session: str, turn: int, reply: Completion, text: str | None = None) -> Record:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_dflash.serving.errors import sentence
 from sglang_dflash.serving.messages import as_served, render, tools_of
+from sglang_dflash.serving.sessions import Message, Session, as_openai
 
 
 def special_ids(tokenizer: Any) -> set[int]:
@@ -72,3 +73,10 @@ class Renderer:
 
     def text(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id])
+
+
+def prompt_of(session: Session, messages: Sequence[Message], renderer: Renderer) -> list[int]:
+    """The prompt for the next answer to `messages` of a session, as token ids."""
+    if session.text:
+        return renderer.plain(session.text)
+    return list(session.input_ids) or renderer(as_openai(messages), session.template)

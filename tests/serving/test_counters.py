@@ -1,4 +1,4 @@
-"""What servers did for a cell, from counters of their own."""
+"""What servers did for requests: from counters of their own, and from the replies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from sglang_dflash.serving import AcceptanceStats, Completion
+from sglang_dflash.serving.completion import drafted
 from sglang_dflash.serving.counters import acceptance_between, prefilled_between
 
 
@@ -51,3 +53,20 @@ def test_other_workers_have_no_count(page):
     """Fails where a server without our worker gets a count, or one that died raises."""
     assert prefilled_between(page, page) is None
     assert prefilled_between(info(1), page) is None
+
+
+def test_acceptance_of_unequal_histograms():
+    """Fails where shorter histograms are cut or misaligned, or replies without steps count."""
+    long = Completion(steps=6, drafted=18, accept_histogram=[1, 2, 0, 3])
+    found = AcceptanceStats.of([long, Completion(steps=3, drafted=9, accept_histogram=[2, 1]), Completion()])
+    assert (found.steps, found.drafted, found.accepted, found.by_position) == (9, 27, 12, [6, 3, 3])
+    assert found.tau == pytest.approx(1 + 12 / 9)
+    assert AcceptanceStats.of([Completion()]).tau == 0
+
+
+def test_drafts_of_steps_with_widths_of_their_own():
+    """Fails where drafts beyond a step's width are counted, as SGLang does for steps narrower than a block."""
+    whole = {"spec_num_proposed_drafts": 35}
+    assert drafted(whole) == 35
+    assert drafted(whole | {"spec_cap_lens_histogram": [0, 2, 0, 0, 1, 0, 0, 0, 2]}) == 0 * 2 + 3 + 7 * 2
+    assert drafted({}) == 0

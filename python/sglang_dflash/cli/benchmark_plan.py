@@ -1,61 +1,47 @@
-"""Makes a plan from options: models, server flags for this machine, and the sessions of every dataset."""
+"""Makes a benchmark's plan from its options: models, flags for this machine, and the sessions of every dataset."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from sglang_dflash.bench.options import RADIX, Options, words
+from sglang_dflash.bench.datasets import agent_sessions, load
 from sglang_dflash.bench.plan import Plan
+from sglang_dflash.bench.records import WORKLOADS
+from sglang_dflash.cli.benchmark_options import RADIX, Options, words
 from sglang_dflash.core.device import on_cuda
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.serving import TINY_DRAFT, TINY_TARGET
 from sglang_dflash.serving.arms import VLLM_ARMS, Models, Serving, arms_of, reference_arm, split_flags
 from sglang_dflash.serving.device import device_flags, tiny_dtype, tiny_flags
-from sglang_dflash.serving.endpoint import Sampling
-from sglang_dflash.workloads.agent import AgentShape, agent_sessions, with_tools
-from sglang_dflash.workloads.datasets import load
-from sglang_dflash.workloads.kinds import WORKLOADS
-from sglang_dflash.workloads.script import tools
 
 TINY_DATASETS = "arithmetic,code,chat"
 TINY_TOKENS = 32768  # in the KV pool, on a CPU
-TOOL_PREAMBLE = 200  # tokens with which a chat template may introduce tools
-AGENT_CONTEXT = 32768  # tokens of an agent session at most, if the model's context is longer
+ANSWER_TOKENS = {"closed": (2048, 128), "open-loop": (2048, 128), "agent": (512, 96)}  # and of the embedded pair
 
 
-def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None) -> Plan:
+def make_plan(options: Options) -> Plan:
     """
-    Args:
-        count_tokens: counts a text's tokens with the target's tokenizer, to size agent sessions.
-
     Raises:
         ValueError: a model or dataset cannot be read.
     """
     tiny = options.target_model is None
     target = options.target_model or str(TINY_TARGET)
     workload = WORKLOADS[options.workload]
-    tokens = options.max_new_tokens or _answer_tokens(workload.agent, tiny)
     counts = {
         load_: options.num_prompts or max(workload.least, round(workload.per_load * load_)) for load_ in options.loads()
     }
     names = words(options.dataset_name or (TINY_DATASETS if tiny else "gsm8k"))
     most = max(counts.values())
     datasets = {name: load(name, most, options.seed) for name in names}
-    if workload.agent:
-        context = options.context_tokens or min(_context(target), AGENT_CONTEXT)
-        listed = options.tool_call_parser and not tiny and count_tokens
-        reserved = count_tokens(json.dumps(tools())) + TOOL_PREAMBLE if listed else 0
-        shape = AgentShape.fitting(context, tokens, count_tokens, options.think_s, reserved)
-        datasets = {name: agent_sessions(tasks, most, shape, options.seed) for name, tasks in datasets.items()}
-        if options.tool_call_parser:
-            datasets = {name: list(map(with_tools, sessions)) for name, sessions in datasets.items()}
+    if options.workload == "agent":
+        datasets = {name: agent_sessions(tasks, most, _context(target)) for name, tasks in datasets.items()}
     arms = arms_of(options.arm_names(), _models(options, target), _serving(options, tiny), options.urls())
     return Plan(
         arms=tuple(sorted(arms, key=lambda arm: arm.name != reference_arm(arms).name)),  # reference first
+        target=target,
         workload=options.workload,
         loads=options.loads(),
         datasets=datasets,
@@ -63,35 +49,27 @@ def make_plan(options: Options, count_tokens: Callable[[str], int] | None = None
         repeats=options.repeats,
         interleave=options.interleave,
         together=options.together,
-        sampling=Sampling(tokens, options.temperature, options.top_p, options.seed, options.ignore_eos),
+        sampling=options.sampling(options.max_new_tokens or ANSWER_TOKENS[options.workload][tiny]),
         seed=options.seed,
+        think_s=options.think_s,
         stall_s=options.stall_s,
         start_s=options.start_s,
-        warm_up=options.warm_up,
         logs=options.logs or Path(tempfile.mkdtemp(prefix="sglang-dflash-bench-")),
     )
 
 
 def digests(plan: Plan) -> dict[str, str]:
     """Digests of each dataset's first sessions, which every load uses: a resumed run must have the same."""
-    least = min(plan.counts.values())
-    return {
-        name: hashlib.sha256(repr(sessions[:least]).encode()).hexdigest()[:16]
-        for name, sessions in plan.datasets.items()
-    }
-
-
-def _answer_tokens(agent: bool, tiny: bool) -> int:
-    if agent:
-        return 96 if tiny else 512
-    return 128 if tiny else 2048
+    held = {name: repr(sessions[: min(plan.counts.values())]) for name, sessions in plan.datasets.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in held.items()}
 
 
 def _context(target: str) -> int:
+    """Tokens of the model's context; 0 if its config does not say."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(target)
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or AGENT_CONTEXT
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
 
 def _models(options: Options, target: str) -> Models:
@@ -132,7 +110,6 @@ def _serving(options: Options, tiny: bool) -> Serving:
         backends=options.backends(),
         radix=RADIX[options.radix_cache],
         tp_size=options.tp_size,
-        tool_call_parser=options.tool_call_parser,
         vllm_python=options.vllm_python,
         dtype=dtype,
         device="cuda" if cuda else "cpu",
