@@ -124,6 +124,12 @@ RELIED_ON = [
     # Parameters and grammars that a request may bring besides those of `SamplingParams`.
     "sglang.srt.constrained.grammar_manager.GrammarManager.process_req_with_grammar",
     "sglang.srt.managers.schedule_batch.Req.__init__",
+    # SGLang's client, which `serving.timing` runs: its flags, rows whose fields replace a request's, what it reports.
+    "sglang.benchmark.serving.async_request_openai_completions",
+    "sglang.benchmark.serving.async_request_sglang_generate",
+    "sglang.benchmark.serving.benchmark",
+    "sglang.benchmark.serving.cli_main",
+    "sglang.benchmark.datasets.openai_dataset.sample_openai_requests",
 ]
 
 
