@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -49,7 +51,7 @@ def test_a_client_that_is_silent_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_p
     script = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     begin = time.monotonic()
     with pytest.raises(ServerError, match=r"no answer came for 1 s \(--stall-s\)"):
-        timing._run([sys.executable, "-c", script], 1.0, tmp_path / "log", lambda: None)
+        timing._run([sys.executable, "-c", script], {}, 1.0, tmp_path / "log", lambda: None)
     assert time.monotonic() - begin < 10 and not Path("/proc", pid.read_text()).exists()
 
 
@@ -58,5 +60,15 @@ def test_progress_is_read_from_the_bar(tmp_path: Path) -> None:
     said = r"print(f'\r{n}0%|# | {n}/3 [00:00<00:01, 1.0s/it]', end='', file=sys.stderr, flush=True)"
     script, told = f"import sys\nprint('begin', flush=True)\nfor n in range(4): {said}", list[int]()
     log = tmp_path / "log"
-    assert timing._run([sys.executable, "-c", script], 30.0, log, lambda: told.append(1)) == 0
+    assert timing._run([sys.executable, "-c", script], {}, 30.0, log, lambda: told.append(1)) == 0
     assert len(told) == 3 and "3/3" in log.read_text() and "begin" in log.read_text()
+
+
+@pytest.mark.parametrize("key", ["", "ours"])
+def test_a_key_reaches_its_own_server_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str) -> None:
+    """Fails where the client sends a key of the shell to a server that has another one, or none."""
+    monkeypatch.setenv("OPENAI_API_KEY", "of the shell")
+    monkeypatch.setenv("API_KEY", "of the shell")
+    endpoint: Any = SimpleNamespace(key=key)
+    environment = Timer(endpoint, "", len, tmp_path)._environment()
+    assert (environment.get("OPENAI_API_KEY", ""), "API_KEY" in environment) == (key, False)

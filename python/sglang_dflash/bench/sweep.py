@@ -157,16 +157,16 @@ class Sweep:
         """Judges again, without a server, cells that were played before their reference. Notes missing references."""
         arms = {arm.name: arm for arm in self._plan.arms}
         for cell in self._run.cells:
-            answers = self._prompted(cell) if cell.key.arm in arms and not cell.failure else []
-            if not answers:
+            count = sum(not answer.failure for answer in cell.comparable)
+            if cell.failure or cell.key.arm not in arms or not count:
                 continue
             held = cell.equality
-            if held is None or held.reference != self._own.name or held.compared + held.unjudged < len(answers):
+            if held is None or held.reference != self._own.name or held.compared + held.unjudged < count:
                 must_agree, reference = self._must_agree(arms[cell.key.arm]), self._reference(cell.key)
-                held = cell.equality = reference.judge(answers, must_agree, None)
-            if lacking := len(answers) - held.compared - held.unjudged:
+                held = cell.equality = reference.judge(self._prompted(cell), must_agree, None)
+            if lacking := count - held.compared - held.unjudged:
                 why = f"because {self._own.name} has no answer to these requests"
-                self._note(f"{name(cell.key)}: {lacking} of {len(answers)} answers could not be compared, {why}.")
+                self._note(f"{name(cell.key)}: {lacking} of {count} answers could not be compared, {why}.")
         self._run.save(self._results)
 
     def _prompted(self, cell: Cell) -> Prompted:

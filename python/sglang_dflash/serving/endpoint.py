@@ -62,7 +62,7 @@ class Endpoint:
         Raises:
             ValueError: the server lists no model.
         """
-        self.url, self.engine, self._stall_s = url, engine, stall_s
+        self.url, self.engine, self.key, self._stall_s = url, engine, key, stall_s
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(stall_s, connect=30.0)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=CONNECTIONS)

@@ -87,7 +87,7 @@ class Timer:
             rows.write_text("".join(json.dumps(one) + "\n" for one in requests), encoding="utf-8")
             command = [*self._command(), "--dataset-path", str(rows), "--num-prompts", str(len(requests))]
             command += [*traffic.flags, "--output-file", str(found), "--output-details"]
-            code = _run(command, traffic.stall_s, self._log, on_answer)
+            code = _run(command, self._environment(), traffic.stall_s, self._log, on_answer)
             if code or not found.is_file():
                 raise ServerError(f"SGLang's client ended with code {code}: {last_error(self._log)}")
             result = json.loads(found.read_text(encoding="utf-8").splitlines()[-1])
@@ -101,6 +101,11 @@ class Timer:
         command += ["--model", self._tokenizer, "--tokenizer", self._tokenizer]
         command += ["--served-model-name", self._endpoint.model, "--ready-check-timeout-sec", "0"]
         return [*command, "--warmup-requests", "0", "--disable-ignore-eos"]
+
+    def _environment(self) -> dict[str, str]:
+        """The client sends these variables as a key to every server; only the server that has one may get it."""
+        kept = {name: value for name, value in os.environ.items() if name not in ("OPENAI_API_KEY", "API_KEY")}
+        return kept | ({"OPENAI_API_KEY": self._endpoint.key} if self._endpoint.key else {})
 
     def _record(
         self,
@@ -127,11 +132,14 @@ class Timer:
         return Record(answer.session, answer.turn, **times, **kept, failure=failure)
 
 
-def _run(command: list[str], stall_s: float, log: Path, on_answer: Callable[[], None]) -> int:
+def _run(
+    command: list[str], environment: dict[str, str], stall_s: float, log: Path, on_answer: Callable[[], None]
+) -> int:
     """Runs the client to its end; it ends with this function, however that ends."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        process = TiedProcess(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.PIPE}
+        process = TiedProcess(command, env=environment, **streams)
         try:
             _watch(process, stall_s, output.write, on_answer)
             return process.wait()

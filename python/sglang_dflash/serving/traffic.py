@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
@@ -75,13 +76,12 @@ def prompted(
     Args:
         records: of one cell; a session's turns in order.
     """
-
-    def of(session: Session) -> Iterator[tuple[Record, list[int]]]:
-        messages: list[Message] = []
-        for record in records:
-            if record.session == session.id and not record.failure:
-                messages += session.turns[record.turn].messages
-                yield record, prompt_of(session, messages, renderer)
-                messages.append(Message("assistant", record.text))
-
-    return [one for session in sessions for one in of(session)]
+    by_id, chats = {session.id: session for session in sessions}, defaultdict[str, list[Message]](list)
+    found = []
+    for record in records:
+        if not record.failure and record.session in by_id:
+            session, messages = by_id[record.session], chats[record.session]
+            messages += session.turns[record.turn].messages
+            found.append((record, prompt_of(session, messages, renderer)))
+            messages.append(Message("assistant", record.text))
+    return found
