@@ -169,6 +169,15 @@ def test_every_arm_gets_its_command():
     assert arms["theirs"].url == "http://127.0.0.1:1"
 
 
+def test_interleaved_arms_take_turns(tmp_path):
+    """Fails where a repeat of one arm is not followed by the same repeat of the other arm."""
+    arms = fakes.fake_arm("off"), fakes.fake_arm("dflash")
+    order = fakes.make_plan(tmp_path, *arms, loads=(1.0,), repeats=2, interleave=True).servers(set())
+    assert [(arm.name, [one.repeat for one in keys]) for arm, keys in order] == [
+        *(("off", [0]), ("dflash", [0]), ("off", [1]), ("dflash", [1])),
+    ]
+
+
 def test_vllm_gets_what_its_instructions_ask_for(tmp_path):
     """Fails where vLLM is measured without Intel's OpenMP although its environment has it."""
     (tmp_path / "lib").mkdir()

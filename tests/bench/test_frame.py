@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samples import accepting, cell, key, realistic, record, run, unequal
+from samples import accepting, cell, key, record, run, small_sweep, unequal
 
 from sglang_dflash.bench.frame import GROUP, frame, measure
 from sglang_dflash.bench.records import SCHEMA, Cell, Equality, Run
@@ -27,7 +27,7 @@ def measured(*records: Record, wall_s: float = 2.0, **fields: object) -> dict[st
 
 def test_round_trip(tmp_path: Path) -> None:
     """Fails if a field of a run, cell, record, acceptance or equality is lost or changes its type on disk."""
-    held = realistic(arms=("off", "vllm"), loads=(0.5, 2), repeats=1)
+    held = small_sweep((0.5, 2), 1)
     held.cells.append(cell("dflash", 100, load=2, equality=unequal(examples=["a/0: token 3"]), failure="it died"))
     held.cells[-1].log_tail, held.cells[-1].answers = ["Traceback", "boom"], [record(ids=[1, 2], text="x")]
     held.notes, held.servers = ["shared machine"], [{"arm": "off", "start_s": 3.5}]
