@@ -89,7 +89,7 @@ class Rig:
         draft._head = DraftHead(SimpleNamespace(weight=torch.eye(VOCAB), shard_indices=None), BLOCK)
         self.policy = RandomRows(BLOCK, self.rng)
         kernels = ops.choose_kernels("cpu", torch.float32)
-        self.worker.rows = StepRows(BLOCK, self.policy, target, draft, VOCAB - 1, kernels)
+        self.worker.step_rows = StepRows(BLOCK, self.policy, target, draft, VOCAB - 1, kernels)
         self.worker._sampler.sampled_rows = self.rng.choice([3, 512])
         events = ("ragged", "deep", "not drafted", "nobody drafted", "trimmed before a right draft", "whole block")
         self.seen = dict.fromkeys(events, 0)

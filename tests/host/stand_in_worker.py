@@ -62,7 +62,7 @@ def worker_of(
             sampler=row_sampler,
             acceptor=Acceptor(row_sampler, kernels, tp_sync, None, one_rank=True),
             hidden_states=ReturnedHiddenStates(None),
-            rows=StepRows(BLOCK, SameRows(BLOCK), target_worker.model_runner, draft, VOCAB - 1, kernels),
+            step_rows=StepRows(BLOCK, SameRows(BLOCK), target_worker.model_runner, draft, VOCAB - 1, kernels),
         )
     )
 

@@ -20,7 +20,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.host.worker.sampling import RowSampler
 
 
@@ -91,12 +91,12 @@ class Batch:
             setattr(self, name, value)
 
 
-def make_plan(ids: torch.Tensor, prefix_lens: torch.Tensor | None = None) -> VerifyPlan:
+def make_rows(ids: torch.Tensor, prefix_lens: torch.Tensor | None = None) -> VerifyRows:
     """Chains of equally many rows. ids: [B, W] int64."""
     if prefix_lens is None:
         prefix_lens = torch.full((len(ids),), 7)
     positions = (prefix_lens[:, None] + torch.arange(ids.shape[1])).flatten()
-    return VerifyPlan(ids.flatten(), positions, positions, ids.shape[1])
+    return VerifyRows(ids.flatten(), positions, positions, ids.shape[1])
 
 
 def output_of(logits: torch.Tensor) -> LogitsProcessorOutput:

@@ -35,7 +35,7 @@ class CopyingRig(Rig):
         super().__init__(seed, asked, page_size)
         target, kernels = self.worker._target, ops.choose_kernels("cpu", torch.float32)
         self.rows = CopiedRows(BLOCK, self.policy, target, self.worker._draft, VOCAB - 1, kernels)
-        self.worker.rows, self.rows._copies = self.rows, self
+        self.worker.step_rows, self.rows._copies = self.rows, self
         events = ("copied", "copied far", "beside drafts", "nothing but copies", "a whole copy", "cut")
         self.seen |= dict.fromkeys(events, 0)
 
@@ -90,11 +90,11 @@ def test_copies_honour_parameters(seed):
 
 def test_a_copy_at_a_wrong_place_is_found(monkeypatch):
     """Fails where this file could not: with each copied token, but for the first, a row too far on."""
-    plan = CopiedRows._plan
+    original = CopiedRows._rows_to_verify
 
     def shifted(rows: CopiedRows, *arguments: Any) -> Any:
         rows._copied = {at: one._replace(ids=[*one.ids[:1], *one.ids[:-1]]) for at, one in rows._copied.items()}
-        return plan(rows, *arguments)
+        return original(rows, *arguments)
 
     def copied_far() -> int:
         rigs = [CopyingRig(seed, PLAIN) for seed in range(8)]
@@ -103,5 +103,5 @@ def test_a_copy_at_a_wrong_place_is_found(monkeypatch):
         return sum(rig.seen["copied far"] for rig in rigs)
 
     assert copied_far() > 3
-    monkeypatch.setattr(CopiedRows, "_plan", shifted)
+    monkeypatch.setattr(CopiedRows, "_rows_to_verify", shifted)
     assert copied_far() == 0

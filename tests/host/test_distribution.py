@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.sampler import Sampler
-from stand_ins import Batch, configured, copies, make_plan, make_req, make_row_sampler, make_sampler, output_of
+from stand_ins import Batch, configured, copies, make_req, make_row_sampler, make_rows, make_sampler, output_of
 
 from sglang_cpu.ops import murmur_hash32
 from sglang_dflash import ops
-from sglang_dflash.core.block import Block, VerifyPlan
+from sglang_dflash.core.block import Block, VerifyRows
 from sglang_dflash.host.patches import sampler
 from sglang_dflash.host.worker.penalties import asks_for_penalties
 
@@ -122,7 +122,7 @@ def draft_from(anchors: torch.Tensor) -> torch.Tensor:
     return torch.stack(ids, dim=1)
 
 
-def trimmed(ids: torch.Tensor, prefix_lens: torch.Tensor) -> VerifyPlan:
+def trimmed(ids: torch.Tensor, prefix_lens: torch.Tensor) -> VerifyRows:
     """Rows as a policy that trims hard leaves them: by the anchor and by where the text stands, so by the prefix alone.
 
     ids: [B, W] int64.
@@ -130,7 +130,7 @@ def trimmed(ids: torch.Tensor, prefix_lens: torch.Tensor) -> VerifyPlan:
     lens = 1 + (3 * ids[:, 0] + 5 * prefix_lens) % WIDTH
     positions = prefix_lens[:, None] + torch.arange(WIDTH)
     block = Block(ids, positions, positions, prefix_lens, torch.arange(len(ids)))
-    return VerifyPlan.of(block, ids, ops.keep_rows(lens, WIDTH, int(lens.sum())))
+    return VerifyRows.of(block, ids, ops.keep_rows(lens, WIDTH, int(lens.sum())))
 
 
 def generate(batch: Batch, biased: float = 0.0, trims: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,19 +144,19 @@ def generate(batch: Batch, biased: float = 0.0, trims: bool = False) -> tuple[to
         [B, TOKENS] int64, and how often each number of tokens was committed, [W + 1].
     """
     count = len(batch.reqs)
-    rows = make_row_sampler(make_sampler(), VOCAB, WIDTH)
-    group = rows.prefill(batch)
+    sampler = make_row_sampler(make_sampler(), VOCAB, WIDTH)
+    group = sampler.prefill(batch)
     anchors = torch.full((count,), START)
-    rows.commit_first(batch, group, anchors)
+    sampler.commit_first(batch, group, anchors)
     out = torch.zeros(count, TOKENS + WIDTH, dtype=torch.int64)
     lens, commits = torch.zeros(count, dtype=torch.int64), torch.zeros(WIDTH + 1, dtype=torch.int64)
     prefix_lens = torch.full((count,), 9)
     while lens.min() < TOKENS:
-        plan = (trimmed if trims else make_plan)(draft_from(anchors), prefix_lens)
-        logits = TABLE[plan.ids].float()
-        target_ids, group = rows.choose(batch, plan, output_of(logits), None, None)
-        accepted = _accept(plan, target_ids, biased)
-        rows.commit(batch, group, accepted.out_ids, accepted.commit_lens)
+        rows = (trimmed if trims else make_rows)(draft_from(anchors), prefix_lens)
+        logits = TABLE[rows.ids].float()
+        target_ids, group = sampler.choose(batch, rows, output_of(logits), None, None)
+        accepted = _accept(rows, target_ids, biased)
+        sampler.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         places = (lens[:, None] + torch.arange(WIDTH)).clamp(max=TOKENS + WIDTH - 1)
         out.scatter_(1, places, accepted.out_ids)  # ids beyond the committed ones are overwritten by the next block
         lens = (lens + accepted.commit_lens).clamp(max=TOKENS)
@@ -167,8 +167,8 @@ def generate(batch: Batch, biased: float = 0.0, trims: bool = False) -> tuple[to
     return out[:, :TOKENS], commits
 
 
-def _accept(plan: VerifyPlan, target_ids: torch.Tensor, biased: float) -> ops.GreedyAcceptance:
-    ids, target_ids = plan.chains(), plan.blocks(target_ids).clone()
+def _accept(rows: VerifyRows, target_ids: torch.Tensor, biased: float) -> ops.GreedyAcceptance:
+    ids, target_ids = rows.chains(), rows.blocks(target_ids).clone()
     if biased:
         forced = torch.rand(len(ids), WIDTH - 1) < biased
         target_ids[:, :-1] = torch.where(forced, ids[:, 1:], target_ids[:, :-1])

@@ -310,14 +310,14 @@ def test_the_watch_sees_what_it_should(wrong, watch):
     one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32))
     accept = one._acceptor.accept
 
-    def planted(plan: Any, *rest: Any) -> Any:
+    def planted(rows: Any, *rest: Any) -> Any:
         if wrong == "a value from the CPU":
-            plan.ids[0] = torch.tensor(3)
+            rows.ids[0] = torch.tensor(3)
         elif wrong == "a read of a value":
-            plan.ids[plan.ids > 3].sum()
+            rows.ids[rows.ids > 3].sum()
         else:
-            plan = replace(plan, ids=plan.ids + torch.ones(BATCH * BLOCK, dtype=torch.int64))
-        return accept(plan, *rest)
+            rows = replace(rows, ids=rows.ids + torch.ones(BATCH * BLOCK, dtype=torch.int64))
+        return accept(rows, *rest)
 
     one._acceptor.accept = planted
     if wrong == "a value from the CPU":

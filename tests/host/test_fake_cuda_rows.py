@@ -58,8 +58,8 @@ def worker_with(monkeypatch: pytest.MonkeyPatch, drafting: Drafting, sampler: An
         draft=lambda names: drafting,
         offsets=lambda names, depths: np.zeros((len(names), depths), np.float32),
     )
-    one.rows = TrimmedRows(BLOCK, policy, one._target, one._draft, VOCAB - 1, kernels)
-    one.rows._sizes, one.rows._slots = [10, SIZE], BATCH
+    one.step_rows = TrimmedRows(BLOCK, policy, one._target, one._draft, VOCAB - 1, kernels)
+    one.step_rows._sizes, one.step_rows._slots = [10, SIZE], BATCH
     return one
 
 
@@ -70,7 +70,7 @@ def test_a_greedy_step(monkeypatch: pytest.MonkeyPatch, watch: Watch, drafting: 
     result = run(watch, one, decode_batch("cuda"))
     assert not watch.waits
     assert result.next_token_ids.shape == (BATCH * BLOCK,)
-    sent = one.rows._readback.sent
+    sent = one.step_rows._readback.sent
     assert [values.shape for values in sent] == [(BATCH, BLOCK - 1 + 2)] * (drafting.width > 1)
 
 

@@ -12,10 +12,10 @@ import torch
 from plain_decoding import PENALIZERS, Host, One
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
-from stand_ins import Batch, configured, make_plan, make_req
+from stand_ins import Batch, configured, make_req, make_rows
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import Block, VerifyPlan
+from sglang_dflash.core.block import Block, VerifyRows
 from sglang_dflash.host.patches.block_results import order_penalizers
 from sglang_dflash.host.worker.penalties import RequestPenalties, asks_for_penalties, stop_ids
 
@@ -94,13 +94,13 @@ def test_every_row_is_the_hosts_bit_for_bit(seed):
         assert bits(logits[index]) == bits(before[index])
 
 
-def random_plan(rng: random.Random, anchors: list[int], few: int) -> VerifyPlan:
+def random_rows(rng: random.Random, anchors: list[int], few: int) -> VerifyRows:
     """Random numbers of rows of each block, with ids below `few`."""
     width = rng.randint(2, 9)
     ids = torch.tensor([[anchor, *(rng.randrange(few) for _ in range(width - 1))] for anchor in anchors])
     requests = torch.arange(len(anchors))
     lens = torch.tensor([rng.randint(1, width) for _ in anchors])
-    return VerifyPlan.of(Block(ids, ids, ids, requests, requests), ids, ops.keep_rows(lens, width, int(lens.sum())))
+    return VerifyRows.of(Block(ids, ids, ids, requests, requests), ids, ops.keep_rows(lens, width, int(lens.sum())))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -117,18 +117,19 @@ def test_every_row_of_some_is_the_hosts_bit_for_bit(seed):
     ]
     reqs[0].sampling_params.frequency_penalty = 0.3
     held, penalties = Batch(reqs, vocab_size), RequestPenalties(vocab_size, 9, "cpu", KERNELS)
-    group, plan = penalties.prefill(held), random_plan(rng, [ids[-1] for ids in emitted], few)
-    logits = torch.randn(len(plan.ids), vocab_size, generator=generator) * rng.choice([0.1, 4.0, 100.0])
+    group, rows = penalties.prefill(held), random_rows(rng, [ids[-1] for ids in emitted], few)
+    logits = torch.randn(len(rows.ids), vocab_size, generator=generator) * rng.choice([0.1, 4.0, 100.0])
     before = logits.clone()
-    penalties.apply(group, logits, plan)
+    penalties.apply(group, logits, rows)
     first = 0
-    for req, ids, paths in zip(reqs, emitted, plan.drafts(), strict=True):
-        for row, path in enumerate(paths, first):
-            expected = before[row]
+    for req, ids, chain in zip(reqs, emitted, rows.chains().tolist(), strict=True):
+        drafts = [token for token in chain[1:] if token >= 0]
+        for row in range(first, first + 1 + len(drafts)):
+            expected, path = before[row], drafts[: row - first]
             if asks_for_penalties(req.sampling_params):
                 expected = Host(req, vocab_size).emit(ids + path).penalized(before[row])
             assert bits(logits[row]) == bits(expected), (ids, path)
-        first += len(paths)
+        first += 1 + len(drafts)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -250,6 +251,6 @@ def test_running_requests_of_a_mixed_batch_keep_their_counts():
     penalties.commit(group, torch.tensor([[5], [4]]), torch.tensor([1, 1]))
     logits = torch.zeros(4, 16)
     batch = Batch([running, new], 16)
-    penalties.apply(penalties.group(batch), logits, make_plan(torch.tensor([[4, 4], [5, 6]])))
+    penalties.apply(penalties.group(batch), logits, make_rows(torch.tensor([[4, 4], [5, 6]])))
     assert logits[0, [3, 4, 5]].tolist() == [-1, -1, 0]
     assert logits[2, [3, 4, 5]].tolist() == [0, 0, -2]

@@ -138,9 +138,9 @@ class Step:
         self.worker.device = "cuda"  # the worker's way with graphs: metadata before the forward
         if with_stream:
             kernels, models = ops.TORCH_KERNELS, (self.worker._target, self.worker._draft)
-            self.worker.rows = BesideRows(BLOCK, SameRows(BLOCK), *models, VOCAB - 1, kernels)
-            self.worker.rows.use_graphs(self.worker._prepare_verify)
-            self.worker.rows._stream = self.stream = PlanStream("cuda")
+            self.worker.step_rows = BesideRows(BLOCK, SameRows(BLOCK), *models, VOCAB - 1, kernels)
+            self.worker.step_rows.use_graphs(self.worker._prepare_verify)
+            self.worker.step_rows._stream = self.stream = PlanStream("cuda")
         self.metadata = torch.zeros(BATCH, dtype=torch.int64)
         self.prepared_on: list[Stream] = []
         self.draft_was_known: list[bool] = []
@@ -219,13 +219,13 @@ def test_a_missing_wait_is_found(planted, monkeypatch):
             join()
 
         blocks: list[Any] = []
-        lay_out = step.worker.rows.lay_out
+        lay_out = step.worker.step_rows.lay_out
 
         def remember(*rest: Any) -> Any:
             blocks[:] = [lay_out(*rest)]
             return blocks[0]
 
-        step.worker.rows.lay_out, step.stream.join = remember, late
+        step.worker.step_rows.lay_out, step.stream.join = remember, late
     races, _ = step.run()
     assert races
 
@@ -254,7 +254,7 @@ def test_without_graphs_nothing_is_prepared_ahead(monkeypatch):
     """Fails where a server that has captured no graphs prepares its forwards on a plan stream."""
     step = Step(monkeypatch, True)
     step.worker._target.decode_cuda_graph_runner = None
-    assert step.worker.rows.propose(decode_batch()).forward_batch is None
+    assert step.worker.step_rows.propose(decode_batch()).forward_batch is None
 
 
 def test_runners_share_their_input_buffers_again():

@@ -13,11 +13,11 @@ from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
-from stand_ins import Batch, configured, make_plan, make_req, make_row_sampler, make_sampler, output_of
+from stand_ins import Batch, configured, make_req, make_row_sampler, make_rows, make_sampler, output_of
 
 from sglang_cpu.ops import murmur_hash32
 from sglang_dflash import ops
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.host.worker import hidden_states
 from sglang_dflash.host.worker.acceptance import Acceptor
 from sglang_dflash.host.worker.hidden_states import ReturnedHiddenStates
@@ -58,9 +58,9 @@ def info_of(*asked: dict[str, Any]) -> SamplingBatchInfo:
 def expanded(info: SamplingBatchInfo, *lens: int, params: list[Any] | None = None) -> SamplingBatchInfo:
     """Of all rows; lens: rows of each request."""
     zeros, width = torch.zeros(sum(lens), dtype=torch.int64), max(lens)
-    plan = VerifyPlan(zeros, zeros, zeros, width, ops.keep_rows(torch.tensor(lens), width, sum(lens)))
-    whole = VerifyPlan(zeros, zeros, zeros, width)
-    return expand(info, whole if len(set(lens)) == 1 else plan, slice(0, sum(lens)), params)
+    rows = VerifyRows(zeros, zeros, zeros, width, ops.keep_rows(torch.tensor(lens), width, sum(lens)))
+    whole = VerifyRows(zeros, zeros, zeros, width)
+    return expand(info, whole if len(set(lens)) == 1 else rows, slice(0, sum(lens)), params)
 
 
 def test_every_field_of_the_host_is_accounted_for():
@@ -185,10 +185,10 @@ def test_plain_rows_take_the_lowest_of_equals(one_rank):
     logits = torch.zeros(4, VOCAB)
     logits[torch.arange(4), [5, 9, 3, 2]] = 1.0
     logits[1, 12] = 1.0
-    plan = make_plan(torch.tensor([[0, 5], [0, 3]]))
+    rows = make_rows(torch.tensor([[0, 5], [0, 3]]))
     kernels, ranks = ops.choose_kernels("cpu", torch.float32), SimpleNamespace(sync=lambda site, ids: ids)
     acceptor = Acceptor(make_row_sampler(None, VOCAB, 2), kernels, ranks, None, one_rank)
-    accepted, group = acceptor.accept(plan, batch, output_of(logits), None, None)
+    accepted, group = acceptor.accept(rows, batch, output_of(logits), None, None)
     assert accepted.out_ids.tolist() == [[5, 9], [3, 2]] and accepted.commit_lens.tolist() == [2, 2] and group is None
 
 
@@ -209,7 +209,7 @@ def test_penalties_then_grammar_then_bias(monkeypatch):
     group = sampler.prefill(batch)
     sampler.commit_first(batch, group, torch.tensor([3]))
     out = output_of(torch.full((2, VOCAB), 4.0))
-    chosen, _ = sampler.choose(batch, make_plan(torch.tensor([[3, 1]])), out, object(), None)
+    chosen, _ = sampler.choose(batch, make_rows(torch.tensor([[3, 1]])), out, object(), None)
     assert chosen.tolist() == [2, 2]
     assert seen["before the mask"][:, [1, 2, 3]].tolist() == [[4, 4, 3], [3, 4, 3]]
     assert out.next_token_logits[:, [1, 2, 3, 9]].tolist() == [[4, 4.5, 3, -torch.inf], [3, 4.5, 3, -torch.inf]]
@@ -237,7 +237,7 @@ def test_logprobs_stand_where_the_host_looks_for_them(temperature):
         expected[row, penalised] -= 1.5
     expected = (expected / (temperature or 1.0)).log_softmax(-1)
     out = output_of(logits)
-    chosen, _ = sampler.choose(batch, make_plan(ids), out, None, None)
+    chosen, _ = sampler.choose(batch, make_rows(ids), out, None, None)
     assert out.next_token_logprobs.shape == chosen.shape == (6,)
     exact = expected.gather(1, chosen[:, None])[:, 0]
     torch.testing.assert_close(out.next_token_logprobs, exact)
@@ -287,7 +287,7 @@ def test_parts_of_a_batch_are_sampled_as_the_whole(sampled_rows, monkeypatch):
         generator = torch.Generator().manual_seed(0)
         out = output_of(torch.randn(len(asked) * width, VOCAB, generator=generator) * 2)
         ids = torch.randint(VOCAB, (len(asked), width), generator=generator)
-        return sampler.choose(batch, make_plan(ids), out, None, None)[0], out, list(recorder.seen)
+        return sampler.choose(batch, make_rows(ids), out, None, None)[0], out, list(recorder.seen)
 
     ids, out, seen = run(512)
     part_ids, part_out, part_seen = run(sampled_rows)
@@ -309,7 +309,7 @@ def test_logits_may_be_a_slice_of_a_padded_vocabulary():
     sampler.commit_first(batch, group, torch.tensor([3]))
     logits = torch.zeros(2, 64)
     logits[:, 5] = 50.0
-    chosen, _ = sampler.choose(batch, make_plan(torch.tensor([[3, 1]])), output_of(logits[:, :VOCAB]), None, None)
+    chosen, _ = sampler.choose(batch, make_rows(torch.tensor([[3, 1]])), output_of(logits[:, :VOCAB]), None, None)
     assert chosen.tolist() == [5, 5]
 
 
@@ -385,7 +385,7 @@ def test_a_processor_of_the_host_works_on_rows():
     sampler.commit_first(batch, group, torch.tensor([1, 2, 3]))
     logits = torch.zeros(6, VOCAB)
     logits[:, 7], logits[:, 8] = 2.0, 1.0
-    plan = make_plan(torch.tensor([[1, 1], [2, 2], [3, 3]]))
-    chosen, _ = sampler.choose(batch, plan, output_of(logits), None, None)
+    rows = make_rows(torch.tensor([[1, 1], [2, 2], [3, 3]]))
+    chosen, _ = sampler.choose(batch, rows, output_of(logits), None, None)
     assert chosen.tolist() == [7, 7, 7, 7, 8, 8]
     assert isinstance(next(iter(batch.sampling_info.custom_logit_processor.values())).processor, CustomLogitProcessor)

@@ -160,8 +160,8 @@ def test_the_model_is_told_the_width() -> None:
             out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
             draft.runner.forward = lambda _, out=out: out
             batch = decode_batch()
-            block = worker.rows.lay_out(batch, rows)
+            block = worker.step_rows.lay_out(batch, rows)
             kv_lens = batch.seq_lens_cpu + rows, batch.seq_lens_sum + rows * BATCH
-            ids, _ = draft.propose(block, worker.rows.plan_kv(block, batch), kv_lens, False)
+            ids, _ = draft.propose(block, worker.step_rows.plan_kv(block, batch), kv_lens, False)
             assert ids.shape == (BATCH, rows - 1)
         assert told == [3, 8, 2]

@@ -19,9 +19,10 @@ from stand_in_worker import BATCH, BLOCK, VOCAB, prefill_batch
 from stand_ins import configured, one_rank
 
 from sglang_cpu.ops import murmur_hash32
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.host.patches import sampler
 from sglang_dflash.host.worker import acceptance, sampling
+from sglang_dflash.host.worker.emitted_text import EmittedText
 from sglang_dflash.host.worker.hidden_states import ReturnedHiddenStates
 from sglang_dflash.host.worker.worker import DFlashWorker
 
@@ -121,7 +122,7 @@ def test_other_steps_interrupt_the_clock():
         rig.step([0, 1, 2])
         idle = SimpleNamespace(forward_mode=ForwardMode.IDLE)
         assert rig.worker.forward_batch_generation(idle).speculative_num_draft_tokens == BLOCK
-        clock = rig.worker.rows._clock
+        clock = rig.worker.step_rows._clock
         assert clock._drafted is None
         rig.step([0, 1])
         assert clock._drafted is not None
@@ -133,44 +134,44 @@ def test_other_steps_interrupt_the_clock():
 # Planted bugs.
 
 
-def past_its_rows(original: Any, acceptor: Any, plan: VerifyPlan, *rest: Any) -> Any:
+def past_its_rows(original: Any, acceptor: Any, rows: VerifyRows, *rest: Any) -> Any:
     """Where all verified rows are accepted, one token more is committed."""
-    accepted, group = original(acceptor, plan, *rest)
-    for request, count in enumerate(plan.lens_on_host()):
-        if accepted.commit_lens[request] == count < plan.width:
+    accepted, group = original(acceptor, rows, *rest)
+    for request, count in enumerate((rows.chains() >= 0).sum(1).tolist()):
+        if accepted.commit_lens[request] == count < rows.width:
             accepted.out_ids[request, count] = accepted.bonus_ids[request]
             accepted.commit_lens[request] += 1
     return accepted, group
 
 
-def _neighbours(original: Any, plan: VerifyPlan, values: torch.Tensor) -> torch.Tensor:
-    return original(plan, values if plan.rows is None else values.roll(1, 0))
+def _neighbours(original: Any, rows: VerifyRows, values: torch.Tensor) -> torch.Tensor:
+    return original(rows, values if rows.chosen is None else values.roll(1, 0))
 
 
-def _of_all_places(original: Any, worker: Any, plan: VerifyPlan, kv_plan: Any) -> torch.Tensor:
+def _of_all_places(original: Any, worker: Any, rows: VerifyRows, kv_plan: Any) -> torch.Tensor:
     """Context KV at the first slots of the blocks, whichever rows were verified."""
-    return worker._draft.slots_of(kv_plan)[: len(plan.ids)]
+    return worker._draft.slots_of(kv_plan)[: len(rows.ids)]
 
 
-def _first_rows(original: Any, mask: Any, plan: VerifyPlan) -> Any:
-    return type(mask)(mask.grammar, mask.vocab_mask[: len(plan.ids)])
+def _first_rows(original: Any, mask: Any, rows: VerifyRows) -> Any:
+    return type(mask)(mask.grammar, mask.vocab_mask[: len(rows.ids)])
 
 
-def _without_drafts(original: Any, plan: VerifyPlan) -> list[list[list[int]]]:
-    return [[[] for _ in own] for own in original(plan)]
+def _without_drafts(original: Any, text: EmittedText, req: Any, params: Any, drafts: list[int]) -> Any:
+    return original(text, req, params, [])
 
 
-def _position_of_the_anchor(original: Any, sampler: Any, batch: Any, plan: VerifyPlan, *rest: Any) -> Any:
-    positions = plan.blocks(plan.positions)[:, :1].expand(-1, plan.width)
-    positions = positions.flatten() if plan.rows is None else positions.flatten()[plan.rows.kept]
-    return original(sampler, batch, replace(plan, positions=positions), *rest)
+def _position_of_the_anchor(original: Any, sampler: Any, batch: Any, rows: VerifyRows, *rest: Any) -> Any:
+    positions = rows.blocks(rows.positions)[:, :1].expand(-1, rows.width)
+    positions = positions.flatten() if rows.chosen is None else positions.flatten()[rows.chosen.kept]
+    return original(sampler, batch, replace(rows, positions=positions), *rest)
 
 
 PENALISED = {**GREEDY, "frequency_penalty": 1.5, "presence_penalty": 1.0}
 SEEDS = [Asked({"temperature": 1.0, "sampling_seed": seed}, (5, 6, seed)) for seed in range(BATCH)]
 PLANTED: dict[str, tuple[Any, str, Any, list[Asked]]] = {
     "a commit past the verified rows": (acceptance.Acceptor, "accept", past_its_rows, PLAIN),
-    "tokens of a neighbour's row": (VerifyPlan, "blocks", _neighbours, PLAIN),
+    "tokens of a neighbour's row": (VerifyRows, "blocks", _neighbours, PLAIN),
     "KV of unverified rows": (DFlashWorker, "_slots", _of_all_places, PLAIN),
     "states in the order of rows": (
         *(ReturnedHiddenStates, "put", lambda original, own, batch, out, **_: original(own, batch, out)),
@@ -182,13 +183,13 @@ PLANTED: dict[str, tuple[Any, str, Any, list[Asked]]] = {
         lambda *_: None,
         [Asked(GREEDY, (5,), top_logprobs=2)] * 3,
     ),
-    "processors see no drafts": (VerifyPlan, "drafts", _without_drafts, [Asked(GREEDY, (5, 6), shift=1)] * BATCH),
+    "processors see no drafts": (EmittedText, "_params", _without_drafts, [Asked(GREEDY, (5, 6), shift=1)] * BATCH),
     "masks of other requests": (
         *(sampling, "_rows_of", _first_rows),
         [Asked(GREEDY, (prompt,), grammar=True) for prompt in range(BATCH)],
     ),
     "penalties of a neighbour": (
-        *(VerifyPlan, "blocks", _neighbours),
+        *(VerifyRows, "blocks", _neighbours),
         [Asked(PENALISED, (5, 6))] * BATCH,
     ),
     "seeds by the anchor": (sampling.RowSampler, "_sample", _position_of_the_anchor, SEEDS),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
-from stand_ins import Batch, configured, make_plan, make_req, make_row_sampler, output_of
+from stand_ins import Batch, configured, make_req, make_row_sampler, make_rows, output_of
 
 from sglang_dflash import ops
 
@@ -167,7 +167,7 @@ class Scheduler:
         choice = torch.where(accept, ids.roll(-1, 1), self.ids(*ids.shape))
         self.next_choice = choice.flatten().int()
         logits = torch.randint(-20, 20, (ids.numel(), VOCAB), generator=self.generator) / 4
-        chosen, group = self.sampler.choose(batch, make_plan(ids), output_of(logits.clone()), None, None)
+        chosen, group = self.sampler.choose(batch, make_rows(ids), output_of(logits.clone()), None, None)
         target_ids = chosen.view(ids.shape)
         assert torch.equal(target_ids, choice)
         self._check_rows(ids, logits)
@@ -244,15 +244,15 @@ def test_a_slot_is_given_away_with_a_step_unread():
     batch = Batch([old], VOCAB)
     group = sampler.prefill(batch)
     sampler.commit_first(batch, group, torch.tensor([3]))
-    _, group = sampler.choose(batch, make_plan(torch.tensor([[3, 4]])), output_of(torch.zeros(2, VOCAB)), None, None)
+    _, group = sampler.choose(batch, make_rows(torch.tensor([[3, 4]])), output_of(torch.zeros(2, VOCAB)), None, None)
     sampler.commit(batch, group, torch.tensor([[4, 5]]), torch.tensor([2]))
     batch = Batch([new], VOCAB)
     group = sampler.prefill(batch)
     sampler.commit_first(batch, group, torch.tensor([7]))
     out = output_of(torch.zeros(2, VOCAB))
-    sampler.choose(batch, make_plan(torch.tensor([[7, 9]])), out, None, None)
+    sampler.choose(batch, make_rows(torch.tensor([[7, 9]])), out, None, None)
     assert out.next_token_logits[0].nonzero().flatten().tolist() == [7]
-    first, second = sampler._text.row_params(batch, make_plan(torch.tensor([[7, 9]])))
+    first, second = sampler._text.row_params(batch, make_rows(torch.tensor([[7, 9]])))
     assert list(first["__req__"].output_ids) == [7]
     assert list(second["__req__"].output_ids) == [7, 9]
 
@@ -264,11 +264,11 @@ def test_rows_of_a_step_share_nothing():
     batch = Batch([req], VOCAB)
     group = sampler.prefill(batch)
     sampler.commit_first(batch, group, torch.tensor([3]))
-    plan = make_plan(torch.tensor([[3, 4, 5]]))
-    rows = sampler._text.row_params(batch, plan)
+    verified = make_rows(torch.tensor([[3, 4, 5]]))
+    rows = sampler._text.row_params(batch, verified)
     rows[0]["kept"] = 1
     rows[0]["__req__"].output_ids.append(9)
-    again = sampler._text.row_params(batch, plan)
+    again = sampler._text.row_params(batch, verified)
     assert [list(row["__req__"].output_ids) for row in rows[1:]] == [[3, 4], [3, 4, 5]]
     assert [list(row["__req__"].output_ids) for row in again] == [[3], [3, 4], [3, 4, 5]]
     assert not any("kept" in row for row in rows[1:] + again)
@@ -285,6 +285,6 @@ def test_parameters_that_are_no_dictionary_pass_as_they_are():
     batch = Batch(reqs, VOCAB)
     group = sampler.prefill(batch)
     sampler.commit_first(batch, group, torch.tensor([3, 4]))
-    rows = sampler._text.row_params(batch, make_plan(torch.tensor([[3, 5], [4, 6]])))
+    rows = sampler._text.row_params(batch, make_rows(torch.tensor([[3, 5], [4, 6]])))
     assert rows[:2] == [None, None]
     assert [list(row["__req__"].output_ids) for row in rows[2:]] == [[4], [4, 6]]

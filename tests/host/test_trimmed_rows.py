@@ -21,7 +21,7 @@ from stand_ins import configured
 from test_step_rows import GREEDY, PLAIN, SEEDED, SEEDS, _hooked, ask, check_finding, past_its_rows
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.host.worker import acceptance, trimmed_rows
 from sglang_dflash.host.worker.device_rows import DeviceRows
 from sglang_dflash.host.worker.trimmed_rows import TrimmedRows, can_trim
@@ -46,7 +46,7 @@ class DeviceRig(Rig):
         super().__init__(seed, asked, page_size=16, **options)
         kernels = ops.choose_kernels("cpu", torch.float32)
         parts = (self.worker._target, self.worker._draft, VOCAB - 1, kernels)
-        self.worker.rows = self.kind(BLOCK, self.policy, *parts)
+        self.worker.step_rows = self.kind(BLOCK, self.policy, *parts)
         self.policy.verify = None  # the device chooses
 
     def _note(self, chosen: Any, lens: list[int]) -> None:
@@ -72,7 +72,7 @@ class TrimmedRig(DeviceRig):
 
     def __init__(self, seed: int, asked: Sequence[Asked], **options: Any) -> None:
         super().__init__(seed, asked, **options)
-        self.worker.rows._sizes, self.worker.rows._slots = [8, 16, 24], BATCH
+        self.worker.step_rows._sizes, self.worker.step_rows._slots = [8, 16, 24], BATCH
 
     def _width(self) -> int:
         return BLOCK
@@ -158,8 +158,8 @@ PLANTED: dict[str, tuple[Any, str, Any, list[Asked]]] = {
         [Asked(GREEDY, (5,), top_logprobs=2), *PLAIN[:2]],
     ),
     "seeds by packed row": (
-        *(VerifyPlan, "requests"),
-        lambda original, plan: torch.arange(len(plan.ids)) % plan.batch,
+        *(VerifyRows, "requests"),
+        lambda original, rows: torch.arange(len(rows.ids)) % rows.batch,
         SEEDS,
     ),
 }

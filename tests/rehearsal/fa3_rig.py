@@ -93,7 +93,7 @@ class Rig:
                 sampler=sampler,
                 acceptor=Acceptor(sampler, kernels, None, None, one_rank=True),
                 hidden_states=SimpleNamespace(put=_nothing),
-                rows=StepRows(BLOCK, SameRows(BLOCK), self.target.runner, draft, VOCAB - 1, kernels),
+                step_rows=StepRows(BLOCK, SameRows(BLOCK), self.target.runner, draft, VOCAB - 1, kernels),
             )
         )
 

@@ -176,7 +176,7 @@ def points(arm: str, bench: Bench, note: Any) -> None:
     """All points of an arm."""
     policy, block_size = FixedRows(), 0
     if arm in ("widths", "rows"):
-        rows, block_size = bench.worker.rows, bench.worker.block_size
+        rows, block_size = bench.worker.step_rows, bench.worker.block_size
         if arm == "rows" and bench.gpu and not hasattr(rows, "size_for"):
             note({"what": "this target's blocks cannot be trimmed"})
             return

@@ -73,17 +73,17 @@ def _plant(*arguments: Any) -> None:
 
 
 def _one_too_many(original: Any, now: Now) -> Any:
-    def accept(acceptor: Any, plan: Any, batch: Any, target_out: Any, *rest: Any) -> Any:
-        if plan.rows is not None and now.strikes(NEIGHBOUR):
+    def accept(acceptor: Any, rows: Any, batch: Any, target_out: Any, *rest: Any) -> Any:
+        if rows.chosen is not None and now.strikes(NEIGHBOUR):
             target_out.next_token_logits = target_out.next_token_logits.roll(1, 0)
-        right, group = original(acceptor, plan, batch, target_out, *rest)
-        rejected = _rejected(plan, right)
+        right, group = original(acceptor, rows, batch, target_out, *rest)
+        rejected = _rejected(rows, right)
         if rejected is None or not now.strikes(ACCEPT):
             return right, group
         wrong = right._replace(**{name: field.clone() for name, field in right._asdict().items() if field is not None})
         request, commit_len = rejected, int(right.commit_lens[rejected])
-        target_ids = plan.blocks(target_out.next_token_logits).argmax(-1)
-        wrong.out_ids[request, commit_len - 1] = plan.chains()[request, commit_len]
+        target_ids = rows.blocks(target_out.next_token_logits).argmax(-1)
+        wrong.out_ids[request, commit_len - 1] = rows.chains()[request, commit_len]
         wrong.out_ids[request, commit_len] = wrong.bonus_ids[request] = target_ids[request, commit_len]
         wrong.commit_lens[request] += 1
         return wrong, group
@@ -91,23 +91,26 @@ def _one_too_many(original: Any, now: Now) -> Any:
     return accept
 
 
-def _rejected(plan: Any, right: Any) -> int | None:
+def _rejected(rows: Any, right: Any) -> int | None:
     """A request with a verified row behind its last accepted one."""
-    for request, (count, commit_len) in enumerate(zip(plan.lens_on_host(), right.commit_lens.tolist(), strict=True)):
+    for request, (count, commit_len) in enumerate(zip(_lens(rows), right.commit_lens.tolist(), strict=True)):
         if commit_len < count:
             return request
     return None
 
 
+def _lens(rows: Any) -> list[int]:
+    """Rows of each request."""
+    return (rows.chains() >= 0).sum(1).tolist()
+
+
 def _past_the_rows(original: Any, now: Now) -> Any:
     """Where all verified rows are accepted, a token of the next, unverified row is committed, too."""
 
-    def accept(acceptor: Any, plan: Any, *rest: Any) -> Any:
-        right, group = original(acceptor, plan, *rest)
-        for request, (count, commit_len) in enumerate(
-            zip(plan.lens_on_host(), right.commit_lens.tolist(), strict=True)
-        ):
-            if commit_len == count < plan.width and now.strikes(PAST):
+    def accept(acceptor: Any, rows: Any, *rest: Any) -> Any:
+        right, group = original(acceptor, rows, *rest)
+        for request, (count, commit_len) in enumerate(zip(_lens(rows), right.commit_lens.tolist(), strict=True)):
+            if commit_len == count < rows.width and now.strikes(PAST):
                 right.out_ids[request, commit_len] = right.bonus_ids[request]
                 right.commit_lens[request] += 1
         return right, group
@@ -118,10 +121,10 @@ def _past_the_rows(original: Any, now: Now) -> Any:
 def _lens_off_by_one(original: Any, now: Now) -> Any:
     """One request's last row passes for the next one's first."""
 
-    def fields(rows: Any, plan: Any) -> Any:
-        right = original(rows, plan)
-        lens = right["lens"]
-        if lens is not None and len(lens) > 1 and lens[0] > 1 and lens[1] < plan.width and now.strikes(LENS):
+    def fields(step_rows: Any, rows: Any) -> Any:
+        right = original(step_rows, rows)
+        lens = right.get("lens")
+        if lens is not None and len(lens) > 1 and lens[0] > 1 and lens[1] < rows.width and now.strikes(LENS):
             right["lens"] = lens + torch.tensor([-1, 1] + [0] * (len(lens) - 2), dtype=lens.dtype)
         return right
 
@@ -131,12 +134,13 @@ def _lens_off_by_one(original: Any, now: Now) -> Any:
 def _past_the_last(original: Any, now: Now) -> Any:
     """The last verified row of a request leaves its KV in the slot of the next row, which is not verified."""
 
-    def fields(rows: Any, plan: Any) -> Any:
-        right = original(rows, plan)
-        if plan.rows is not None and now.strikes(UNVERIFIED):
-            cut = plan.lens < plan.width
+    def fields(step_rows: Any, rows: Any) -> Any:
+        right = original(step_rows, rows)
+        if rows.chosen is not None and now.strikes(UNVERIFIED):
+            lens = rows.chosen.lens
+            cut = lens < rows.width
             cols = right["kv_loc_cols"].clone()
-            cols[plan.lens.cumsum(0)[cut] - 1] += 1
+            cols[lens.cumsum(0)[cut] - 1] += 1
             right["kv_loc_cols"] = cols
         return right
 

@@ -102,11 +102,11 @@ def _replay(*_: Any) -> None:
     StepRows._begin, DraftRunner.propose = begun, replayed
     verify = DFlashWorker._verify
 
-    def verified(worker: Any, plan: Any, *rest: Any) -> Any:
-        before = plan.positions.clone()
-        out = verify(worker, plan, *rest)
+    def verified(worker: Any, rows: Any, *rest: Any) -> Any:
+        before = rows.positions.clone()
+        out = verify(worker, rows, *rest)
         # A replayed draft is accepted with KV at wrong positions, too.
-        assert torch.equal(plan.positions, before), "the target's forward has changed the positions of its rows"
+        assert torch.equal(rows.positions, before), "the target's forward has changed the positions of its rows"
         return out
 
     DFlashWorker._verify = verified

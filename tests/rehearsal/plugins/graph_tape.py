@@ -191,9 +191,9 @@ def _take_any_rows() -> None:
 def _plant_errors_of_packed_rows() -> None:
     from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
-    from sglang_dflash.core.block import VerifyPlan
+    from sglang_dflash.core.block import VerifyRows
 
-    pad, spread = RaggedVerifyLayout.padded_to_bucket, VerifyPlan.blocks
+    pad, spread = RaggedVerifyLayout.padded_to_bucket, VerifyRows.blocks
 
     def pad_another(layout: Any, **rest: Any) -> Any:
         padded = pad(layout, **rest)
@@ -202,11 +202,11 @@ def _plant_errors_of_packed_rows() -> None:
             graph_num_tokens=padded.graph_num_tokens,
         )
 
-    def spread_another(plan: Any, values: Any) -> Any:
-        blocks = spread(plan, values)
-        return blocks.roll(1, 0) if plan.rows is not None and _planted(NEIGHBOURS) else blocks
+    def spread_another(rows: Any, values: Any) -> Any:
+        blocks = spread(rows, values)
+        return blocks.roll(1, 0) if rows.chosen is not None and _planted(NEIGHBOURS) else blocks
 
-    RaggedVerifyLayout.padded_to_bucket, VerifyPlan.blocks = pad_another, spread_another
+    RaggedVerifyLayout.padded_to_bucket, VerifyRows.blocks = pad_another, spread_another
 
 
 def _plant_another_width() -> None:

@@ -1,4 +1,4 @@
-"""Acceptance: which rows of a verified plan are committed, and what follows them."""
+"""Acceptance: which of the verified rows are committed, and what follows them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.host.worker import simulated
 from sglang_dflash.host.worker.penalties import Group
 from sglang_dflash.host.worker.protocols import LogitsOutput, ScheduleBatch
@@ -39,7 +39,7 @@ class Acceptor:
         self._fuses = one_rank and not simulated.simulates()
 
     def accept(
-        self, plan: VerifyPlan, batch: ScheduleBatch, target_out: LogitsOutput, grammar_tree: Any, grammar_barrier: Any
+        self, rows: VerifyRows, batch: ScheduleBatch, target_out: LogitsOutput, grammar_tree: Any, grammar_barrier: Any
     ) -> tuple[ops.GreedyAcceptance | ops.TreeAcceptance, Group | None]:
         """Of every request, the committed ids and what follows them.
 
@@ -53,24 +53,24 @@ class Acceptor:
             The acceptance; and the group for `RowSampler.commit`.
         """
         greedy = self._sampler.is_plain_greedy(batch)
-        if greedy and self._fuses and plan.rows is None and plan.parents is None:
+        if greedy and self._fuses and rows.chosen is None and rows.parents is None:
             logits = target_out.next_token_logits
-            return self._kernels.accept_greedy(plan.blocks(logits), plan.chains()), None
+            return self._kernels.accept_greedy(rows.blocks(logits), rows.chains()), None
         group: Group | None = None
         if greedy:
-            target_ids = self._argmax(target_out)[: len(plan.ids)]
+            target_ids = self._argmax(target_out)[: len(rows.ids)]
         else:
             if self._sharded_logits is not None:
                 target_out.next_token_logits = self._sharded_logits.gather(target_out.next_token_logits)
-            target_ids, group = self._sampler.choose(batch, plan, target_out, grammar_tree, grammar_barrier)
+            target_ids, group = self._sampler.choose(batch, rows, target_out, grammar_tree, grammar_barrier)
         if not greedy or self._sharded_logits is None:  # of shards, the ranks have just exchanged the best ids
             target_ids = self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_ids)
-        if plan.parents is not None:
-            positions = plan.blocks(plan.positions)
+        if rows.parents is not None:
+            positions = rows.blocks(rows.positions)
             depths = positions - positions[:, :1]
-            return ops.accept_tree(plan.blocks(target_ids), plan.chains(), plan.parents, depths, plan.width), group
-        in_blocks(target_out, plan)
-        return self._accept_chain(plan.blocks(target_ids), plan.chains()), group
+            return ops.accept_tree(rows.blocks(target_ids), rows.chains(), rows.parents, depths, rows.width), group
+        in_blocks(target_out, rows)
+        return self._accept_chain(rows.blocks(target_ids), rows.chains()), group
 
     def _argmax(self, target_out: LogitsOutput) -> torch.Tensor:
         """[T or more] int64; ties: the lowest id wins."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.host.worker.plan_stream import PlanStream
 from sglang_dflash.host.worker.protocols import ScheduleBatch
 from sglang_dflash.host.worker.rows import Prepare, Proposed, StepRows
@@ -31,9 +31,9 @@ class BesideRows(StepRows):
         kv_plan = self.plan_kv(block, batch)
         self._stream.mark()
         draft_ids, _ = self._propose_all(block, kv_plan, batch)
-        plan = VerifyPlan.of(block, block.ids)
+        rows = VerifyRows.of(block, block.ids)
         with self._stream.work():
-            forward_batch = self._prepare(plan, batch, kv_plan)
+            forward_batch = self._prepare(rows, batch, kv_plan)
         self._stream.join()
-        plan.chains()[:, 1:].copy_(draft_ids)
-        return Proposed(plan, kv_plan, forward_batch)
+        rows.chains()[:, 1:].copy_(draft_ids)
+        return Proposed(rows, kv_plan, forward_batch)

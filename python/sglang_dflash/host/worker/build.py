@@ -71,14 +71,14 @@ def build_worker(server_args: Any, gpu_id: int, nccl_port: int, target_worker: A
         sampler=sampler,
         acceptor=Acceptor(sampler, kernels, tp_sync, sharded_logits, one_rank),
         hidden_states=ReturnedHiddenStates(target.model),
-        rows=_rows(target, cfg, block_size, draft, draft_config.mask_token_id, kernels),
+        step_rows=_step_rows(target, cfg, block_size, draft, draft_config.mask_token_id, kernels),
         recurrent_state=RecurrentState.of(target_worker),
         sharded_logits=sharded_logits,
     )
     return DFlashWorker(parts)
 
 
-def _rows(
+def _step_rows(
     target: ModelRunner, cfg: Any, block_size: int, draft: DraftRunner, mask_token_id: int, kernels: ops.Kernels
 ) -> StepRows:
     """Who chooses the rows of a step, as the variable and the device ask. cfg: see `can_trim`."""

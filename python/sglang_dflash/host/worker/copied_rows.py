@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dflash.core.block import Block, VerifyPlan
+from sglang_dflash.core.block import Block, VerifyRows
 from sglang_dflash.core.copies import Copies, Offer, Text
 from sglang_dflash.core.policy import CopyingPolicy, Drafting
 from sglang_dflash.host.worker.protocols import ModelRunner, ScheduleBatch
@@ -43,9 +43,9 @@ class CopiedRows(StepRows):
     def _width(self) -> int:
         return self._block_size if self._copied else super()._width()
 
-    def _plan(self, block: Block, kv_plan: Any, batch: ScheduleBatch) -> VerifyPlan:
+    def _rows_to_verify(self, block: Block, kv_plan: Any, batch: ScheduleBatch) -> VerifyRows:
         if not self._copied:
-            return super()._plan(block, kv_plan, batch)
+            return super()._rows_to_verify(block, kv_plan, batch)
         drafted, width = self._drafting.requests, self._drafting.width
         ids, survival = block.ids.clone(), np.empty((0, width - 1))
         if drafted:
@@ -59,8 +59,8 @@ class CopiedRows(StepRows):
             self._weighed = survival, self._verified[drafted]
         return trimmed(block, ids, torch.from_numpy(self._verified))
 
-    def learn(self, plan: VerifyPlan, commit_lens: torch.Tensor) -> None:
+    def learn(self, rows: VerifyRows, commit_lens: torch.Tensor) -> None:
         places = list(self._copied)
         if places:
             self.counts.add_copies(self._verified[places], commit_lens.numpy()[places])
-        super().learn(plan, commit_lens)
+        super().learn(rows, commit_lens)

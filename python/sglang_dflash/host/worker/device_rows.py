@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import Block, VerifyPlan
+from sglang_dflash.core.block import Block, VerifyRows
 from sglang_dflash.core.policy import Step
 from sglang_dflash.host.worker.device_readings import Readback
 from sglang_dflash.host.worker.draft_input import upload
@@ -36,38 +36,38 @@ class DeviceRows(StepRows):
         block = self.lay_out(batch, self._block_width())
         kv_plan = self.plan_kv(block, batch)
         drafted = block.ids.numel() if self._drafting.width > 1 else 0
-        plan = self._draft_block(block, kv_plan, batch) if drafted else self._plain(block)
-        self._clock.drafted(Timed(drafted, self._size(plan)))
-        return Proposed(plan, kv_plan)
+        rows = self._draft_block(block, kv_plan, batch) if drafted else self._plain(block)
+        self._clock.drafted(Timed(drafted, self._size(rows)))
+        return Proposed(rows, kv_plan)
 
-    def _draft_block(self, block: Block, kv_plan: Any, batch: ScheduleBatch) -> VerifyPlan:
+    def _draft_block(self, block: Block, kv_plan: Any, batch: ScheduleBatch) -> VerifyRows:
         draft_ids, log_probs = self._propose_all(block, kv_plan, batch)
         ids = torch.cat((block.ids[:, :1], draft_ids), dim=1)
         offsets = upload(torch.from_numpy(self.policy.offsets(self._names, block.width - 1)), self._device)
         assert log_probs is not None
         survival = ops.survival(log_probs, offsets)
-        plan = self._verified(block, ids, survival)
-        self._chosen = survival, self._lens(plan)
-        return plan
+        rows = self._verified(block, ids, survival)
+        self._chosen = survival, self._lens(rows)
+        return rows
 
     def _block_width(self) -> int:
         """Rows of a block of this step."""
         return self._drafting.width
 
-    def _plain(self, block: Block) -> VerifyPlan:
+    def _plain(self, block: Block) -> VerifyRows:
         """Where nobody is drafted."""
-        return VerifyPlan.of(block, block.ids)
+        return VerifyRows.of(block, block.ids)
 
-    def _verified(self, block: Block, ids: torch.Tensor, survival: torch.Tensor) -> VerifyPlan:
+    def _verified(self, block: Block, ids: torch.Tensor, survival: torch.Tensor) -> VerifyRows:
         """The rows of drafted blocks that are verified. ids: [B, W]; survival: [B, W - 1]."""
-        return VerifyPlan.of(block, ids)
+        return VerifyRows.of(block, ids)
 
-    def _size(self, plan: VerifyPlan) -> int:
+    def _size(self, rows: VerifyRows) -> int:
         """Rows of the target's forward."""
-        return len(plan.ids)
+        return len(rows.ids)
 
-    def learn(self, plan: VerifyPlan, commit_lens: torch.Tensor) -> None:
+    def learn(self, rows: VerifyRows, commit_lens: torch.Tensor) -> None:
         if self._chosen is not None:
             survival, lens = self._chosen
             self._readback.send(self._names, torch.cat((survival, lens[:, None], commit_lens[:, None]), dim=1))
-        super().learn(plan, commit_lens)
+        super().learn(rows, commit_lens)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.host.worker.protocols import Req, ScheduleBatch
 
 
@@ -41,16 +41,17 @@ class EmittedText:
         """Of every request, the first `lens` ([B]) of its `ids` ([B, W]) are emitted; read when next needed."""
         self._pending.append(([(i, slot) for i, slot, _ in _tracked(batch)], ids, lens))
 
-    def row_params(self, batch: ScheduleBatch, plan: VerifyPlan) -> list[Any]:
+    def row_params(self, batch: ScheduleBatch, rows: VerifyRows) -> list[Any]:
         """Custom parameters of all T rows."""
         self._read_pending()
-        rows: list[Any] = []
-        for req, params, drafts in zip(batch.reqs, batch.sampling_info.custom_params, plan.drafts(), strict=True):
+        found: list[Any] = []
+        chains = [[token for token in chain if token >= 0] for chain in rows.chains().tolist()]
+        for req, params, chain in zip(batch.reqs, batch.sampling_info.custom_params, chains, strict=True):
             if req.custom_logit_processor and isinstance(params, dict):
-                rows += [self._params(req, params, path) for path in drafts]
+                found += [self._params(req, params, chain[1 : row + 1]) for row in range(len(chain))]
             else:
-                rows += [params] * len(drafts)
-        return rows
+                found += [params] * len(chain)
+        return found
 
     def _params(self, req: Req, params: dict[str, Any], drafts: list[int]) -> dict[str, Any]:
         row_req = copy.copy(req)  # so that what depends on `output_ids`, such as `seqlen`, follows

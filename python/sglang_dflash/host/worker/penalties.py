@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.host.worker.draft_input import upload
 from sglang_dflash.host.worker.protocols import Req, ScheduleBatch
 
@@ -108,11 +108,12 @@ class RequestPenalties:
     def _upload(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         return upload(torch.tensor(values, dtype=dtype), self._device)
 
-    def apply(self, group: Group, logits: torch.Tensor, plan: VerifyPlan) -> None:
+    def apply(self, group: Group, logits: torch.Tensor, rows: VerifyRows) -> None:
         """logits: [T, V], changed in place."""
-        places = torch.arange(len(plan.ids), device=plan.ids.device)
-        lens = torch.full_like(group.rows, plan.width) if plan.lens is None else plan.lens[group.requests].long()
-        block = ops.BlockRows(plan.blocks(places)[group.requests], plan.blocks(plan.ids)[group.requests], lens)
+        places = torch.arange(len(rows.ids), device=rows.ids.device)
+        chosen = rows.chosen
+        lens = torch.full_like(group.rows, rows.width) if chosen is None else chosen.lens[group.requests].long()
+        block = ops.BlockRows(rows.blocks(places)[group.requests], rows.blocks(rows.ids)[group.requests], lens)
         self._emitted.penalize(logits, block, group.rows, group.most, group.params)
 
     def commit(self, group: Group, ids: torch.Tensor, lens: torch.Tensor) -> None:

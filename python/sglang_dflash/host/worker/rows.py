@@ -11,7 +11,7 @@ import torch
 from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import Block, VerifyPlan
+from sglang_dflash.core.block import Block, VerifyRows
 from sglang_dflash.core.policy import Drafting, Policy, Step
 from sglang_dflash.core.row_counts import RowCounts
 from sglang_dflash.host.worker.device_readings import StepClock
@@ -21,7 +21,7 @@ from sglang_dflash.host.worker.protocols import ForwardBatch, ModelRunner, Sched
 from sglang_dflash.host.worker.row_report import RowReport
 from sglang_dflash.host.worker.width_graphs import WidthGraphs
 
-Prepare = Callable[[VerifyPlan, ScheduleBatch, Any], ForwardBatch]
+Prepare = Callable[[VerifyRows, ScheduleBatch, Any], ForwardBatch]
 
 
 class Proposed(NamedTuple):
@@ -32,7 +32,7 @@ class Proposed(NamedTuple):
         forward_batch: the target's, if it is prepared already.
     """
 
-    plan: VerifyPlan
+    rows: VerifyRows
     kv_plan: Any
     forward_batch: ForwardBatch | None = None
 
@@ -99,10 +99,10 @@ class StepRows:
         self._begin(batch)
         block = self.lay_out(batch, self._width())
         kv_plan = self.plan_kv(block, batch)
-        plan = self._plan(block, kv_plan, batch)
+        rows = self._rows_to_verify(block, kv_plan, batch)
         if self.policy.weighs:
-            self._clock.drafted(Timed(len(self._drafting.requests) * self._drafting.width, len(plan.ids)))
-        return Proposed(plan, kv_plan)
+            self._clock.drafted(Timed(len(self._drafting.requests) * self._drafting.width, len(rows.ids)))
+        return Proposed(rows, kv_plan)
 
     def _begin(self, batch: ScheduleBatch) -> None:
         """Lets the policy learn from the times of earlier steps, and decide whom this one drafts."""
@@ -124,12 +124,12 @@ class StepRows:
         """W of the step's blocks."""
         return self._drafting.width
 
-    def _plan(self, block: Block, kv_plan: Any, batch: ScheduleBatch) -> VerifyPlan:
+    def _rows_to_verify(self, block: Block, kv_plan: Any, batch: ScheduleBatch) -> VerifyRows:
         if block.width == 1:
-            return VerifyPlan.of(block, block.ids)
+            return VerifyRows.of(block, block.ids)
         ids, survival = self._draft_ids(block, kv_plan, batch)
         if survival is None:
-            return VerifyPlan.of(block, ids)
+            return VerifyRows.of(block, ids)
         self._weighed = survival, self.policy.verify(survival)
         lens = torch.ones(len(ids), dtype=torch.int64)
         lens[self._drafting.requests] = torch.from_numpy(self._weighed[1])
@@ -191,13 +191,13 @@ class StepRows:
             read_extent=block.width,
         )
 
-    def verify_fields(self, plan: VerifyPlan) -> dict[str, Any]:
+    def verify_fields(self, rows: VerifyRows) -> dict[str, Any]:
         """Fields of the target's `RaggedVerifyInput` that say which rows of the blocks are verified."""
-        return {"lens": plan.lens, "kv_loc_cols": None if plan.rows is None else plan.rows.kept}
+        return {} if rows.chosen is None else {"lens": rows.chosen.lens, "kv_loc_cols": rows.chosen.kept}
 
     def committed(
         self,
-        plan: VerifyPlan,
+        rows: VerifyRows,
         accepted: ops.TreeAcceptance | ops.GreedyAcceptance,
         hidden: torch.Tensor,
         slots: torch.Tensor,
@@ -206,23 +206,23 @@ class StepRows:
 
         hidden: [T or more, taps * H]; slots: [T] int64, of the draft's pool.
         """
-        return hidden, plan.positions, slots
+        return hidden, rows.positions, slots
 
-    def cap_lens(self, plan: VerifyPlan) -> torch.Tensor | None:
+    def cap_lens(self, rows: VerifyRows) -> torch.Tensor | None:
         """[B] int32: the rows of each request, which SGLang counts; None where all steps verify whole blocks."""
-        if not self.policy.weighs and plan.width == self._block_size:
+        if not self.policy.weighs and rows.width == self._block_size:
             return None
-        return self._lens(plan)
+        return self._lens(rows)
 
-    def _lens(self, plan: VerifyPlan) -> torch.Tensor:
+    def _lens(self, rows: VerifyRows) -> torch.Tensor:
         """[B] int32: the rows of each request."""
-        return self._same_lens(plan.batch, plan.width) if plan.lens is None else plan.lens
+        return self._same_lens(rows.batch, rows.width) if rows.chosen is None else rows.chosen.lens
 
     def _same_lens(self, requests: int, lens: int) -> torch.Tensor:
         """[B] int32; shared, so nobody writes to it."""
         return _same_lens(requests, lens, self._target.device)
 
-    def learn(self, plan: VerifyPlan, commit_lens: torch.Tensor) -> None:
+    def learn(self, rows: VerifyRows, commit_lens: torch.Tensor) -> None:
         """The step is over. commit_lens: [B] int32."""
         if self._weighed is not None:
             names = [self._names[place] for place in self._drafting.requests]
@@ -236,10 +236,10 @@ class StepRows:
         self.counts.add(step)
 
 
-def trimmed(block: Block, ids: torch.Tensor, lens: torch.Tensor) -> VerifyPlan:
+def trimmed(block: Block, ids: torch.Tensor, lens: torch.Tensor) -> VerifyRows:
     """The first rows of each block. ids: [B, W] int64; lens: [B] int64."""
     total = int(lens.sum())
-    return VerifyPlan.of(block, ids, None if total == ids.numel() else ops.keep_rows(lens, block.width, total))
+    return VerifyRows.of(block, ids, None if total == ids.numel() else ops.keep_rows(lens, block.width, total))
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatc
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.host.worker.draft_input import upload
 from sglang_dflash.host.worker.emitted_text import EmittedText
 from sglang_dflash.host.worker.penalties import Group, RequestPenalties
@@ -71,18 +71,18 @@ class RowSampler:
             and not batch.return_logprob
         )
 
-    def grammar_tree(self, batch: ScheduleBatch, plan: VerifyPlan) -> GrammarTree | None:
+    def grammar_tree(self, batch: ScheduleBatch, rows: VerifyRows) -> GrammarTree | None:
         """To be called before the verify forward is launched: otherwise the copy of the ids would wait for it."""
         if not batch.has_grammar:
             return None
-        if plan.rows is None:
-            return GrammarTree.from_linear_chain(plan.chains())
-        children = torch.arange(1, plan.width + 1, device=plan.ids.device).expand(plan.batch, -1)
-        children = torch.where(children < plan.rows.lens[:, None], children, -1)
-        return GrammarTree.from_device(children, torch.full_like(children, -1), plan.blocks(plan.ids))
+        if rows.chosen is None:
+            return GrammarTree.from_linear_chain(rows.chains())
+        children = torch.arange(1, rows.width + 1, device=rows.ids.device).expand(rows.batch, -1)
+        children = torch.where(children < rows.chosen.lens[:, None], children, -1)
+        return GrammarTree.from_device(children, torch.full_like(children, -1), rows.blocks(rows.ids))
 
     def choose(
-        self, batch: ScheduleBatch, plan: VerifyPlan, target_out: LogitsOutput, tree: GrammarTree | None, barrier: Any
+        self, batch: ScheduleBatch, rows: VerifyRows, target_out: LogitsOutput, tree: GrammarTree | None, barrier: Any
     ) -> tuple[torch.Tensor, Group | None]:
         """Chooses the target's token of every row; fills in `target_out`'s logprobs if a request asks for them.
 
@@ -93,27 +93,27 @@ class RowSampler:
         Returns:
             [T] int64; and the group for `commit`.
         """
-        count = len(plan.ids)
+        count = len(rows.ids)
         info, logits = batch.sampling_info, target_out.next_token_logits[:count]
         # In SGLang's order (SamplingBatchInfo.apply_logits_bias): penalties, grammar, bias.
         group = self._penalties.group(batch)
         if group is not None:
-            self._penalties.apply(group, logits, plan)
+            self._penalties.apply(group, logits, rows)
         if tree is not None:
             mask = build_grammar_vocab_mask(
                 reqs=batch.reqs, tree=tree, sampling_info=info, device=logits.device, barrier=barrier
             )
             if mask is not None:
-                _rows_of(mask, plan).apply(logits)
+                _rows_of(mask, rows).apply(logits)
         if info.logit_bias is not None:
-            if plan.rows is None:
-                plan.blocks(logits).add_(info.logit_bias[:, None])
+            if rows.chosen is None:
+                rows.blocks(logits).add_(info.logit_bias[:, None])
             else:
-                logits.add_(plan.repeat(info.logit_bias))
-        params = self._text.row_params(batch, plan) if info.has_custom_logit_processor else None
+                logits.add_(info.logit_bias[rows.requests()])
+        params = self._text.row_params(batch, rows) if info.has_custom_logit_processor else None
         spans = [slice(first, min(first + self.sampled_rows, count)) for first in range(0, count, self.sampled_rows)]
         outs = [LogitsProcessorOutput(next_token_logits=logits[span]) for span in spans]
-        ids = torch.cat([self._sample(batch, plan, params, *both) for both in zip(spans, outs, strict=True)])
+        ids = torch.cat([self._sample(batch, rows, params, *both) for both in zip(spans, outs, strict=True)])
         if batch.return_logprob:
             _join_logprobs(target_out, outs)
         return ids.long(), group
@@ -121,19 +121,20 @@ class RowSampler:
     def _sample(
         self,
         batch: ScheduleBatch,
-        plan: VerifyPlan,
+        rows: VerifyRows,
         row_params: list[Any] | None,
         span: slice,
         out: LogitsProcessorOutput,
     ) -> torch.Tensor:
         """The token of every row of a span, [N] int; `out` has their logits and gets their logprobs."""
+        asking = rows.requests_on_cpu()[span] if batch.return_logprob else []
         ids: torch.Tensor = self._runner.sampler(
             out,
-            expand(batch.sampling_info, plan, span, row_params),
+            expand(batch.sampling_info, rows, span, row_params),
             batch.return_logprob,
-            plan.repeat_list(batch.top_logprobs_nums)[span] if batch.return_logprob else [],
-            plan.repeat_list(batch.token_ids_logprobs)[span] if batch.return_logprob else [],
-            plan.positions[span],
+            [batch.top_logprobs_nums[request] for request in asking],
+            [batch.token_ids_logprobs[request] for request in asking],
+            rows.positions[span],
         )
         return ids
 
@@ -148,24 +149,24 @@ class RowSampler:
             self._text.commit(batch, ids, lens)
 
 
-def _rows_of(mask: GrammarMask, plan: VerifyPlan) -> GrammarMask:
+def _rows_of(mask: GrammarMask, rows: VerifyRows) -> GrammarMask:
     """The T rows of a mask, which has W for each request."""
-    return mask if plan.rows is None else GrammarMask(mask.grammar, mask.vocab_mask[plan.rows.kept])
+    return mask if rows.chosen is None else GrammarMask(mask.grammar, mask.vocab_mask[rows.chosen.kept])
 
 
-def expand(info: SamplingBatchInfo, plan: VerifyPlan, span: slice, row_params: list[Any] | None) -> SamplingBatchInfo:
+def expand(info: SamplingBatchInfo, rows: VerifyRows, span: slice, row_params: list[Any] | None) -> SamplingBatchInfo:
     """The sampling info of each row of a span of the T rows, without what is already applied to the logits.
 
     row_params: custom parameters of all T rows; None without processors.
     """
-    requests = plan.requests()[span]
+    requests = rows.requests()[span]
 
     def repeat(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values[requests]
 
     processors = info.custom_logit_processor
     if processors is not None:
-        device, of_rows = info.temperatures.device, plan.repeat_list(range(plan.batch))[span]
+        device, of_rows = info.temperatures.device, rows.requests_on_cpu()[span]
         found = {key: _processor_of_rows(entry, of_rows, device) for key, entry in processors.items()}
         processors = {key: entry for key, entry in found.items() if entry.rows}
         row_params = row_params and row_params[span]
@@ -206,16 +207,16 @@ def _join_logprobs(target_out: LogitsOutput, outs: list[LogitsProcessorOutput]) 
         setattr(target_out, name, joined)
 
 
-def in_blocks(target_out: LogitsOutput, plan: VerifyPlan) -> None:
+def in_blocks(target_out: LogitsOutput, rows: VerifyRows) -> None:
     """Orders the rows' logprobs in `target_out`, a `LogitsProcessorOutput`, as SGLang expects them: by whole blocks
     ([B, W])."""
     if target_out.next_token_logprobs is None:
         return
-    target_out.next_token_logprobs = plan.blocks(target_out.next_token_logprobs)
-    if plan.rows is None:
+    target_out.next_token_logprobs = rows.blocks(target_out.next_token_logprobs)
+    if rows.chosen is None:
         return
-    rows = plan.rows.row_of.flatten().tolist()
+    row_of = rows.chosen.row_of.flatten().tolist()
     for name in LOGPROBS:
         values = getattr(target_out, name)
         if values is not None:
-            setattr(target_out, name, [values[row] for row in rows])
+            setattr(target_out, name, [values[row] for row in row_of])

@@ -14,7 +14,7 @@ from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.host.worker.sampling import RowSampler
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def rehearse(sampler: RowSampler, batch: int, width: int, vocab_size: int, seede
     )
     logits = torch.zeros((batch * width, vocab_size), device=device)
     out = LogitsProcessorOutput(next_token_logits=logits)
-    sampler.choose(asking, VerifyPlan(ids, ids, ids, width), out, None, None)
+    sampler.choose(asking, VerifyRows(ids, ids, ids, width), out, None, None)
 
 
 def _peak_bytes(call: Callable[[], None]) -> int:

@@ -24,7 +24,7 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_cpu.hooking import AROUND, hook
 from sglang_dflash import ops
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.core.policy import SameRows
 from sglang_dflash.host.start.widths import FULL, TREE, WIDTH, WITH_GRAPHS, asked, attention_backends, tree_rows
@@ -155,38 +155,38 @@ class TreeRows(StepRows):
         positions = block.prefix_lens[:, None] + trees.depths
         self._most_keys = known_kv_lens(batch, self._rows)[1]
         flat = ids.flatten(), positions.flatten(), block.slots.flatten()
-        return Proposed(VerifyPlan(*flat, self._rows, parents=trees.parents), self.plan_kv(block, batch))
+        return Proposed(VerifyRows(*flat, self._rows, parents=trees.parents), self.plan_kv(block, batch))
 
-    def verify_fields(self, plan: VerifyPlan) -> dict[str, Any]:
-        if plan.parents is None:
-            return super().verify_fields(plan)
-        seen = ops.seen_rows(plan.parents, self._block_size)
+    def verify_fields(self, rows: VerifyRows) -> dict[str, Any]:
+        if rows.parents is None:
+            return super().verify_fields(rows)
+        seen = ops.seen_rows(rows.parents, self._block_size)
         if self._of_trees is None:
             return {"seen": seen}
-        prefix_lens = plan.blocks(plan.positions)[:, 0]
+        prefix_lens = rows.blocks(rows.positions)[:, 0]
         return {"custom_mask": ops.attention_mask(seen, prefix_lens, self._rows * self._most_keys)}
 
-    def cap_lens(self, plan: VerifyPlan) -> torch.Tensor | None:
-        return self._lens(plan)
+    def cap_lens(self, rows: VerifyRows) -> torch.Tensor | None:
+        return self._lens(rows)
 
     def committed(
         self,
-        plan: VerifyPlan,
+        rows: VerifyRows,
         accepted: ops.TreeAcceptance | ops.GreedyAcceptance,
         hidden: torch.Tensor,
         slots: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Moves the accepted rows' KV to the slots of their positions. Behind the path, rows stay where they are."""
-        if plan.parents is None:
-            return super().committed(plan, accepted, hidden, slots)
+        if rows.parents is None:
+            return super().committed(rows, accepted, hidden, slots)
         assert isinstance(accepted, ops.TreeAcceptance)
         path = accepted.path[:, : self._block_size]
-        held = plan.blocks(plan.slots)
+        held = rows.blocks(rows.slots)
         # A slot may be read for one row and written for another: SGLang's move reads all before it writes.
         self._target.token_to_kv_pool.move_kv_cache(held[:, : path.shape[1]].flatten(), held.gather(1, path).flatten())
-        positions = plan.blocks(plan.positions)[:, :1] + torch.arange(path.shape[1], device=path.device)
-        first = torch.arange(plan.batch, device=path.device)[:, None] * self._rows
-        return hidden[(first + path).flatten()], positions.flatten(), plan.blocks(slots)[:, : path.shape[1]].flatten()
+        positions = rows.blocks(rows.positions)[:, :1] + torch.arange(path.shape[1], device=path.device)
+        first = torch.arange(rows.batch, device=path.device)[:, None] * self._rows
+        return hidden[(first + path).flatten()], positions.flatten(), rows.blocks(slots)[:, : path.shape[1]].flatten()
 
 
 def _needs_chains(batch: ScheduleBatch) -> bool:

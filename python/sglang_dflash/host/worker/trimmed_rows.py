@@ -16,7 +16,7 @@ from sglang.srt.utils.common import is_sm100_supported
 
 from sglang_cpu.hooking import AROUND, hook
 from sglang_dflash import ops
-from sglang_dflash.core.block import Block, VerifyPlan
+from sglang_dflash.core.block import Block, VerifyRows
 from sglang_dflash.host.start.widths import attention_backends
 from sglang_dflash.host.worker.device_rows import DeviceRows
 from sglang_dflash.host.worker.protocols import ModelRunner
@@ -76,15 +76,15 @@ class TrimmedRows(DeviceRows):
     def _block_width(self) -> int:
         return self._block_size
 
-    def _plain(self, block: Block) -> VerifyPlan:
-        return VerifyPlan.of(block, block.ids, self._whole_rows(len(block.ids), 1))
+    def _plain(self, block: Block) -> VerifyRows:
+        return VerifyRows.of(block, block.ids, self._whole_rows(len(block.ids), 1))
 
-    def _verified(self, block: Block, ids: torch.Tensor, survival: torch.Tensor) -> VerifyPlan:
+    def _verified(self, block: Block, ids: torch.Tensor, survival: torch.Tensor) -> VerifyRows:
         requests, whole = ids.shape[0], ids.numel()
         size = self.size_for(self._drafting.rows)
         fits = requests <= self._slots and size < whole
-        rows = ops.likeliest_rows(survival, size, size) if fits else self._whole_rows(requests, block.width)
-        return VerifyPlan.of(block, ids, rows)
+        chosen = ops.likeliest_rows(survival, size, size) if fits else self._whole_rows(requests, block.width)
+        return VerifyRows.of(block, ids, chosen)
 
     def _whole_rows(self, requests: int, lens: int) -> ops.Rows | None:
         """The first `lens` rows of all blocks, and what else fills a graph without a free place; None: all rows of all
@@ -100,12 +100,12 @@ class TrimmedRows(DeviceRows):
             each[: count % requests] += 1
         return ops.keep_rows(each, self._block_size, count, size)
 
-    def _size(self, plan: VerifyPlan) -> int:
-        return len(plan.ids) if plan.rows is None else plan.rows.size
+    def _size(self, rows: VerifyRows) -> int:
+        return len(rows.ids) if rows.chosen is None else rows.chosen.size
 
-    def verify_fields(self, plan: VerifyPlan) -> dict[str, Any]:
-        cols = None if plan.rows is None else plan.rows.padded()
-        return {"kv_loc_cols": cols, "ragged_verify_layout": _layout(self._lens(plan), self._size(plan))}
+    def verify_fields(self, rows: VerifyRows) -> dict[str, Any]:
+        cols = None if rows.chosen is None else rows.chosen.padded()
+        return {"kv_loc_cols": cols, "ragged_verify_layout": _layout(self._lens(rows), self._size(rows))}
 
 
 def _layout(lens: torch.Tensor, size: int) -> RaggedVerifyLayout:

@@ -18,7 +18,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import spec_stage_span
 
 from sglang_dflash import ops
-from sglang_dflash.core.block import VerifyPlan
+from sglang_dflash.core.block import VerifyRows
 from sglang_dflash.core.policy import StepSeconds
 from sglang_dflash.host.patches import page_tables
 from sglang_dflash.host.patches.ragged import RaggedVerifyInput
@@ -59,7 +59,7 @@ class WorkerParts:
     sampler: RowSampler
     acceptor: Acceptor
     hidden_states: ReturnedHiddenStates
-    rows: StepRows
+    step_rows: StepRows
     recurrent_state: RecurrentState | None = None
     sharded_logits: ShardedLogits | None = None
 
@@ -82,7 +82,7 @@ class DFlashWorker(BaseSpecWorker):
         self._draft, self._sampler, self._acceptor = parts.draft, parts.sampler, parts.acceptor
         self._hidden_states, self._recurrent_state = parts.hidden_states, parts.recurrent_state
         self._sharded_logits = parts.sharded_logits
-        self.rows = parts.rows
+        self.step_rows = parts.step_rows
         self.prefilled = 0  # prompt tokens whose draft KV was computed; `/server_info` reports it
 
     # What the scheduler needs from a worker besides steps.
@@ -103,12 +103,12 @@ class DFlashWorker(BaseSpecWorker):
     @property
     def row_report(self) -> RowReport | None:
         """None: all steps verify the same rows."""
-        return self.rows.report
+        return self.step_rows.report
 
     @property
     def step_seconds(self) -> StepSeconds | None:
         """For `/server_info`."""
-        return self.rows.policy.step_seconds()
+        return self.step_rows.policy.step_seconds()
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         return [("draft", self._draft.weights())]
@@ -135,7 +135,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         self._draft.init_graphs()
-        self.rows.use_graphs(self._prepare_verify)
+        self.step_rows.use_graphs(self._prepare_verify)
 
     def prewarm_sampling(self) -> SamplingPrewarmResult:
         """Compiles the step's kernels and measures sampling, while no request waits for it or can run out of memory."""
@@ -144,14 +144,14 @@ class DFlashWorker(BaseSpecWorker):
             return super().prewarm_sampling()
         verified = vocab_size if self._sharded_logits is None else self._sharded_logits.span
         compared = {(verified, torch.float32), self._draft.compared_logits}
-        for width in self.rows.widths:
+        for width in self.step_rows.widths:
             ops.warm_up(width, compared, vocab_size, table, self._mask_token_id)
         self._draft.warm_up()
-        self.rows.warm_up()
+        self.step_rows.warm_up()
         most = self._target.max_running_requests
         seeded = get_exec().deterministic.enable_deterministic_inference
         result = measure_sampling(
-            self._sampler, max(self.rows.widths), most, vocab_size, seeded, self.device, self._true_on_all_ranks
+            self._sampler, max(self.step_rows.widths), most, vocab_size, seeded, self.device, self._true_on_all_ranks
         )
         if self._sharded_logits is not None:  # gathered, the logits take memory of their own
             gathered = most * self.block_size * vocab_size * torch.float32.itemsize
@@ -185,7 +185,7 @@ class DFlashWorker(BaseSpecWorker):
         """
         if batch.forward_mode.is_decode():
             return self._decode(batch, on_publish, grammar_barrier)
-        self.rows.interrupt()
+        self.step_rows.interrupt()
         return self._idle(on_publish) if batch.forward_mode.is_idle() else self._prefill(batch, on_publish)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish) -> GenerationBatchResult:
@@ -213,28 +213,30 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(self, batch: ScheduleBatch, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())  # allocated on the schedule stream
-        plan, kv_plan, prepared = self.rows.propose(batch)  # block, draft, rows
-        grammar_tree = self._sampler.grammar_tree(batch, plan)
+        rows, kv_plan, prepared = self.step_rows.propose(batch)  # block, draft, rows
+        grammar_tree = self._sampler.grammar_tree(batch, rows)
         with spec_stage_span("verify"):
-            target = self._verify(plan, prepared, batch, kv_plan)
+            target = self._verify(rows, prepared, batch, kv_plan)
         if self._draft.short_head is not None:
             self._draft.short_head.see_answers(batch.reqs)
         out = target.logits_output
-        accepted, group = self._acceptor.accept(plan, batch, out, grammar_tree, grammar_barrier)
+        accepted, group = self._acceptor.accept(rows, batch, out, grammar_tree, grammar_barrier)
         self._sampler.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         if self._recurrent_state is not None:
-            self._recurrent_state.commit(batch, accepted.commit_lens, plan.width)
+            self._recurrent_state.commit(batch, accepted.commit_lens, rows.width)
         prefix_lens = batch.seq_lens + accepted.commit_lens
         if on_publish is not None:
             on_publish(prefix_lens)
-        self._draft.write_context(*self.rows.committed(plan, accepted, out.hidden_states, self._slots(plan, kv_plan)))
-        self._hidden_states.put(batch, out, row_of=None if plan.rows is None else plan.rows.row_of)
-        self.rows.learn(plan, accepted.commit_lens)
-        return self._result(plan, target, accepted, prefix_lens)
+        self._draft.write_context(
+            *self.step_rows.committed(rows, accepted, out.hidden_states, self._slots(rows, kv_plan))
+        )
+        self._hidden_states.put(batch, out, row_of=None if rows.chosen is None else rows.chosen.row_of)
+        self.step_rows.learn(rows, accepted.commit_lens)
+        return self._result(rows, target, accepted, prefix_lens)
 
     def _result(
         self,
-        plan: VerifyPlan,
+        rows: VerifyRows,
         target: GenerationBatchResult,
         accepted: ops.TreeAcceptance | ops.GreedyAcceptance,
         prefix_lens: torch.Tensor,
@@ -244,8 +246,8 @@ class DFlashWorker(BaseSpecWorker):
             logits_output=target.logits_output,
             next_token_ids=accepted.out_ids.flatten(),
             accept_lens=accepted.commit_lens,
-            speculative_num_draft_tokens=plan.width,
-            cap_lens=self.rows.cap_lens(plan),
+            speculative_num_draft_tokens=rows.width,
+            cap_lens=self.step_rows.cap_lens(rows),
             next_draft_input=DraftInput.create(accepted.bonus_ids, prefix_lens),
             new_seq_lens=prefix_lens,
             can_run_cuda_graph=target.can_run_cuda_graph,
@@ -253,35 +255,35 @@ class DFlashWorker(BaseSpecWorker):
             indexer_topk_output=target.indexer_topk_output,
         )
 
-    def _slots(self, plan: VerifyPlan, kv_plan: Any) -> torch.Tensor:
+    def _slots(self, rows: VerifyRows, kv_plan: Any) -> torch.Tensor:
         """[T] int64: slots of the draft's pool, one for each verified row."""
         slots = self._draft.slots_of(kv_plan)
-        return slots if plan.rows is None else slots[plan.rows.kept]
+        return slots if rows.chosen is None else slots[rows.chosen.kept]
 
-    def _prepare_verify(self, plan: VerifyPlan, batch: ScheduleBatch, kv_plan: Any) -> ForwardBatch:
+    def _prepare_verify(self, rows: VerifyRows, batch: ScheduleBatch, kv_plan: Any) -> ForwardBatch:
         """The target's `ForwardBatch` over the rows, and its attention metadata."""
-        ids, positions, slots = plan.forward_rows()
+        ids, positions, slots = rows.forward_rows()
         verify_input = RaggedVerifyInput(
             draft_token=ids,
             positions=positions,
-            draft_token_num=plan.width,
+            draft_token_num=rows.width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=kv_plan,
-            **self.rows.verify_fields(plan),
+            **self.step_rows.verify_fields(rows),
         )
         batch.out_cache_loc = slots
         # Without graphs, the forward prepares the attention metadata itself.
         eager = self.device == "cpu" and self._target.decode_cuda_graph_runner is None
-        with bounded_kv_lens(batch, plan.width):
+        with bounded_kv_lens(batch, rows.width):
             forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker, defer_metadata_init=eager)
         return forward_batch
 
     def _verify(
-        self, plan: VerifyPlan, forward_batch: ForwardBatch | None, batch: ScheduleBatch, kv_plan: Any
+        self, rows: VerifyRows, forward_batch: ForwardBatch | None, batch: ScheduleBatch, kv_plan: Any
     ) -> GenerationBatchResult:
         """The target's forward over the rows; its result includes the tapped layers' hidden states."""
         if forward_batch is None:
-            forward_batch = self._prepare_verify(plan, batch, kv_plan)
+            forward_batch = self._prepare_verify(rows, batch, kv_plan)
         return self._run_target(forward_batch)
 
     def _run_target(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
