@@ -92,7 +92,6 @@ class CapturedLayers:
         self._steps: list[_Step] = []
         self._outputs: list[int] = []
         self._places = 0
-        self._inputs_by_row: list[int] | None = None
         fakes = FakeTensorMode(
             shape_env=ShapeEnv(specialize_zero_one=False, duck_shape=False), allow_non_fake_inputs=True
         )
@@ -167,31 +166,17 @@ class CapturedLayers:
         outputs: Any = graph.output_node().args[0]
         self._outputs = [places[node] for node in outputs]
         self.taps = len(outputs) - 1
-        if piece.graph is not None and piece.outputs == [outputs[0]]:
-            self._inputs_by_row = _inputs_by_row(piece)
         self._places = len(places)
         self.distinct_pieces = len(compiled)
 
-    def run(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        forward_batch: ForwardBatch,
-        used: torch.Tensor | None = None,
-    ) -> list[torch.Tensor]:
-        """The hidden states, then the tapped ones. The attention backend must have prepared `forward_batch`.
-
-        Args:
-            used: indices of the rows whose hidden state somebody reads; the others' may be zeros. None: all. The
-                tapped states are always those of all rows.
-        """
+    def run(self, rows: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch) -> list[torch.Tensor]:
+        """The hidden states, then the tapped ones. The attention backend must have prepared `forward_batch`."""
         backend: Any = get_attn_backend() if self._layers else None
         attend: Any = getattr(backend, "full_attn_backend", backend)  # a hybrid backend has one for each kind of layer
         recur: Any = getattr(backend, "linear_attn_backend", None)
         values: list[Any] = [*self._weights, rows, positions]
         values += [None] * (self._places - len(values))
-        some = used is not None and self._inputs_by_row is not None
-        for step in self._steps[:-1] if some else self._steps:
+        for step in self._steps:
             inputs = [None if place is None else values[place] for place in step.inputs]
             if isinstance(step.layer, RadixLinearAttention):
                 qkv, a, b = inputs
@@ -205,39 +190,12 @@ class CapturedLayers:
             else:
                 for place, value in zip(step.outputs, step.run(inputs), strict=True):
                     values[place] = value
-        if some:
-            values[self._outputs[0]] = self._last_piece(values, used, len(rows))
         return [values[place] for place in self._outputs]
-
-    def _last_piece(self, values: list[Any], used: Any, count: int) -> torch.Tensor:
-        """What follows the last attention, for some rows; the others are zeros."""
-        step = self._steps[-1]
-        assert step.run is not None
-        inputs = [values[place] for place in step.inputs if place is not None]
-        for index in self._inputs_by_row or ():
-            inputs[index] = rows_of(inputs[index], used)
-        (hidden,) = step.run(inputs)
-        return hidden.new_zeros(count, *hidden.shape[1:]).index_copy_(0, used, hidden)
-
-
-def rows_of(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A copy of some rows with the strides of all: compiled code relies on them, and some values are views."""
-    copy = value.new_empty_strided((len(rows), *value.shape[1:]), value.stride())
-    return copy.copy_(value[rows])
 
 
 def _arguments(call: torch.fx.Node) -> Sequence[Any]:
     """The nodes of a recorded op's tensors (None where it has none), and the index of its layer."""
     return call.args[: 5 if call.target is _ATTEND else 4]
-
-
-def _inputs_by_row(piece: Piece) -> list[int] | None:
-    """Indices of the piece's inputs that have a row for each of the batch, in their first dimension. None if another
-    dimension counts the rows."""
-    sized = [[isinstance(size, torch.SymInt) for size in node.meta["val"].shape] for node in piece.inputs]
-    if any(any(sizes[1:]) for sizes in sized):
-        return None
-    return [index for index, sizes in enumerate(sized) if sizes and sizes[0]]
 
 
 def _build(piece: Piece, weights: int) -> Any:

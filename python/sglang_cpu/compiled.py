@@ -18,11 +18,7 @@ from sglang.srt.configs.hybrid_arch import mamba2_config
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-    ForwardMode,
-    get_server_return_hidden_states_mode,
-)
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.dflash import DFlashGroupedConv
 from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
 
@@ -137,8 +133,6 @@ def _install_target(runner: Any) -> Any:
     rows = embeds if sees else torch.zeros(1, dtype=torch.int64)
     sections = getattr(runner.model, "is_mrope_enabled", False)
     captured = CapturedLayers(module, call, rows, mode, sections)
-    last_only = runner.model_config.is_generation and not get_server_return_hidden_states_mode().need_capture()
-
     names = list(inspect.signature(original).parameters)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -151,28 +145,11 @@ def _install_target(runner: Any) -> Any:
         traced = rows is not None and positions.dim() == 1 + sections and not any(other is not None for other in others)
         if not traced or not 0 < len(rows) <= MAX_ROWS:
             return original(*args, **kwargs)
-        used = last_rows(batch, captured.taps > 0) if last_only else None
-        hidden, *tapped = captured.run(rows, positions, batch, used)
+        hidden, *tapped = captured.run(rows, positions, batch)
         return (hidden, AuxHiddenStateList(tapped)) if tapped else hidden
 
     module.forward = forward
     return captured
-
-
-def last_rows(batch: ForwardBatch, tapped: bool) -> torch.Tensor | None:
-    """Indices of a prefill's rows whose final hidden state SGLang reads: the last row of each request. None: it may
-    read all.
-
-    Args:
-        tapped: the hidden states that the batch asks for, if it does, are those of tapped layers.
-    """
-    if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED) or batch.extend_seq_lens is None:
-        return None
-    scored = batch.multi_item_delimiter_indices is not None or batch.token_indices_to_pool is not None
-    captures = batch.capture_hidden_mode is not None and batch.capture_hidden_mode.need_capture()
-    if scored or batch.return_logprob or (captures and not tapped):
-        return None
-    return torch.cumsum(batch.extend_seq_lens, dim=0) - 1
 
 
 def _install_draft(runner: Any) -> Any:
