@@ -61,3 +61,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if getattr(session.config.option, "loadgroup", False):
         grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
         assert all("@" in item.nodeid for item in grouped), "this pytest and this xdist do not fit together"
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> Iterator[None]:
+    """Torch's threads spin between tiny tensors, which makes such tests twenty times slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -18,3 +18,8 @@ def native_ops() -> Kernels:
 @pytest.fixture(params=["specification", "native"])
 def ops(request: pytest.FixtureRequest) -> Kernels:
     return REFERENCE_KERNELS if request.param == "specification" else request.getfixturevalue("native_ops")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _small_tensors(one_thread: None) -> None:
+    """All of them."""

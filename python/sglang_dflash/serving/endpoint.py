@@ -64,6 +64,8 @@ class Endpoint:
         """
         self.url, self.engine, self.key, self._stall_s = url, engine, key, stall_s
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if engine == "other":
+            headers["Connection"] = "close"  # llama.cpp's server ends connections that it has promised to keep
         timeout = httpx.Timeout(stall_s, connect=30.0)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=CONNECTIONS)
         try:
