@@ -15,6 +15,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "python/sglang_dflash/__ini
 # What measuring and training need beyond serving; `serving.errors.EXTRAS` names the extra of a missing package.
 BENCH = ["datasets>=4", "matplotlib>=3.9", "pandas>=2"]
 TRAIN = ["accelerate>=1.15", "datasets>=4", "matplotlib>=3.9"]
+# The MLX engine of `sglang-dflash generate`, which names the extra itself; on Linux it computes on the CPU.
+MLX = ["mlx[cpu]>=0.32.2", "mlx-lm>=0.32.2,<0.33"]
 
 setup(
     name="sglang-dflash",
@@ -39,9 +41,11 @@ setup(
     extras_require={
         "bench": BENCH,
         "train": TRAIN,
+        "mlx": MLX,
         "dev": [
             *BENCH,
             *TRAIN,
+            *MLX,
             "hypothesis==6.170.15",
             "mypy==2.4.1",
             "psutil",

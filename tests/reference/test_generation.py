@@ -217,3 +217,30 @@ def test_ids_alone_are_the_default(target, draft, prompts):
     output = draft.spec_generate(target, ids, 20)
     assert isinstance(output, torch.Tensor)
     assert torch.equal(output, _generate(draft, target, ids, 20).output_ids)
+
+
+class _Pieces(list):
+    """A streamer of transformers that keeps what it gets, and None for the end."""
+
+    def put(self, ids: torch.Tensor) -> None:
+        self.append(ids.tolist())
+
+    def end(self) -> None:
+        self.append(None)
+
+
+@pytest.mark.parametrize("limit", [1, 9, 40])
+def test_streamer(limit):
+    """Fails where a streamer gets an id twice, late, beyond the limit or the end token, or no end; or several prompts
+    are streamed into one another."""
+    target, draft = make_target("llama"), make_draft()
+    ids, pieces = random_ids(9), _Pieces()
+    for stop_ids in ([], [int(_greedy(target, ids, 40)[12])]):
+        pieces.clear()
+        generation = _generate(draft, target, ids, limit, stop_ids, streamer=pieces)
+        prompt, *steps, end = pieces
+        assert prompt == ids.tolist() and end is None
+        assert [token for step in steps for token in step] == generation.new_ids(0)
+        assert list(map(len, steps[1:-1])) == generation.commit_lens[0][:-1]
+    with pytest.raises(ValueError, match="input_ids has 2"):
+        draft.spec_generate(target, random_ids(5, requests=2), 4, streamer=pieces)

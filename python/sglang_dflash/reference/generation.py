@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from sglang_dflash.ops.reference import accept_chain
+from sglang_dflash.reference.config import check_call
 from sglang_dflash.reference.position_cache import PositionCache
 from sglang_dflash.reference.recurrent import RecurrentCache
 from sglang_dflash.reference.target import FeatureTaps, end_token_ids, text_config
@@ -213,6 +214,7 @@ def spec_generate(
     block_size: int | None = None,
     mask_token_id: int | None = None,
     generator: torch.Generator | None = None,
+    streamer: Any = None,
     return_stats: bool = False,
 ) -> torch.Tensor | Generation:
     """Generates with `target`, using drafts from `draft`: at temperature 0 the target's greedy answer; above, a sample
@@ -231,6 +233,7 @@ def spec_generate(
         block_size: rows of a step, 2 or more; default: as many as the draft can give.
         mask_token_id: default: the draft's; needed if the draft's config gives only the token's text.
         generator: for sampling; on the target's device.
+        streamer: of transformers, for one request: gets the prompt, then the new ids of every step.
         return_stats: return a `Generation` instead of its `output_ids`.
 
     Raises:
@@ -241,6 +244,8 @@ def spec_generate(
     real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     _check(draft, target, input_ids, real, max_new_tokens, temperature, width, mask_token_id)
     stop_ids = torch.tensor(end_token_ids(target) if stop_token_ids is None else stop_token_ids, dtype=torch.long)
+    if streamer is not None and len(input_ids) > 1:
+        raise ValueError(f"A streamer takes one request; input_ids has {len(input_ids)}.")
     loop = _Loop(
         draft,
         target,
@@ -261,14 +266,23 @@ def spec_generate(
     commit_lens: list[list[int]] = [[] for _ in range(len(input_ids))]
     answers: list[torch.Tensor] = [input_ids.new_empty(0)] * len(input_ids)
     stop_ids = stop_ids.to(input_ids.device)
+    shown = 0
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
     while True:
         _collect(state, stop_ids, max_new_tokens, answers)
+        if streamer is not None:
+            new_ids = state.ids[0, prompt_lens[0] : state.lens[0]] if len(state.order) else answers[0]
+            streamer.put(new_ids[shown:].cpu())
+            shown = len(new_ids)
         if not len(state.order):
             break
         steps = loop.step(state)
         for request, commit_len in zip(state.order.tolist(), steps.tolist(), strict=True):
             commit_lens[request].append(commit_len)
     decoded = time.perf_counter()
+    if streamer is not None:
+        streamer.end()
     output = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=_padding_id(target))
     output_ids = torch.cat((input_ids, output), dim=1)
     if not return_stats:
@@ -335,23 +349,15 @@ def _check(
             f"The target's attention is {config._attn_implementation!r}, which does not take our mask: load it with "
             "attn_implementation='sdpa' (or 'eager')."
         )
-    if mask_token_id is None:
-        raise ValueError(
-            f"The draft's config gives its mask only as the text {draft.draft_config.mask_token!r}: pass mask_token_id."
-        )
-    fitted = replace(draft.draft_config, mask_token_id=mask_token_id)
-    fitted.check_target(config.num_hidden_layers, config.hidden_size, config.vocab_size)
+    shape = (config.num_hidden_layers, config.hidden_size, config.vocab_size)
+    check_call(draft.draft_config, shape, mask_token_id, max_new_tokens, width)
     if input_ids.dim() != 2 or not len(input_ids) or real.shape != input_ids.shape or not bool((real.sum(1) > 0).all()):
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)} and attention_mask {tuple(real.shape)}; both must be "
             "[requests, tokens], with at least one request and one token each."
         )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     if temperature < 0:
         raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or above.")
-    if width < 2:
-        raise ValueError(f"block_size is {width}; it must be at least 2.")
     masks = draft.mask_embedding
     if masks is not None and 1 < len(masks) < width - 1 - draft.draft_config.anchor_first:
         raise ValueError(f"block_size is {width}; the draft's mask embedding is for blocks of up to {len(masks) + 1}.")

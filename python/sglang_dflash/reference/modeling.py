@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3PreTrainedModel,
@@ -22,9 +21,9 @@ from transformers.utils import cached_file
 
 from sglang_dflash import ops
 from sglang_dflash.core.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.core.draft_folder import OwnHead, plain_name, read_own_head
-from sglang_dflash.core.draft_formats import PLAIN_ARCHITECTURE
+from sglang_dflash.core.draft_folder import OwnHead, read_own_head
 from sglang_dflash.core.mask_embedding import MASK_EMBEDDING_FILE, read_mask_embedding
+from sglang_dflash.reference.config import DFlashConfig, read_config
 from sglang_dflash.reference.dflash2 import CandidateSelector, GroupedConvolution
 from sglang_dflash.reference.domino import domino_projector, domino_weights
 from sglang_dflash.reference.generation import Generation, spec_generate
@@ -33,20 +32,6 @@ from sglang_dflash.reference.generation import Generation, spec_generate
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Mask = torch.Tensor | BlockMask | Attend | None
 _compiled_flex_attention = torch.compile(flex_attention)
-
-
-class DFlashConfig(Qwen3Config):
-    """`config.json` of a DFlash draft; `draft` is the validated view of it."""
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if "architectures" not in kwargs and not getattr(self, "architectures", None):
-            kwargs["architectures"] = [PLAIN_ARCHITECTURE]
-        super().__post_init__(**kwargs)
-
-    @property
-    def draft(self) -> DraftConfig:
-        """The validated view. Raises ValueError, in one sentence, if this is not a draft that we serve."""
-        return DraftConfig.from_dict(self.to_dict())
 
 
 def block_mask(
@@ -269,18 +254,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 weight or one of another shape.
         """
         revision = kwargs.get("revision")
-        name = plain_name(str(name), revision)
         where = {key: kwargs[key] for key in ("cache_dir", "local_files_only", "subfolder", "token") if key in kwargs}
-        config = DFlashConfig.from_pretrained(name, revision=revision, **where)
-        if (getattr(config, "partial_rotary_factor", None) or 1.0) != 1.0:
-            raise ValueError(
-                f"The draft {name} turns a part of each head (partial_rotary_factor "
-                f"{config.partial_rotary_factor}); here, only whole heads are turned."
-            )
-        described = config.draft.quantization
-        if described is not None:
-            method = described.get("quant_method") or described.get("quant_algo")
-            raise ValueError(f"The draft {name} is quantised ({method}); here, only plain weights are read.")
+        name, _ = read_config(str(name), revision, **where)
         wanted = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # else transformers raises, and its error names no weight
         model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
