@@ -60,6 +60,7 @@ def test_help_names_the_commands(call):
     assert re.search(r"^.*\bquickstart\b.*Serve a pair", out, re.M)
     assert re.search(r"^.*\bfetch\b.*Make a published model", out, re.M)
     assert re.search(r"^.*\bbench\b.*Measure how fast", out, re.M)
+    assert re.search(r"^.*\bgenerate\b.*Answer one prompt", out, re.M)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from sglang_dflash.cli.benchmark_options import Options as BenchmarkOptions
 from sglang_dflash.cli.check import CheckOptions, check
 from sglang_dflash.cli.doctor import DoctorOptions, doctor
 from sglang_dflash.cli.fetch import fetch
+from sglang_dflash.cli.generate import GenerateOptions, generate
 from sglang_dflash.cli.options import command
 from sglang_dflash.cli.quickstart import quickstart
 from sglang_dflash.cli.regenerate import RegenerateOptions, regenerate
@@ -21,6 +22,7 @@ app.command()(quickstart)
 app.command()(fetch)
 app.command()(command(check, CheckOptions, code=2))
 app.command()(command(doctor, DoctorOptions, code=2))
+app.command()(command(generate, GenerateOptions, code=2))
 app.command("bench")(command(benchmark, BenchmarkOptions, code=2))
 app.command()(command(train, TrainOptions, AnswerOptions, code=1))
 app.command()(command(regenerate, RegenerateOptions, code=1))
