@@ -31,7 +31,7 @@ MOST_LINES = {
     "request-fields.md": 72,
     "check.md": 113,
     "doctor.md": 90,
-    "transformers.md": 82,
+    "generate.md": 130,
     "training.md": 230,
     "prompt-files.md": 28,
     "gpu.md": 120,
