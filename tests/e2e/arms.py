@@ -92,7 +92,7 @@ ARMS: dict[str, Arm] = {
     "uncompiled": Arm([SESSIONS], TINY_ENVIRONMENT),
     "few ids": Arm([], TINY_ENVIRONMENT | EVERY_WIDTH | {"SGLANG_DFLASH_DRAFT_VOCAB": str(FEW_IDS)}),
     "copies": Arm([*PAGES_AND_CHUNKS, "--enable-mixed-chunk"], TINY_ENVIRONMENT | EVERY_WIDTH | COPIES),
-    "overlap": Arm(DEBUG, TINY_OVERLAPPING | FULL),
+    "overlap": Arm([*DEBUG, "--enable-metrics"], TINY_OVERLAPPING | FULL),
     "pages": Arm([*PAGES_AND_CHUNKS, *DEBUG], TINY_OVERLAPPING | FULL),
     "short": Arm([*PAGES_AND_CHUNKS, "--speculative-num-draft-tokens", "4"], TINY_OVERLAPPING | FULL),
     "tiny-pool": Arm(TINY_POOL, TINY_OVERLAPPING | ADMIT_ALL | FULL),

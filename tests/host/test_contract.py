@@ -46,9 +46,12 @@ RELIED_ON = [
     "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort",
     "sglang.srt.managers.schedule_batch.ReqKvInfo",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.maybe_evict_swa",
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
     "sglang.srt.managers.scheduler_components.batch_result_processor._get_speculative_output_stride",
     "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+    # Metrics: the labels of all series, what an accept rate is made of, and when the scheduler is idle.
+    "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.init_new",
+    "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
+    "sglang.srt.managers.scheduler.Scheduler.on_idle",
     "sglang.srt.speculative.spec_utils.spec_prepare_for_decode",
     # Packed rows: graphs by their number, requests of padding, and the lengths that a replay reads.
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._build_ragged_verify_token_buckets",
@@ -424,9 +427,9 @@ def test_builtin_worker_is_left_alone(monkeypatch):
     from sglang_cpu.hooking import hooks_of
     from sglang_dflash.host.patches import block_results, capture, ragged, sampler, sessions, streamed_text, weights
     from sglang_dflash.host.start import features, hooks, requests
-    from sglang_dflash.host.worker import row_report, trees, trimmed_rows
+    from sglang_dflash.host.worker import metrics, row_report, trees, trimmed_rows
 
-    modules = (block_results, capture, sampler, sessions, weights, features, requests, ragged, row_report)
+    modules = (block_results, capture, sampler, sessions, weights, features, requests, ragged, row_report, metrics)
     seams = [hooks_of(module) for module in (*modules, streamed_text, trees, trimmed_rows)]
     declared = {target for seam in seams for target, hook in seam.items() if not hook.always}
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *declared}

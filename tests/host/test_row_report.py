@@ -7,7 +7,6 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
-import prometheus_client
 import pytest
 
 from sglang_dflash.core.policy import StepSeconds
@@ -18,9 +17,8 @@ from sglang_dflash.host.worker import row_report
 @pytest.fixture
 def observability(monkeypatch):
     """What the server was started with."""
-    options = SimpleNamespace(decode_log_interval=4, enable_metrics=False)
+    options = SimpleNamespace(decode_log_interval=4)
     monkeypatch.setattr(row_report, "get_observability", lambda: options)
-    monkeypatch.setattr(row_report, "get_serving", lambda: SimpleNamespace(served_model_name="tiny"))
     return options
 
 
@@ -47,21 +45,6 @@ def test_the_log_speaks_at_intervals(observability, caplog):
     counts.add_copies(np.array([4, 1]), np.array([3, 1]))
     take(counts, report, 4, blocks=0)
     assert caplog.messages[-1] == "Rows: nothing was drafted in 4 steps; 1 copies, of which 2 tokens were accepted."
-
-
-def test_prometheus_gets_what_is_new(observability):
-    """Fails where a counter counts twice, or lacks the model's name."""
-    observability.enable_metrics = True
-    counts = RowCounts()
-    report = row_report.RowReport(counts)
-    take(counts, report, 4, blocks=1)
-    take(counts, report, 4, blocks=1)
-
-    def value(name: str) -> float | None:
-        return prometheus_client.REGISTRY.get_sample_value(f"sglang_dflash:rows_{name}_total", {"model_name": "tiny"})
-
-    assert (value("steps"), value("blocks"), value("rows"), value("accepted")) == (8, 8, 24, 0)
-    assert set(row_report.METRICS) == set(report.state())
 
 
 def test_server_info_has_the_counts(observability):

@@ -103,6 +103,11 @@ class TrimmedRows(DeviceRows):
     def _size(self, rows: VerifyRows) -> int:
         return len(rows.ids) if rows.chosen is None else rows.chosen.size
 
+    def cap_lens(self, rows: VerifyRows) -> torch.Tensor | None:
+        if self._chosen is None:  # rows that fill the graph of a plain step are no drafts
+            return self._same_lens(rows.batch, 1)
+        return super().cap_lens(rows)
+
     def verify_fields(self, rows: VerifyRows) -> dict[str, Any]:
         cols = None if rows.chosen is None else rows.chosen.padded()
         return {"kv_loc_cols": cols, "ragged_verify_layout": _layout(self._lens(rows), self._size(rows))}
