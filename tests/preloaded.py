@@ -97,7 +97,9 @@ class _Popen(popen_fork.Popen):
         self._child.close()
         os.close(child_reads)
         os.close(child_end)
+        environment = json.dumps(dict(os.environ)).encode()  # as it is now: SGLang sets variables before it spawns
         with open(we_write, "wb", closefd=False) as stream:  # the child takes its closing for our end
+            stream.write(len(environment).to_bytes(4, "big") + environment)
             stream.write(data.getbuffer())
 
 
@@ -111,8 +113,19 @@ def _wait_for_work(parent: socket.socket) -> None:
     parent.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     work, _, resource_tracker._resource_tracker._fd, *inherited = fds
+    environment = json.loads(_read(work, int.from_bytes(_read(work, 4), "big")))
+    os.environ.clear()
+    os.environ.update(environment)
     popen_forkserver.forkserver._forkserver._inherited_fds = inherited
     _run(lambda: spawn._main(work, os.dup(work)))
+
+
+def _read(source: int, count: int) -> bytes:
+    """So many bytes, and no more: what follows is another reader's."""
+    found = b""
+    while len(found) < count:
+        found += os.read(source, count - len(found))
+    return found
 
 
 def _run(main: Callable[[], Any]) -> None:

@@ -15,6 +15,7 @@ from sglang_dflash.cli.options import command
 from sglang_dflash.cli.quickstart import quickstart
 from sglang_dflash.cli.regenerate import RegenerateOptions, regenerate
 from sglang_dflash.cli.train import AnswerOptions, train
+from sglang_dflash.cli.watch import WatchOptions, watch
 from sglang_dflash.training import TrainOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -23,6 +24,7 @@ app.command()(fetch)
 app.command()(command(check, CheckOptions, code=2))
 app.command()(command(doctor, DoctorOptions, code=2))
 app.command()(command(generate, GenerateOptions, code=2))
+app.command()(command(watch, WatchOptions, code=2))
 app.command("bench")(command(benchmark, BenchmarkOptions, code=2))
 app.command()(command(train, TrainOptions, AnswerOptions, code=1))
 app.command()(command(regenerate, RegenerateOptions, code=1))
