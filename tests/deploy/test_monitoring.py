@@ -17,7 +17,7 @@ from sglang_source import SGLANG
 from tools.measure.dashboard import DASHBOARD, panels
 
 ROOT = Path(__file__).parents[2]
-RULES = ROOT / "deploy/prometheus/dflash.rules.yml"
+RULES = ROOT / "deploy/prometheus/rules.yml"
 
 
 def rules() -> list[dict]:
@@ -58,6 +58,6 @@ def test_alarms_fire() -> None:
     if promtool is None:
         pytest.skip("promtool is not installed (Debian's package prometheus has it)")
     ran = subprocess.run(
-        [promtool, "test", "rules", "dflash.rules.test.yml"], cwd=Path(__file__).parent, capture_output=True, text=True
+        [promtool, "test", "rules", "rules.test.yml"], cwd=Path(__file__).parent, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

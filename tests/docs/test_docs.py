@@ -20,12 +20,13 @@ from sglang_dflash.cli.benchmark import app as benchmark
 from sglang_dflash.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 VARIABLE = re.compile(r"SGLANG_DFLASH_[A-Z_]*[A-Z]")
 README_LINES = 110
 MOST_LINES = {
     "serving.md": 200,
     "metrics.md": 85,
+    "deploy.md": 90,
     "compatibility.md": 200,
     "environment.md": 40,
     "troubleshooting.md": 210,

@@ -163,7 +163,7 @@ def expressions() -> Iterator[str]:
     """All of the dashboard and of the rules; of an alarm, each side of its comparisons, because it fires seldom."""
     for panel in panels("10s"):
         yield from (expression for expression, _ in panel.lines)
-    rules = yaml.safe_load((PROMETHEUS / "dflash.rules.yml").read_text())["groups"][0]["rules"]
+    rules = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"][0]["rules"]
     for rule in rules:
         yield from re.split(r" [<>] [\d.]+(?: and )?", rule["expr"]) if "alert" in rule else [rule["expr"]]
 
