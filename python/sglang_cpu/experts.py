@@ -42,6 +42,16 @@ def run_experts(original: Any, layer: Any, x: torch.Tensor, topk_output: Any, co
     few = ids.numel() <= MAX_ROWS * len(up)
     taken = x.dtype == up.dtype == down.dtype and kernels.native
     if special or config.activation not in ("silu", "gelu") or not (few and taken):
-        out: torch.Tensor = original(layer, x, topk_output, config)
+        # SGLang's loop counts by id, so -1, an expert of another rank, ends it: any expert, without weight, adds zeros.
+        here = topk_output if len(up) == layer.num_experts else _of_this_rank(topk_output)
+        out: torch.Tensor = original(layer, x, here, config)
         return out
     return kernels.experts(x, up, down, ids, weights, config.activation)
+
+
+def _of_this_rank(topk_output: Any) -> Any:
+    """Experts of other ranks (-1) become expert 0 with weight 0."""
+    elsewhere = topk_output.topk_ids < 0
+    return topk_output._replace(
+        topk_weights=topk_output.topk_weights.masked_fill(elsewhere, 0.0), topk_ids=topk_output.topk_ids.clamp(min=0)
+    )

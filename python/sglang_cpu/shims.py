@@ -187,7 +187,7 @@ def _accept_our_attention(server_args: Any, previous: Any) -> None:
 
 def _cpu_defaults(server_args: Any, previous: Any) -> None:
     cfg = resolving_view(server_args)
-    ranks = cfg.tp_size * cfg.dp_size
+    ranks = cfg.tp_size * cfg.dp_size // cfg.nnodes  # of this machine
     if ranks > 1 and cfg.max_total_tokens is None and cfg.mem_fraction_static is None:
         raise SystemExit(
             f"{ranks} ranks (--tp-size x --dp-size) would each take all memory of this machine for their KV: limit the "

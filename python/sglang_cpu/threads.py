@@ -56,7 +56,7 @@ def choose_threads(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any
     if runner.is_draft_worker or os.environ.get(VARIABLE):
         return loaded
     parallel = get_parallel()
-    ranks = parallel.tp_size * parallel.pp_size * parallel.dp_size
+    ranks = parallel.tp_size * parallel.pp_size * parallel.dp_size // parallel.nnodes  # of this machine
     outside = ("embed", "wte", "wpe", "lm_head")  # lookups, and one product at the end
     matrices = [
         weight.numel()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+from sglang.srt.layers.moe.topk import StandardTopKOutput
 
 from sglang_cpu import ops
 from sglang_cpu.experts import MAX_ROWS, run_experts
@@ -50,6 +51,27 @@ def test_experts_are_the_hosts(activation: str, dtype: torch.dtype, rows: int) -
     assert out.dtype == dtype
     size = float(expected.abs().max())
     torch.testing.assert_close(out, expected, rtol=0, atol=4 * size * torch.finfo(dtype).eps)
+
+
+@needs_native
+@pytest.mark.parametrize("biased", [False, True], ids=["ours", "the host's loop"])
+def test_ranks_add_up_to_all_experts(biased: bool) -> None:
+    """Fails where a rank's half of the experts is applied to another id, or an expert of another rank (-1) adds
+    something or ends the forward."""
+    config, whole = MoeRunnerConfig(activation="silu"), layer_of()
+    if biased:  # keeps SGLang's loop
+        whole.w13_weight_bias, whole.w2_weight_bias = torch.randn(EXPERTS, 2 * INNER), torch.randn(EXPERTS, HIDDEN)
+    x, (weights, ids, _) = rows_of(9)
+    expected = moe_forward_native(whole, x, (weights, ids, None), config)
+    total, each = torch.zeros_like(x), EXPERTS // 2
+    for first in (0, each):
+        rank = SimpleNamespace(num_experts=EXPERTS)
+        for name, value in vars(whole).items():
+            if name != "num_experts":
+                setattr(rank, name, value[first : first + each])
+        own = torch.where((ids >= first) & (ids < first + each), ids - first, -1)
+        total += run_experts(moe_forward_native, rank, x, StandardTopKOutput(weights, own, None), config)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ void weighted_sum_of(const Weighted& w, int64_t begin, int64_t end) {
     T* out = static_cast<T*>(w.out) + row * w.size;
     each_vector(w.size, [&](int64_t i, int64_t count) {
       Vec total = {};
-      for (int64_t k = 0; k < w.count; k++) total += read(in + places[k] * w.size + i, count) * weights[k];
+      for (int64_t k = 0; k < w.count; k++)
+        if (places[k] >= 0) total += read(in + places[k] * w.size + i, count) * weights[k];
       put(out + i, total, count);
     });
   }

@@ -7,21 +7,23 @@ namespace {
 constexpr int64_t kItemProducts = 1 << 14;  // multiplications of one work item, at least: one or two microseconds
 constexpr int64_t kItemColumns = 2 * kColumnUnit;
 constexpr int64_t kItemSums = 1 << 14;      // the same for the weighted sums
+constexpr int64_t kElsewhere = -1;          // the id of an expert that another rank has
 
 static_assert(kItemColumns % kMostLanes == 0, "activations take whole vectors of a work item's columns");
 
 // The rows of all experts, those of one expert side by side.
 struct Grouped {
   std::vector<int64_t> starts;  // [E + 1]
-  std::vector<int64_t> places;  // [T, K]: the place of a token's k-th expert
+  std::vector<int64_t> places;  // [T, K]: the place of a token's k-th expert, or kElsewhere
 };
 
 Grouped group(const int64_t* ids, int64_t pairs, int64_t experts) {
   Grouped grouped{std::vector<int64_t>(experts + 1), std::vector<int64_t>(pairs)};
-  for (int64_t i = 0; i < pairs; i++) grouped.starts[ids[i] + 1]++;
+  for (int64_t i = 0; i < pairs; i++)
+    if (ids[i] != kElsewhere) grouped.starts[ids[i] + 1]++;
   for (int64_t e = 0; e < experts; e++) grouped.starts[e + 1] += grouped.starts[e];
   std::vector<int64_t> next(grouped.starts.begin(), grouped.starts.end() - 1);
-  for (int64_t i = 0; i < pairs; i++) grouped.places[i] = next[ids[i]]++;
+  for (int64_t i = 0; i < pairs; i++) grouped.places[i] = ids[i] == kElsewhere ? kElsewhere : next[ids[i]]++;
   return grouped;
 }
 
@@ -70,11 +72,12 @@ Activation activation_of(c10::string_view name) {
 at::Tensor gather(const Grouped& grouped, const at::Tensor& x) {
   const at::Tensor rows = x.to(at::kFloat).contiguous();
   const int64_t pairs = grouped.places.size(), each = x.size(0) ? pairs / x.size(0) : 0, size = x.size(1);
-  at::Tensor gathered = unfilled({pairs, size}, rows.scalar_type());
+  at::Tensor gathered = unfilled({grouped.starts.back(), size}, rows.scalar_type());
   const float* from = rows.const_data_ptr<float>();
   float* to = gathered.data_ptr<float>();
   for (int64_t i = 0; i < pairs; i++)
-    memcpy(to + grouped.places[i] * size, from + i / each * size, size * sizeof(float));
+    if (grouped.places[i] != kElsewhere)
+      memcpy(to + grouped.places[i] * size, from + i / each * size, size * sizeof(float));
   return gathered;
 }
 
@@ -96,12 +99,16 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
   const int64_t pairs = ids.numel();
   if (pairs == 0 || size == 0) return out.zero_();
   const at::Tensor chosen = ids.to(at::kLong).contiguous(), factors = weights.to(at::kFloat).contiguous();
-  require_below(chosen.const_data_ptr<int64_t>(), pairs, up.size(0), "ids");
-  const Grouped grouped = group(chosen.const_data_ptr<int64_t>(), pairs, up.size(0));
+  const int64_t* own = chosen.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < pairs; i++)
+    TORCH_CHECK(own[i] >= kElsewhere && own[i] < up.size(0), "ids[", i, "] is ", own[i], "; allowed: ", kElsewhere,
+                " .. ", up.size(0) - 1);
+  const Grouped grouped = group(own, pairs, up.size(0));
+  const int64_t held = grouped.starts.back();
 
   const at::Tensor rows = gather(grouped, x);
-  const at::Tensor raw = unfilled({pairs, up.size(1)}, x.scalar_type());
-  const at::Tensor hidden = unfilled({pairs, inner}, rows.scalar_type());
+  const at::Tensor raw = unfilled({held, up.size(1)}, x.scalar_type());
+  const at::Tensor hidden = unfilled({held, inner}, rows.scalar_type());
   const Activated a{raw.const_data_ptr(), hidden.data_ptr<float>(), type_of(x, "x"), up.size(1), inner, activation};
   const std::vector<Item> ups = items_of(grouped, inner, size * (gated ? 2 : 1));
   each_item(ups.size(), [&](int64_t i, int64_t) {
@@ -113,7 +120,7 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
       kernels().activate(a, row, begin, end);
   });
 
-  const at::Tensor outs = unfilled({pairs, size}, x.scalar_type());
+  const at::Tensor outs = unfilled({held, size}, x.scalar_type());
   const std::vector<Item> downs = items_of(grouped, size, inner);
   each_item(downs.size(), [&](int64_t i, int64_t) {
     const auto [expert, begin, end] = downs[i];

@@ -174,7 +174,7 @@ struct Weighted {
   void* out;              // [T, size]
   Type type;              // of both
   const float* weights;   // [T, count]
-  const int64_t* places;  // [T, count]
+  const int64_t* places;  // [T, count]; -1: nothing to add
   int64_t count, size;
 };
 

@@ -32,21 +32,23 @@ def experts(
 ) -> torch.Tensor:
     """The sum of `weights[t, k] * down activation(up x[t])` over the K experts of each row t, in the order of k.
 
-    The results of both products are rounded to x's dtype; the activation and the sum are in float32.
+    The results of both products are rounded to x's dtype; the activation and the sum are in float32. An id of -1 adds
+    nothing: with expert parallelism another rank has that expert.
 
     Args:
         x: [T, H].
         up: [E, U, H], of x's dtype.
         down: [E, H, I], of x's dtype.
-        ids: [T, K] int32 or int64, in 0 .. E - 1.
+        ids: [T, K] int32 or int64, in -1 .. E - 1.
         weights: [T, K].
         activation: a name of ACTIVATIONS.
 
     Returns: [T, H], of x's dtype.
     """
     outs = x.new_zeros(*ids.shape, x.shape[1])  # [T, K, H]
-    for expert in sorted(set(ids.flatten().tolist())):
+    for expert in sorted(set(ids.flatten().tolist()) - {-1}):
         rows, places = (ids == expert).nonzero(as_tuple=True)
         inner = ACTIVATIONS[activation](F.linear(x[rows], up[expert]).float())
         outs[rows, places] = F.linear(inner, down[expert].float()).to(x.dtype)
-    return (outs.float() * weights.float()[..., None]).sum(1).to(x.dtype)
+    factors = torch.where(ids == -1, 0.0, weights.float())
+    return (outs.float() * factors[..., None]).sum(1).to(x.dtype)
