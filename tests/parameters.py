@@ -71,6 +71,17 @@ BODIES: dict[str, dict[str, Any]] = {
     "prompt logprobs": {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2},
     "logprob text": {"return_logprob": True, "return_text_in_logprobs": True},
     "hidden states": {"return_hidden_states": True},
+    "sampling mask": {"return_sampling_mask": True},
+}
+
+# Sampled and seeded requests whose answers say which tokens each was drawn from.
+MASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mask": ({"temperature": 1.5, "top_k": 5}, {"return_sampling_mask": True}),
+    "mask, min_p": ({"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.05}, {"return_sampling_mask": True}),
+    "mask, all logprobs": (
+        {"temperature": 2.0, "top_k": 20},
+        {"return_sampling_mask": True, "sampling_logprobs_mode": "support"},
+    ),
 }
 
 # Sampled requests with one parameter each; every request also gets a seed.
@@ -199,6 +210,7 @@ def _compare(request: Request, want: Any, got: Any) -> bool:
     assert want["text"] == got["text"], request
     for name in ("finish_reason", "prompt_tokens", "completion_tokens"):
         assert expected[name] == meta[name], (request, name, expected[name], meta[name])
+    assert ("output_token_sampling_mask" in meta) == bool(request.body.get("return_sampling_mask")), request
     for name in (
         "input_token_logprobs",
         "output_token_logprobs",
@@ -206,6 +218,8 @@ def _compare(request: Request, want: Any, got: Any) -> bool:
         "output_top_logprobs",
         "output_token_ids_logprobs",
         "hidden_states",
+        "output_token_sampling_mask",
+        "output_token_sampling_logprobs",
     ):
         if name in meta:
             assert_close(expected[name], meta[name], f"{request}: {name}")

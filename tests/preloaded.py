@@ -31,7 +31,7 @@ from typing import Any
 
 from sglang_dflash.serving.server import LAUNCH_SGLANG, Server
 
-CHILDREN = 3  # of one process: a scheduler per rank, or their controller, and the detokenizer
+CHILDREN = 4  # of one process: a scheduler per rank, or their controller, detokenizer, tokenizers
 MODULES = (  # of sglang.srt
     "entrypoints.http_server",
     "managers.scheduler",

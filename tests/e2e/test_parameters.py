@@ -16,6 +16,7 @@ from parameters import (
     BODIES,
     COMBINATIONS,
     GREEDY,
+    MASKS,
     MAX_NEW_TOKENS,
     SAMPLED,
     Request,
@@ -148,6 +149,11 @@ def seeded(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -
     single = [
         Request(r.name, r.prompt, r.sampling | {"sampling_seed": 7 + i})
         for i, r in enumerate(requests_of(SAMPLED, prompts))
+    ]
+    single += [
+        Request(name, prompt, sampling | {"sampling_seed": 3}, body)
+        for name, (sampling, body) in MASKS.items()
+        for prompt in prompts
     ]
     drawn = [
         Request(f"mix {i}", prompts[i % 4], {"temperature": 0.3 + 0.05 * i, "sampling_seed": i, **values})

@@ -118,7 +118,6 @@ def test_served_requests_are_left_as_they_are(sampling: dict[str, Any]) -> None:
         ({"watermark": {"key": "ab"}}, {}, "watermark"),
         ({"stop_token_ids": [5, 100], "min_new_tokens": 3}, {}, "stop_token_ids has 100"),
         ({"stop_token_ids": [-7], "min_new_tokens": 3}, {}, "stop_token_ids has -7"),
-        ({}, {"return_sampling_mask": True}, "return_sampling_mask=True"),
         ({}, {"input_embeds": [[0.0, 1.0]]}, "input_embeds"),
         ({}, {"positional_embed_overrides": object()}, "embedding overrides"),
     ],

@@ -29,16 +29,18 @@ PROCESSOR = DisallowedTokensLogitsProcessor.to_str()
 # How `expand` treats every field of the host's `SamplingBatchInfo` when requests become rows.
 ONCE_PER_ROW = {"temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"}
 IN_THE_LOGITS = {"grammar_mask", "acc_additive_penalties", "acc_scaling_penalties", "logit_bias"}
-OF_ROWS = {"custom_params", "custom_logit_processor"}
+OF_ROWS = {
+    *("custom_params", "custom_logit_processor"),
+    *("sampling_mask_batch_indices", "sampling_support_logprobs_capture_indices"),
+}
 OF_THE_BATCH = {
     *("is_all_greedy", "is_any_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling"),
     *("vocab_size", "device", "has_custom_logit_processor", "max_top_k", "npu_top_k_top_p_eligible"),
     "grammars",  # read only to see whether there are any
+    *("return_sampling_masks", "return_sampling_support_logprobs", "sampling_mask_top_ks"),  # the next two say the rows
     "penalizer_orchestrator",  # None in a forward's copy
 }
 REFUSED = {
-    *("return_sampling_masks", "return_sampling_support_logprobs", "sampling_mask_batch_indices"),
-    *("sampling_support_logprobs_capture_indices", "sampling_mask_top_ks"),
     *("watermark_keys", "watermark_context_windows", "watermark_enabled"),
     *("watermark_candidates_host", "has_watermark_candidates"),
 }

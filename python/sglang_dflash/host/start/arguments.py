@@ -14,7 +14,7 @@ from sglang_cpu.hooks import check_draft_weights
 from sglang_dflash import __version__
 from sglang_dflash.core.draft_config import DraftConfig
 from sglang_dflash.host.patches import capture
-from sglang_dflash.host.start import draft_files, widths
+from sglang_dflash.host.start import draft_files, tokenizers, widths
 from sglang_dflash.host.start.features import refuse_features
 from sglang_dflash.host.start.version import WORKER_VARIABLE, builtin_worker_requested
 from sglang_dflash.host.worker import recurrent_state, short_head, simulated, trees
@@ -98,6 +98,7 @@ def check(server_args: Any, previous: Any) -> None:
     except ValueError as error:
         raise SystemExit(f"{CANNOT_START}{error}") from None
     cfg = resolving_view(server_args)
+    tokenizers.load_our_plugin(cfg)
     logger.info(
         "sglang-dflash %s serves DFLASH: %d rows a step (%d at most), attention %s, draft attention %s; "
         "%s=builtin gives SGLang's own worker.",
@@ -173,6 +174,7 @@ def _refuse_unserved(cfg: Any) -> None:
             f"--grammar-backend is {cfg.grammar_backend}; allowed: {', '.join(GRAMMAR_BACKENDS)}, because a grammar "
             "must be able to take back a token."
         )
+    tokenizers.check(cfg)
     if cpu_platform_in_use():
         backends = {cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend} - {None}
         if backends != {ATTENTION_BACKEND}:

@@ -47,10 +47,10 @@ def worker_hooks() -> list[Hook]:
         weights,
     )
     from sglang_dflash.host.start import features, requests
-    from sglang_dflash.host.worker import metrics, row_report, trees, trimmed_rows
+    from sglang_dflash.host.worker import metrics, row_report, sampling_masks, trees, trimmed_rows
 
     modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
-    modules += [draft_layers, metrics, ragged, row_report, streamed_text, trees, trimmed_rows]
+    modules += [draft_layers, metrics, ragged, row_report, sampling_masks, streamed_text, trees, trimmed_rows]
     return [ours for module in modules for ours in hooks_of(module).values()]
 
 

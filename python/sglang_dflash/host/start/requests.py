@@ -64,8 +64,6 @@ def _complaint(req: Any) -> str | None:
         return f"beam_width={beam_width} is not served; leave it out, or send 1"
     if params.watermark is not None and params.watermark.enabled is not False:
         return "watermark is not served; leave it out"
-    if req.return_sampling_mask:
-        return "return_sampling_mask=True is not served; leave it out"
     if req.input_embeds is not None or req.positional_embed_overrides is not None:
         return "input_embeds and embedding overrides are not served; send text or input_ids"
     for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):

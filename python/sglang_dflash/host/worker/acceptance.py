@@ -9,7 +9,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyRows
-from sglang_dflash.host.worker import simulated
+from sglang_dflash.host.worker import sampling_masks, simulated
 from sglang_dflash.host.worker.penalties import Group
 from sglang_dflash.host.worker.protocols import LogitsOutput, ScheduleBatch
 from sglang_dflash.host.worker.sampling import RowSampler, in_blocks
@@ -70,7 +70,9 @@ class Acceptor:
             depths = positions - positions[:, :1]
             return ops.accept_tree(rows.blocks(target_ids), rows.chains(), rows.parents, depths, rows.width), group
         in_blocks(target_out, rows)
-        return self._accept_chain(rows.blocks(target_ids), rows.chains()), group
+        accepted = self._accept_chain(rows.blocks(target_ids), rows.chains())
+        sampling_masks.accept(target_out, batch.sampling_info, accepted.commit_lens)
+        return accepted, group
 
     def _argmax(self, target_out: LogitsOutput) -> torch.Tensor:
         """[T or more] int64; ties: the lowest id wins."""

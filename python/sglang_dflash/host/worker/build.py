@@ -17,6 +17,7 @@ from sglang_dflash.core.rows import RowPolicy
 from sglang_dflash.host.patches.capture import lm_head_of
 from sglang_dflash.host.start import widths
 from sglang_dflash.host.start.draft_files import read_draft_config, trained_mask_embedding, weights_folder
+from sglang_dflash.host.worker import equal_ranks
 from sglang_dflash.host.worker.acceptance import Acceptor
 from sglang_dflash.host.worker.beside_rows import BesideRows
 from sglang_dflash.host.worker.copied_rows import CopiedRows
@@ -47,8 +48,9 @@ def build_worker(server_args: Any, gpu_id: int, nccl_port: int, target_worker: A
     cfg = resolving_view(server_args)
     draft_config = read_draft_config(cfg)
     assert draft_config.mask_token_id is not None  # resolved by `read_draft_config`
-    tp_sync = SpecTpSync(get_parallel().tp_group)
     kernels = ops.choose_kernels(target_worker.device, target.dtype)
+    equal_ranks.require_equal(get_parallel().tp_group, draft_config, kernels)
+    tp_sync = SpecTpSync(get_parallel().tp_group)
     draft = DraftRunner.build(server_args, gpu_id, nccl_port, target, block_size, draft_config.anchor_first, tp_sync)
     draft.use_mask_embedding(trained_mask_embedding(cfg, draft_config))
     lm_head = lm_head_of(target.model)

@@ -13,6 +13,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyRows
+from sglang_dflash.host.worker import sampling_masks
 from sglang_dflash.host.worker.draft_input import upload
 from sglang_dflash.host.worker.emitted_text import EmittedText
 from sglang_dflash.host.worker.penalties import Group, RequestPenalties
@@ -69,6 +70,7 @@ class RowSampler:
             and not info.has_custom_logit_processor
             and not batch.has_grammar
             and not batch.return_logprob
+            and info.sampling_mask_batch_indices is None
         )
 
     def grammar_tree(self, batch: ScheduleBatch, rows: VerifyRows) -> GrammarTree | None:
@@ -84,7 +86,7 @@ class RowSampler:
     def choose(
         self, batch: ScheduleBatch, rows: VerifyRows, target_out: LogitsOutput, tree: GrammarTree | None, barrier: Any
     ) -> tuple[torch.Tensor, Group | None]:
-        """Chooses the target's token of every row; fills in `target_out`'s logprobs if a request asks for them.
+        """Chooses the target's token of every row; fills in `target_out`'s logprobs and sampling masks where asked for.
 
         Args:
             target_out: the verify forward's `LogitsProcessorOutput`; its logits are overwritten.
@@ -116,6 +118,8 @@ class RowSampler:
         ids = torch.cat([self._sample(batch, rows, params, *both) for both in zip(spans, outs, strict=True)])
         if batch.return_logprob:
             _join_logprobs(target_out, outs)
+        if info.sampling_mask_batch_indices is not None:
+            sampling_masks.join(target_out, outs, info, rows.requests_on_cpu(), rows.width)
         return ids.long(), group
 
     def _sample(
@@ -170,6 +174,9 @@ def expand(info: SamplingBatchInfo, rows: VerifyRows, span: slice, row_params: l
         found = {key: _processor_of_rows(entry, of_rows, device) for key, entry in processors.items()}
         processors = {key: entry for key, entry in found.items() if entry.rows}
         row_params = row_params and row_params[span]
+    captured: dict[str, torch.Tensor | None] = {}
+    if info.sampling_mask_batch_indices is not None:
+        captured = sampling_masks.captured(info, rows.requests_on_cpu()[span], info.temperatures.device)
     return replace(
         info,
         temperatures=repeat(info.temperatures),
@@ -183,6 +190,7 @@ def expand(info: SamplingBatchInfo, rows: VerifyRows, span: slice, row_params: l
         acc_additive_penalties=None,
         acc_scaling_penalties=None,
         logit_bias=None,
+        **captured,
     )
 
 

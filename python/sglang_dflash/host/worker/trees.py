@@ -196,6 +196,7 @@ def _needs_chains(batch: ScheduleBatch) -> bool:
         or info.has_custom_logit_processor
         or batch.has_grammar
         or batch.return_logprob
+        or info.sampling_mask_batch_indices is not None
         or batch.return_hidden_states
     )
 
