@@ -77,6 +77,10 @@ class TrimmedRig(DeviceRig):
     def _width(self) -> int:
         return BLOCK
 
+    def _counted(self) -> list[int]:
+        """What fills the graph of a step without drafts is no draft."""
+        return self.lens if self.policy.drafting.width > 1 else [1] * len(self.lens)
+
     def _verify(self, forward_batch: Any = None, **_: Any) -> Any:
         """The rows as SGLang's ragged layout has them; padding writes slot 0 and nothing else."""
         verify_input = forward_batch.spec_info

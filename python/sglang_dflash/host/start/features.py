@@ -65,7 +65,7 @@ FEATURES = (
     _served("a limit of running requests", ("max_running_requests",), "test_preemption"),
     _served("schedule policies", ("schedule_policy",), "test_sliding_draft"),
     _served("streaming intervals", ("stream_interval",), "test_replicas"),
-    _served("metrics", ("enable_metrics",), "test_replicas"),
+    _served("metrics", ("enable_metrics",), "test_counters_say_what_answers_say"),
     _served("strict thinking", ("enable_strict_thinking",), "test_strict_thinking"),
     _served("several tokenizer processes", ("tokenizer_worker_num",), "test_tokenizer_processes"),
     _served("gRPC beside HTTP", ("grpc_port",), "test_grpc"),
