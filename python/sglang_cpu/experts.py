@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -42,16 +43,21 @@ def run_experts(original: Any, layer: Any, x: torch.Tensor, topk_output: Any, co
     few = ids.numel() <= MAX_ROWS * len(up)
     taken = x.dtype == up.dtype == down.dtype and kernels.native
     if special or config.activation not in ("silu", "gelu") or not (few and taken):
-        # SGLang's loop counts by id, so -1, an expert of another rank, ends it: any expert, without weight, adds zeros.
-        here = topk_output if len(up) == layer.num_experts else _of_this_rank(topk_output)
-        out: torch.Tensor = original(layer, x, here, config)
+        loop = original if len(up) == layer.num_experts else functools.partial(_of_this_rank, original)
+        out: torch.Tensor = loop(layer, x, topk_output, config)
         return out
     return kernels.experts(x, up, down, ids, weights, config.activation)
 
 
-def _of_this_rank(topk_output: Any) -> Any:
-    """Experts of other ranks (-1) become expert 0 with weight 0."""
-    elsewhere = topk_output.topk_ids < 0
-    return topk_output._replace(
-        topk_weights=topk_output.topk_weights.masked_fill(elsewhere, 0.0), topk_ids=topk_output.topk_ids.clamp(min=0)
-    )
+def _of_this_rank(original: Any, layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+    """SGLang's loop over the experts of this rank. An id of -1, an expert of another rank, would end it, and it counts
+    an id once that a row has twice. So each row and expert become a row of their own; their sum is in float32."""
+    ids = topk_output.topk_ids
+    rows, places = (ids >= 0).nonzero(as_tuple=True)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if len(rows):
+        pairs = topk_output._replace(
+            topk_weights=topk_output.topk_weights[rows, places][:, None], topk_ids=ids[rows, places][:, None]
+        )
+        total.index_add_(0, rows, original(layer, x[rows], pairs, config).float())
+    return total.to(x.dtype)
