@@ -17,6 +17,8 @@ BENCH = ["datasets>=4", "matplotlib>=3.9", "pandas>=2"]
 TRAIN = ["accelerate>=1.15", "datasets>=4", "matplotlib>=3.9"]
 # The MLX engine of `sglang-dflash generate`, which names the extra itself; on Linux it computes on the CPU.
 MLX = ["mlx[cpu]>=0.32.2", "mlx-lm>=0.32.2,<0.33"]
+# Prefill and decode on two servers without CUDA.
+PD = ["mooncake-transfer-engine-non-cuda==0.3.13.post1"]
 
 setup(
     name="sglang-dflash",
@@ -42,10 +44,12 @@ setup(
         "bench": BENCH,
         "train": TRAIN,
         "mlx": MLX,
+        "pd": PD,
         "dev": [
             *BENCH,
             *TRAIN,
             *MLX,
+            *PD,
             "hypothesis==6.170.15",
             "mypy==2.4.1",
             "psutil",
@@ -53,6 +57,7 @@ setup(
             "pytest-timeout==2.4.0",
             "pytest-xdist==3.8.0",
             "ruff==0.17.5",
+            "smg==1.13.0",  # the gateway of deploy/
         ],
     },
     entry_points={
