@@ -106,6 +106,19 @@ def leave_unpinned(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @hook(
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask",
+    REPLACE,
+    why="has no body for a CPU, unlike the grammars' own; strict thinking needs it where a request has no grammar",
+    until="SGLang's has one",
+)
+def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+    """Sets the logits [T, V] of the tokens that are not in `vocab_mask` ([T, V / 32] int32, a bit each) to -inf."""
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
+
+
+@hook(
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
     REPLACE,
     why="warms up a Triton copy that only tree verification uses",
