@@ -17,28 +17,32 @@ def platform_hooks() -> list[Hook]:
         deterministic,
         experts,
         gated_layers,
+        host_pools,
         mla,
         model_kernels,
         quantization,
         recurrent,
         shims,
         threads,
+        transfers,
     )
 
     modules = [shims, deterministic, compiled, threads, quantization]
-    modules += [gated_layers, model_kernels, experts, recurrent, mla]
+    modules += [gated_layers, model_kernels, experts, recurrent, mla, host_pools, transfers]
     return [ours for module in modules for ours in hooks_of(module).values()]
 
 
 def install() -> None:
     """Registers the attention backend, the layers' forwards, defaults and checks of arguments; once in each process."""
-    from sglang_cpu import deterministic, layers, mla, quantization, shims
+    from sglang_cpu import deterministic, host_pools, layers, mla, quantization, shims, transfers
 
     shims.install()
     quantization.install()
     deterministic.install()
     layers.install()
     mla.install()
+    host_pools.install()
+    transfers.install()
 
 
 def check() -> None:

@@ -28,6 +28,7 @@ MOST_LINES = {
     "metrics.md": 85,
     "deploy.md": 90,
     "compatibility.md": 200,
+    "kv.md": 110,
     "environment.md": 40,
     "troubleshooting.md": 210,
     "request-fields.md": 72,

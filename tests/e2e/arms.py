@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -14,6 +15,7 @@ from changed_models import dflash2_draft, domino_draft, dressed_draft, sliding_d
 
 from equality import BLOCK_SIZE
 from sglang_dflash.serving import (
+    PAIRS,
     TINY_DRAFT,
     TINY_ENVIRONMENT,
     TINY_OVERLAPPING,
@@ -49,11 +51,19 @@ OPENINGS = [f"{_CODE[number].rstrip()}\n\n\n" for number in _RUN_ON]
 FULL = {"SGLANG_DFLASH_WIDTH": "full"}  # for tests that compare steps with a reference
 COPIES = {"SGLANG_DFLASH_COPIES": "1"}
 COMPILED = {"SGLANG_DFLASH_COMPILE": "1"}
+
+
+def _with_plugins(*folders: str) -> str:
+    """A PYTHONPATH with folders of plugins beside this file."""
+    paths = [str(Path(__file__).parent / folder) for folder in folders]
+    return os.pathsep.join(filter(None, (*paths, os.environ.get("PYTHONPATH"))))
+
+
 # A policy of rows for tests only, instead of the measuring one: any rows of any requests.
-EVERY_WIDTH = {
-    "SGLANG_DFLASH_WIDTH": "auto",
-    "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent / "plugins"), os.environ.get("PYTHONPATH")))),
-}
+EVERY_WIDTH = {"SGLANG_DFLASH_WIDTH": "auto", "PYTHONPATH": _with_plugins("plugins")}
+# The draft's KV is NaN wherever nobody has written it.
+POISONED = FULL | {"PYTHONPATH": _with_plugins("poisoned")}
+POISONED_EVERY_WIDTH = EVERY_WIDTH | {"PYTHONPATH": _with_plugins("plugins", "poisoned")}
 
 FEW_IDS = 64  # of the embedded pair's 1,792; an answer holds others
 REGEX = {"regex": "[0-9 +=]{5,30}\\.", "max_new_tokens": 40}
@@ -68,9 +78,23 @@ BUSY = [
     *["--page-size", "16", "--speculative-draft-window-size", "24"],
     *["--disable-radix-cache", "--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "1"],
 ]
+# KV in host memory and in a store. A pool that prompts soon push each other out of; short prompts are looked up, too.
+TIERS = [
+    *["--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--hicache-ratio", "4"],
+    *["--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}'],
+    *["--context-length", str(TINY_CONTEXT), "--max-total-tokens", "900", "--max-running-requests", "8"],
+    *["--schedule-conservativeness", "0.05"],
+    *["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "1"],
+]
+STORE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 SESSIONS = "--enable-streaming-session"
+HYBRID_TARGET, HYBRID_DRAFT = PAIRS["hybrid"]
 DEBUG = ["--log-level", "debug"]
 RANKS = ["--tp-size", "2"]
+
+
+def hybrid_draft(folder: Path) -> Path:
+    return Path(shutil.copytree(HYBRID_DRAFT, folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +137,40 @@ ARMS: dict[str, Arm] = {
         RANKS, TINY_OVERLAPPING | EVERY_WIDTH | {"SGLANG_DFLASH_DRAFT_VOCAB": "256"}, dflash2_draft
     ),
     "domino": Arm(PAGES_AND_CHUNKS, TINY_OVERLAPPING | FULL, domino_draft),
+    "tiers": Arm([*TIERS, "--page-size", "16"], TINY_OVERLAPPING | ADMIT_ALL | POISONED),
     "trees": Arm(DEBUG, TINY_OVERLAPPING | {"SGLANG_DFLASH_TREE": "24"}),
     # Only with --matrix.
     "ranks at every width": Arm(RANKS, TINY_OVERLAPPING | EVERY_WIDTH),
     "dflash2 at every width": Arm(PAGES_AND_CHUNKS, TINY_ENVIRONMENT | EVERY_WIDTH, dflash2_draft),
     "dflash2 on ranks": Arm(RANKS, TINY_OVERLAPPING | FULL, dflash2_draft),
     "domino on ranks": Arm(RANKS, TINY_OVERLAPPING | FULL, domino_draft),
+    "tiers, page 1": Arm(TIERS, TINY_ENVIRONMENT | ADMIT_ALL | POISONED),
+    "tiers, by layers": Arm(
+        [*TIERS, "--page-size", "16", "--hicache-mem-layout", "layer_first"], TINY_OVERLAPPING | ADMIT_ALL | POISONED
+    ),
+    "tiers, write back": Arm(
+        [*TIERS, "--page-size", "16", "--hicache-write-policy", "write_back"], TINY_OVERLAPPING | ADMIT_ALL | POISONED
+    ),
+    "tiers, window": Arm(
+        [*TIERS, "--page-size", "16", "--speculative-draft-window-size", "24"], TINY_OVERLAPPING | ADMIT_ALL | POISONED
+    ),
+    "tiers, sliding": Arm([*TIERS, *PAGES_AND_CHUNKS], TINY_OVERLAPPING | ADMIT_ALL | POISONED, sliding_draft),
+    "tiers, draft in FP8": Arm(
+        [*TIERS, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"], TINY_ENVIRONMENT | ADMIT_ALL | POISONED
+    ),
+    "tiers, trees": Arm(
+        TIERS, TINY_ENVIRONMENT | ADMIT_ALL | POISONED | {"SGLANG_DFLASH_WIDTH": "auto", "SGLANG_DFLASH_TREE": "24"}
+    ),
+    "tiers on ranks": Arm([*TIERS, "--page-size", "16", *RANKS], TINY_OVERLAPPING | ADMIT_ALL | POISONED),
+    "tiers, hybrid": Arm(
+        [*TIERS, "--model-path", str(HYBRID_TARGET), "--max-mamba-cache-size", "64"],
+        TINY_ENVIRONMENT | ADMIT_ALL | POISONED,
+        hybrid_draft,
+    ),
+    "tiers, every width": Arm(
+        [*TIERS, "--page-size", "16", "--enable-mixed-chunk", "--chunked-prefill-size", "64"],
+        TINY_OVERLAPPING | ADMIT_ALL | POISONED_EVERY_WIDTH,
+    ),
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from arms import ARMS, PLAIN, POOL, SPECULATE, Baseline
+from arms import ARMS, PLAIN, POOL, SPECULATE, STORE, Baseline
 from baseline import baseline, tokenizer
 from reference_pair import ReferencePair
 
@@ -24,7 +24,8 @@ def server(
     arm, folder = ARMS[request.param], tmp_path_factory.mktemp("arm")
     draft = TINY_DRAFT if arm.draft is None else arm.draft(folder / "draft")
     flags = [*PLAIN, *POOL, *arm.flags, *SPECULATE[:2], "--speculative-draft-model-path", str(draft)]
-    with PreloadedServer(flags, folder / "server.log", arm.environment) as running:
+    environment = {STORE: str(folder / "store"), **arm.environment}
+    with PreloadedServer(flags, folder / "server.log", environment) as running:
         yield running
 
 

@@ -96,7 +96,8 @@ def test_states_must_fit_beside_the_weights(monkeypatch, tmp_path):
     """Fails where states that fit the empty device are not refused beside weights that fill most of it."""
     monkeypatch.setattr(recurrent_state, "get_device_memory_capacity", lambda device: 10 * 1000)  # MiB: 10.5 GB
     weights = tmp_path / "model.safetensors"
-    cfg = SimpleNamespace(max_running_requests=9, device="cuda", model_path=str(tmp_path), tp_size=2)
+    shape = {"max_running_requests": 9, "device": "cuda", "model_path": str(tmp_path), "tp_size": 2}
+    cfg = SimpleNamespace(**shape, disaggregation_mode="null", disaggregation_decode_extra_slots=18)
     recurrent_state._check_memory(cfg, 50_000_000, 16)  # 10 x 16 states take 8 GB
     with weights.open("wb") as file:
         file.truncate(8_000_000_000)  # sparse: 4 GB on each of two ranks
@@ -104,6 +105,9 @@ def test_states_must_fit_beside_the_weights(monkeypatch, tmp_path):
         recurrent_state._check_memory(cfg, 50_000_000, 16)
     cfg.model_path = "some/hub-name"
     recurrent_state._check_memory(cfg, 50_000_000, 16)
+    cfg.disaggregation_mode = "decode"  # requests that arrive have places of their own
+    with pytest.raises(ValueError, match=r"takes 22\.4 GB"):
+        recurrent_state._check_memory(cfg, 50_000_000, 16)
 
 
 class KimiMoE(torch.nn.Module):

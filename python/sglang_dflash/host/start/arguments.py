@@ -13,7 +13,7 @@ from sglang_cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_cpu.hooks import check_draft_weights
 from sglang_dflash import __version__
 from sglang_dflash.core.draft_config import DraftConfig
-from sglang_dflash.host.patches import capture
+from sglang_dflash.host.patches import capture, disaggregation
 from sglang_dflash.host.start import draft_files, tokenizers, widths
 from sglang_dflash.host.start.features import refuse_features
 from sglang_dflash.host.start.version import WORKER_VARIABLE, builtin_worker_requested
@@ -91,6 +91,7 @@ def check(server_args: Any, previous: Any) -> None:
         declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
         previous(server_args)
         _check_sinks(cfg, draft)
+        disaggregation.check(resolving_view(server_args), target)
         widths.check_server(resolving_view(server_args), target)
         trees.check(resolving_view(server_args), target, draft, block_size)
         draft_files.check_weights(cfg, draft)

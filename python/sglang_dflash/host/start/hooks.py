@@ -39,10 +39,12 @@ def worker_hooks() -> list[Hook]:
     from sglang_dflash.host.patches import (
         block_results,
         capture,
+        disaggregation,
         draft_layers,
         ragged,
         sampler,
         sessions,
+        stored_kv,
         streamed_text,
         weights,
     )
@@ -50,7 +52,8 @@ def worker_hooks() -> list[Hook]:
     from sglang_dflash.host.worker import metrics, row_report, sampling_masks, trees, trimmed_rows
 
     modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
-    modules += [draft_layers, metrics, ragged, row_report, sampling_masks, streamed_text, trees, trimmed_rows]
+    modules += [disaggregation, draft_layers, metrics, ragged, row_report, sampling_masks, stored_kv, streamed_text]
+    modules += [trees, trimmed_rows]
     return [ours for module in modules for ours in hooks_of(module).values()]
 
 

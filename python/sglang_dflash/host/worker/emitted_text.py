@@ -37,6 +37,12 @@ class EmittedText:
             elif isinstance(info.custom_params[i], dict):
                 info.custom_params[i] = self._params(req, info.custom_params[i], [])
 
+    def start(self, batch: ScheduleBatch) -> None:
+        """Starts requests that no prefill here has seen with the tokens that they have emitted."""
+        self._read_pending()
+        for _, slot, req in _tracked(batch):
+            self._ids[slot] = array("q", req.output_ids)
+
     def commit(self, batch: ScheduleBatch, ids: torch.Tensor, lens: torch.Tensor) -> None:
         """Of every request, the first `lens` ([B]) of its `ids` ([B, W]) are emitted; read when next needed."""
         self._pending.append(([(i, slot) for i, slot, _ in _tracked(batch)], ids, lens))

@@ -45,6 +45,14 @@ class RequestPenalties:
         self._row_of_slot: dict[int, int] = {}
         self._held: tuple[list[Asking], Group] | None = None
 
+    def start(self, reqs: Sequence[Req]) -> None:
+        """Starts the counts of requests with the tokens that they have emitted."""
+        for req in reqs:
+            if asks_for_penalties(req.sampling_params):
+                row = self._row_of_slot.setdefault(req.kv.req_pool_idx, len(self._row_of_slot))
+                ids = torch.tensor(list(req.output_ids), dtype=torch.int64)
+                self._emitted.start(row, upload(ids, self._device), req.sampling_params.frequency_penalty)
+
     def prefill(self, batch: ScheduleBatch) -> Group | None:
         """Starts the counts of a prefill's requests, and sets the penalties that SGLang's sampler applies.
 
@@ -52,11 +60,7 @@ class RequestPenalties:
         mixed batch. SGLang counts neither. Under overlap, a running request's `output_ids` also lack the last token.
         """
         tails = batch.decoding_reqs or ()  # running requests of a mixed batch: already counted
-        for req in batch.reqs:
-            if asks_for_penalties(req.sampling_params) and req not in tails:
-                row = self._row_of_slot.setdefault(req.kv.req_pool_idx, len(self._row_of_slot))
-                ids = torch.tensor(list(req.output_ids), dtype=torch.int64)
-                self._emitted.start(row, upload(ids, self._device), req.sampling_params.frequency_penalty)
+        self.start([req for req in batch.reqs if req not in tails])
         group = self.group(batch)
         info = batch.sampling_info  # this forward's own copy
         if group is not None and (tails or any(req.output_ids for req in batch.reqs)):

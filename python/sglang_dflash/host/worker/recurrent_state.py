@@ -88,6 +88,8 @@ def _weight_bytes(cfg: Any) -> int:
 
 def _check_memory(cfg: Any, state_bytes: int, block_size: int) -> None:
     requests = cfg.max_running_requests or DEFAULT_REQUESTS
+    if cfg.disaggregation_mode == "decode":
+        requests += cfg.disaggregation_decode_extra_slots or 0  # those that arrive have places, too
     scratch_gb = state_bytes * (requests + 1) * block_size / GB  # SGLang adds one place for padding
     memory_gb = (get_device_memory_capacity(cfg.device) or 0) * 2**20 / GB
     left_gb = max(0.0, memory_gb - _weight_bytes(cfg) / GB)

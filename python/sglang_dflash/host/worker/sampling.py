@@ -55,6 +55,12 @@ class RowSampler:
             self._text.prefill(batch)
         return group
 
+    def receive(self, batch: ScheduleBatch) -> None:
+        """Starts requests that come with their first tokens from another server's prefill."""
+        self._penalties.start(batch.reqs)
+        if batch.sampling_info.has_custom_logit_processor:
+            self._text.start(batch)
+
     def commit_first(self, batch: ScheduleBatch, group: Group | None, ids: torch.Tensor) -> None:
         """To be called after the target's prefill. ids: [B] int; the first tokens."""
         # The sampler gives int32, its argmax int64.

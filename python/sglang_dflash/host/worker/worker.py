@@ -125,6 +125,7 @@ class DFlashWorker(BaseSpecWorker):
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
         self._draft.alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        token_to_kv_pool_allocator.dflash_draft_kv = self._draft.runner.token_to_kv_pool  # for backups
         if self._recurrent_state is not None:
             self._recurrent_state.announce(memory_pool_config)
 
@@ -209,6 +210,16 @@ class DFlashWorker(BaseSpecWorker):
         self._hidden_states.put(batch, result.logits_output, [n - 1 for n in accumulate(batch.extend_lens)])
         result.next_draft_input = DraftInput.create(result.next_token_ids, batch.seq_lens)
         return result
+
+    def receive(self, batch: ScheduleBatch) -> None:
+        """Starts requests whose KV, of both models, another server has computed, or a backup of retracted requests has
+        kept: no prefill of ours has seen them."""
+        self._sampler.receive(batch)
+        if self._draft.short_head is not None:
+            self._draft.short_head.see_prompts(batch.reqs)
+        given = batch.spec_info
+        batch.spec_info = DraftInput.create(given.bonus_tokens, given.new_seq_lens)
+        batch.spec_info.future_indices = given.future_indices
 
     def _decode(self, batch: ScheduleBatch, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
