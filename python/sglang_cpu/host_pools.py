@@ -108,7 +108,7 @@ def _resolve(server_args: Any, previous: Any) -> None:
     by_hand = any(word.partition("=")[0] == FLAG for word in sys.argv)
     if cfg.hicache_io_backend != DIRECT and by_hand:
         raise SystemExit(
-            f"{FLAG} is {cfg.hicache_io_backend}, which runs kernels of an accelerator; allowed on a CPU: {DIRECT}, the "
+            f"{FLAG} is {cfg.hicache_io_backend}, which needs an accelerator's kernels; allowed on a CPU: {DIRECT}, the "
             "default here."
         )
     layout = BY_PAGES if cfg.hicache_mem_layout == "page_first" else cfg.hicache_mem_layout  # SGLang's default

@@ -57,8 +57,8 @@ def _resolve(server_args: Any, previous: Any) -> None:
         except ImportError as error:
             raise SystemExit(
                 f"--disaggregation-mode {cfg.disaggregation_mode} needs Mooncake, which cannot be loaded ({error}): "
-                "install the wheel mooncake-transfer-engine-non-cuda (pip install 'sglang-dflash[pd]') and the system's "
-                "libibverbs (Debian's libibverbs1)."
+                "install the wheel mooncake-transfer-engine-non-cuda (pip install 'sglang-dflash[pd]') and the "
+                "system's libibverbs (Debian's libibverbs1)."
             ) from None
         declare_resolution(server_args, "sglang_cpu.transfers", disaggregation_transfer_backend=TCP)
     previous(server_args)

@@ -64,13 +64,10 @@ def running_pair(
 ) -> Iterator[Pair]:
     """Both servers with `flags`, and each with its own."""
     port = random.randrange(30000, 32000)
-    ours = environment | LOOPBACK
+    ours = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "store"), **environment, **LOOPBACK}
     first = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port), *prefill]
     second = ["--disaggregation-mode", "decode", *decode]
-    servers = [
-        PreloadedServer([*flags, *own], folder / f"{own[1]}.log", {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "store"), **ours})
-        for own in (first, second)
-    ]
+    servers = [PreloadedServer([*flags, *own], folder / f"{own[1]}.log", ours) for own in (first, second)]
     try:
         for server in servers:
             server.launch()

@@ -19,6 +19,7 @@ def outcome(arguments: list[str], damage: str = "") -> str:
     try:
         exec(damage, {})
         load_plugins()  # once in a process
+        sys.argv[1:] = arguments
         server_args = prepare_server_args(arguments)
         server_args.resolve_once()
     except SystemExit as refusal:

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from arms import (
     ADMIT_ALL,
-    MAX_NEW_TOKENS,
     PENALTIES,
     PLAIN,
     POISONED,
@@ -46,11 +45,13 @@ def assert_plain_steps(oracle: ReferencePair, prompts: list[list[int]], answers:
 def test_prefill_and_decode_on_two_servers(pair: Pair, baseline: Baseline, oracle: ReferencePair) -> None:
     """Fails where KV of either model arrives changed or not at all: of short prompts, of prompts in chunks, and of
     those whose beginning the prefill server has cached."""
-    client, (long, expected) = pair.client, baseline.conversation[-3]
+    client, (long, _) = pair.client, baseline.conversation[-3]
     prompts, answers = [*baseline.prompts[::4], long[:200]], [*baseline.answers[::4]]
     for _ in range(2):
         got = client.generate_all(prompts, 4, max_new_tokens=50)
-        assert_equal_tokens(got[:-1], [answer.cut(50) if len(answer.ids) > 50 else answer for answer in answers], prompts[:-1])
+        assert_equal_tokens(
+            got[:-1], [answer.cut(50) if len(answer.ids) > 50 else answer for answer in answers], prompts[:-1]
+        )
         assert_plain_steps(oracle, prompts, got, 50)
     assert_pool_empties(client)
 

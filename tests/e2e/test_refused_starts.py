@@ -76,6 +76,7 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
     packed = target("packed", Qwen3Config(**shape, quantization_config=fp8))
     experts = {"routed_experts_quant_method": "mxfp4"}
     mixed = target("mixed", Qwen3Config(**shape, quantization_config=fp8 | experts))
+    latent = target("latent", DeepseekV3Config(**shape))
     mask_embedding = draft("e", lambda c: None)
     torch.save(torch.zeros(5), tmp_path / "e" / "mask_embedding.pt")
 
@@ -198,8 +199,28 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
             ["target_layer_ids has 5, the last layer", "Qwen3_5ForCausalLM"],
         ),
         "FP8 with MLA": (
-            ["--model-path", target("mla", DeepseekV3Config(**shape)), "--device", "cpu", "--quantization", "fp8"],
+            ["--model-path", latent, "--device", "cpu", "--quantization", "fp8"],
             ["DeepseekV3ForCausalLM", "latent attention (MLA)", "--quantization is fp8"],
+        ),
+        "kernels for host memory": (
+            speculate(good, "--enable-hierarchical-cache", "--hicache-io-backend", "kernel"),
+            ["--hicache-io-backend is kernel", "allowed on a CPU: direct"],
+        ),
+        "heads in host memory": (
+            speculate(good, "--enable-hierarchical-cache", "--hicache-mem-layout", "page_head"),
+            ["--hicache-mem-layout is page_head", "page_first_direct", "layer_first"],
+        ),
+        "host memory": (speculate(good, "--enable-hierarchical-cache"), ["accepted"]),
+        "a share of one rank": (
+            speculate(
+                *[str(damaged_draft(tmp_path / "narrow", lambda c: None)), "--model-path", latent, "--tp-size", "2"],
+                *["--max-total-tokens", "999", "--enable-hierarchical-cache", "--hicache-storage-backend", "nixl"],
+            ),
+            ["--hicache-storage-backend is nixl", "one rank's share", "--tp-size 2", "file, mooncake"],
+        ),
+        "another way for KV": (
+            speculate(good, "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"),
+            ["--disaggregation-transfer-backend is nixl", "mooncake_tcp"],
         ),
         "mask embedding": (mask_embedding, ["mask_embedding.pt", "[5]", "[256]"]),
         "torch_native": (speculate(good, "--attention-backend", "torch_native"), ["torch_native", "dflash_cpu"]),

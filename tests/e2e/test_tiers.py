@@ -140,7 +140,9 @@ def test_tiers_at_every_width(client: Client, baseline: Baseline) -> None:
 
 @pytest.mark.matrix
 @on_arms("tiers", "tiers, page 1")
-def test_every_length_misses_and_hits(client: Client, server: Server, baseline: Baseline, oracle: ReferencePair) -> None:
+def test_every_length_misses_and_hits(
+    client: Client, server: Server, baseline: Baseline, oracle: ReferencePair
+) -> None:
     """Fails where some length of a cached prefix, within a page or a block, loses KV of either model."""
     (prompt, *_), _ = longer(baseline)
     prompts = [[number, *prompt[: 1 + number]] for number in range(128)]

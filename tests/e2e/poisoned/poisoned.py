@@ -84,7 +84,9 @@ class _Watch:
                 if req.rid not in self.seen:
                     self.seen.add(req.rid)
                     slots = batch.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(req.origin_input_ids)]
-                    held = b"".join(rows[slots.long()].contiguous().view(torch.uint8).numpy().tobytes() for rows in self.rows)
+                    held = b"".join(
+                        rows[slots.long()].contiguous().view(torch.uint8).numpy().tobytes() for rows in self.rows
+                    )
                     logger.info("draft KV of %s: %s", req.rid, hashlib.sha256(held).hexdigest()[:12])
             return original(worker, batch, *args)
 

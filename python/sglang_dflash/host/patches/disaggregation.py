@@ -1,4 +1,4 @@
-"""Prefill and decode on two servers (`--disaggregation-mode`), where SGLang 0.5.23 would lose draft KV or state of ours.
+"""Prefill and decode on two servers (`--disaggregation-mode`), where SGLang would lose draft KV or state of ours.
 
 SGLang transfers the draft's KV like further layers of the target. It knows neither which draft it is of, nor what our
 worker keeps beside a batch.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 
 from sglang_cpu.hooking import AROUND, hook
@@ -16,6 +17,7 @@ from sglang_dflash.host.patches.stored_kv import draft_in_use
 from sglang_dflash.host.start.version import serves_dflash
 
 logger = logging.getLogger(__name__)
+SOURCE = "sglang_dflash.decode_prefixes"
 BESIDE = " beside DFLASH draft "
 """Between the dtype of the target's KV and the name of the draft, in what a prefill server says of its KV."""
 
@@ -34,11 +36,22 @@ def check(cfg: Any, target: Any) -> None:
     decodes = cfg.disaggregation_mode == "decode" and not cfg.disable_overlap_schedule
     if decodes and kept and mambaish_config(target) is not None:
         raise ValueError(
-            f"--disaggregation-mode is decode, and the target {', '.join(target.hf_config.architectures)} has recurrent "
-            "state: under overlap scheduling a retracted request would come back with the state of a later token "
+            f"--disaggregation-mode is decode, and the target {', '.join(target.hf_config.architectures)} has "
+            "recurrent state: under overlap scheduling a retracted request would come back with the state of a later token "
             "(SGLang issue 39743); add --disable-overlap-schedule, or --disaggregation-decode-retraction-backup none, "
             "with which a client asks again."
         )
+
+
+def allowing_prefixes(server_args: Any, previous: Any) -> None:
+    """Runs SGLang's speculative checks without its refusal of a prefix cache on a decode server: it lists the
+    algorithms whose draft has KV of its own at the target's places, and leaves out DFLASH."""
+    asked = resolving_view(server_args).disaggregation_decode_enable_radix_cache
+    if asked:
+        declare_resolution(server_args, SOURCE, disaggregation_decode_enable_radix_cache=False)
+    previous(server_args)
+    if asked:
+        declare_resolution(server_args, SOURCE, disaggregation_decode_enable_radix_cache=True)
 
 
 @hook(

@@ -24,6 +24,34 @@ PIECES, PIECE_BYTES = 256, 4096
 should not be read twice."""
 
 
+BY_RANK = ("file", "mooncake")
+"""Stores that hold every rank's share of the draft's KV, also where the target's is equal on all ranks."""
+
+
+def check(cfg: Any, latent: bool, draft_layers: int, target: Any) -> None:
+    """Refuses what would lose the draft's KV.
+
+    Args:
+        cfg: SGLang's view of the server arguments.
+        latent: whether the target's attention is latent (MLA): its KV is equal on all ranks.
+        target: SGLang's `ModelConfig`.
+
+    Raises:
+        ValueError: one sentence that names the flag.
+    """
+    store = cfg.hicache_storage_backend
+    if latent and cfg.tp_size > 1 and store not in (None, *BY_RANK):
+        raise ValueError(
+            f"--hicache-storage-backend is {store}, which would hold one rank's share of the draft's KV beside a "
+            f"target with latent attention (--tp-size {cfg.tp_size}); allowed: {', '.join(BY_RANK)}."
+        )
+    if cfg.enable_hierarchical_cache and draft_layers > target.num_hidden_layers:
+        raise ValueError(
+            f"--enable-hierarchical-cache: the draft has {draft_layers} layers and the target "
+            f"{target.num_hidden_layers}; KV is loaded layer by layer of the target, so the draft may have no more."
+        )
+
+
 @cache
 def draft_digest(path: str, revision: str | None) -> str:
     """Names a draft by its files: 12 hex digits, which differ for another config and for other weights."""

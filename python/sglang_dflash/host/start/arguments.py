@@ -6,14 +6,14 @@ import logging
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of
-from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view, use_mla_backend
 from sglang.srt.environ import envs
 
 from sglang_cpu.detect import ATTENTION_BACKEND, cpu_platform_in_use
 from sglang_cpu.hooks import check_draft_weights
 from sglang_dflash import __version__
 from sglang_dflash.core.draft_config import DraftConfig
-from sglang_dflash.host.patches import capture, disaggregation
+from sglang_dflash.host.patches import capture, disaggregation, stored_kv
 from sglang_dflash.host.start import draft_files, tokenizers, widths
 from sglang_dflash.host.start.features import refuse_features
 from sglang_dflash.host.start.version import WORKER_VARIABLE, builtin_worker_requested
@@ -89,9 +89,10 @@ def check(server_args: Any, previous: Any) -> None:
         short_head.asked(target.vocab_size)
         recurrent_state.check(cfg, target, block_size, cpu_platform_in_use())
         declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
-        previous(server_args)
+        disaggregation.allowing_prefixes(server_args, previous)
         _check_sinks(cfg, draft)
         disaggregation.check(resolving_view(server_args), target)
+        stored_kv.check(resolving_view(server_args), use_mla_backend(server_args), draft.num_layers, target)
         widths.check_server(resolving_view(server_args), target)
         trees.check(resolving_view(server_args), target, draft, block_size)
         draft_files.check_weights(cfg, draft)
