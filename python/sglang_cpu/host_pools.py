@@ -6,15 +6,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.mem_cache.pool_host import base
 
 from sglang_cpu.hooking import AROUND, hook
 
 POOLS = "sglang.srt.mem_cache.pool_host"
 FLAG = "--hicache-io-backend"
 DIRECT, BY_PAGES, BY_LAYERS = "direct", "page_first_direct", "layer_first"
+RESERVED_SHARE = 8
+"""At least this share of a machine's memory stays free. SGLang leaves 10 GiB, more than small machines have."""
 Layers = Sequence[torch.Tensor]
 
 
@@ -99,7 +103,10 @@ def _ordinary_memory(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def install() -> None:
-    """Registers the defaults of HiCache on a CPU: `direct` copies, and a layout that they know."""
+    """Registers the defaults of HiCache on a CPU: `direct` copies, a layout that they know, less memory left free."""
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = min(
+        base.HICACHE_HOST_MEMORY_RESERVE_BYTES, psutil.virtual_memory().total // RESERVED_SHARE
+    )
     register_resolution_hook("handle_hicache")(_resolve)
 
 
@@ -108,8 +115,8 @@ def _resolve(server_args: Any, previous: Any) -> None:
     by_hand = any(word.partition("=")[0] == FLAG for word in sys.argv)
     if cfg.hicache_io_backend != DIRECT and by_hand:
         raise SystemExit(
-            f"{FLAG} is {cfg.hicache_io_backend}, which needs an accelerator's kernels; allowed on a CPU: {DIRECT}, the "
-            "default here."
+            f"{FLAG} is {cfg.hicache_io_backend}, which needs an accelerator's kernels; allowed on a CPU: {DIRECT}, "
+            "the default here."
         )
     layout = BY_PAGES if cfg.hicache_mem_layout == "page_first" else cfg.hicache_mem_layout  # SGLang's default
     if layout not in (BY_PAGES, BY_LAYERS):

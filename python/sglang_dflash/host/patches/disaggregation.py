@@ -37,9 +37,9 @@ def check(cfg: Any, target: Any) -> None:
     if decodes and kept and mambaish_config(target) is not None:
         raise ValueError(
             f"--disaggregation-mode is decode, and the target {', '.join(target.hf_config.architectures)} has "
-            "recurrent state: under overlap scheduling a retracted request would come back with the state of a later token "
-            "(SGLang issue 39743); add --disable-overlap-schedule, or --disaggregation-decode-retraction-backup none, "
-            "with which a client asks again."
+            "recurrent state: under overlap scheduling a retracted request would come back with the state of a later "
+            "token (SGLang issue 39743); add --disable-overlap-schedule, or --disaggregation-decode-retraction-backup "
+            "none, with which a client asks again."
         )
 
 

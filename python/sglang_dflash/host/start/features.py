@@ -109,6 +109,12 @@ FEATURES = (
     _refused("distributed weights", ("dwdp_size",), "SGLang serves them without speculation alone", builtin=False),
     _refused("experts that move, or are sent for", ("enable_eplb", "elastic_ep_backend", "moe_a2a_backend"), UNTESTED),
     _refused("an encoder of images alone", ("encoder_only",), "it generates no tokens", builtin=False),
+    _refused(
+        "storing KV on a decode server",
+        ("disaggregation_decode_enable_offload_kvcache",),
+        "it stores the target's KV alone, which is no hit with DFLASH",
+        builtin=False,
+    ),
     _refused("swapping sparse KV", ("enable_hisparse",), "the draft reads KV that is not sparse"),
     _refused(
         "KV in another program",
