@@ -425,12 +425,23 @@ def test_hooks_reach_the_scheduler(probe):
 def test_builtin_worker_is_left_alone(monkeypatch):
     """Fails where `SGLANG_DFLASH_WORKER=builtin` still gets our worker or our request check."""
     from sglang_cpu.hooking import hooks_of
-    from sglang_dflash.host.patches import block_results, capture, ragged, sampler, sessions, streamed_text, weights
+    from sglang_dflash.host.patches import (
+        block_results,
+        capture,
+        disaggregation,
+        ragged,
+        sampler,
+        sessions,
+        stored_kv,
+        streamed_text,
+        weights,
+    )
     from sglang_dflash.host.start import features, hooks, requests
     from sglang_dflash.host.worker import metrics, row_report, sampling_masks, trees, trimmed_rows
 
-    modules = (block_results, capture, sampler, sessions, weights, features, requests, ragged, row_report, metrics)
-    seams = [hooks_of(module) for module in (*modules, sampling_masks, streamed_text, trees, trimmed_rows)]
+    modules = [block_results, capture, sampler, sessions, weights, features, requests, ragged, row_report, metrics]
+    modules += [sampling_masks, disaggregation, stored_kv, streamed_text, trees, trimmed_rows]
+    seams = [hooks_of(module) for module in modules]
     declared = {target for seam in seams for target, hook in seam.items() if not hook.always}
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *declared}
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")
