@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from arms import assert_same_steps
 from reference_pair import ReferencePair
@@ -42,21 +42,24 @@ def assert_steps_kept(
 ) -> None:
     """Fails where a step accepts other drafts than the reference's, at any point of any answer."""
     prefills = prefills_of(server)
-    for prompt, answer in zip(prompts, answers, strict=True):
+    segments = []
+    for answer in answers:
         starts = prefills[answer.meta["id"]]
         assert starts[0] == 0 and len(starts) <= 1 + answer.meta["num_retractions"], (starts, answer.meta)
-        lens: list[int] = []
-        for start, end in pairwise([*starts, len(answer.ids)]):
-            seen = [*prompt, *answer.ids[:start]]
-            (alone,) = oracle.generate([seen], len(answer.ids) - start)
-            emitted = start + 1
-            for commit_len in alone.commit_lens:
-                if emitted >= end:
-                    break
-                emitted += commit_len
-                lens.append(commit_len)
-            assert emitted >= end, (starts, emitted, end)
+        segments.append(list(pairwise([*starts, len(answer.ids)])))
+    rows = [(number, start) for number, own in enumerate(segments) for start, _ in own]
+    longest = max(end - start for own in segments for start, end in own)
+    begun = [[*prompts[number], *answers[number].ids[:start]] for number, start in rows]
+    alone = iter(oracle.generate(begun, longest))
+    for answer, own in zip(answers, segments, strict=True):
+        lens = [commit_len for start, end in own for commit_len in steps_until(next(alone).commit_lens, end - start)]
         assert_same_steps(answer, lens)
+
+
+def steps_until(commit_lens: Sequence[int], tokens: int) -> list[int]:
+    """The steps behind a prefill, which emits one token itself, up to that which emits the last of `tokens`."""
+    begins = accumulate(commit_lens, initial=1)  # tokens before each step
+    return [commit_len for commit_len, before in zip(commit_lens, begins, strict=False) if before < tokens]
 
 
 def prefilled(client: Client) -> int:

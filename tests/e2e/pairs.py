@@ -18,7 +18,12 @@ from preloaded import PreloadedServer
 from sglang_dflash.serving import Client, Server
 from sglang_dflash.serving.server import stop_all
 
-LOOPBACK = {"SGLANG_HOST_IP": "127.0.0.1"}
+# SGLang's launcher sets the second for its children, but those of a `PreloadedServer` are forked before.
+LOOPBACK = {"SGLANG_HOST_IP": "127.0.0.1", "MC_FORCE_TCP": "1"}
+
+
+# A decode server takes a request only where so many tokens would still fit: otherwise few requests run at once.
+CROWDED = ["--num-reserved-decode-tokens", "16"]
 
 
 def need_mooncake() -> None:
@@ -66,7 +71,7 @@ def running_pair(
     port = random.randrange(30000, 32000)
     ours = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "store"), **environment, **LOOPBACK}
     first = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port), *prefill]
-    second = ["--disaggregation-mode", "decode", *decode]
+    second = ["--disaggregation-mode", "decode", *CROWDED, *decode]
     servers = [PreloadedServer([*flags, *own], folder / f"{own[1]}.log", ours) for own in (first, second)]
     try:
         for server in servers:
