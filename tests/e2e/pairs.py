@@ -22,8 +22,9 @@ from sglang_dflash.serving.server import stop_all
 LOOPBACK = {"SGLANG_HOST_IP": "127.0.0.1", "MC_FORCE_TCP": "1"}
 
 
-# A decode server takes a request only where so many tokens would still fit: otherwise few requests run at once.
-CROWDED = ["--num-reserved-decode-tokens", "16"]
+# A decode server takes a request only where so many tokens would still fit: by default few would run at once here. And
+# its backups have a fifth of the device's room: what does not fit is aborted.
+CROWDED = ["--num-reserved-decode-tokens", "16", "--hicache-ratio", "2"]
 
 
 def need_mooncake() -> None:

@@ -27,8 +27,6 @@ VALUES = {
     "dwdp_size": "2",
     "elastic_ep_backend": "mooncake",
     "moe_a2a_backend": "deepep",
-    "disaggregation_mode": "prefill",
-    "hicache_storage_backend": "file",
     "weight_cache_mode": "daemon",
     "cpu_offload_gb": "1",
     "offload_group_size": "2",

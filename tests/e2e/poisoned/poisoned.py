@@ -25,10 +25,15 @@ def activate() -> None:
 
 
 def _use(*_: Any) -> None:
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
     from sglang.srt.mem_cache import allocator
 
     from sglang_dflash.host.worker.worker import DFlashWorker
 
+    # A `PreloadedServer` has imported these before it got its variables.
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
     watch = _Watch()
     for name, methods in ALLOCATORS.items():
         module, cls = name.split(".")
