@@ -1,7 +1,8 @@
 """A plugin of SGLang that makes lost draft KV loud: whenever slots are handed out, the draft's KV there becomes NaN.
 
 A draft that reads one such row proposes nothing that is accepted, until the request ends. The log gets, per prefill,
-how many tokens the request had emitted, and, at a request's first block behind a prompt, a digest of the draft's KV.
+how many tokens the request had emitted, and, at a request's first block behind a prompt, a digest of the draft's KV of
+the prompt's whole pages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 logger = logging.getLogger("sglang.poisoned")
+PAGE = 16  # a digest is of whole pages: what is left of a prompt is prefilled anew, and its bits depend on the rows
 ALLOCATORS = {"token.TokenToKVPoolAllocator": ("alloc",)}
 ALLOCATORS["paged.PagedTokenToKVPoolAllocator"] = ("alloc", "alloc_extend", "alloc_decode")
 
@@ -88,7 +90,8 @@ class _Watch:
             for req in batch.reqs:
                 if req.rid not in self.seen:
                     self.seen.add(req.rid)
-                    slots = batch.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(req.origin_input_ids)]
+                    end = (len(req.origin_input_ids) - 1) // PAGE * PAGE
+                    slots = batch.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :end]
                     held = b"".join(
                         rows[slots.long()].contiguous().view(torch.uint8).numpy().tobytes() for rows in self.rows
                     )
