@@ -88,6 +88,8 @@ TIERS = [
 ]
 STORE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 SESSIONS = "--enable-streaming-session"
+# Without snapshots a prompt that is asked again hits nothing: its state is kept at the end of its answer alone.
+SNAPSHOTS = ["--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64"]
 HYBRID_TARGET, HYBRID_DRAFT = PAIRS["hybrid"]
 DEBUG = ["--log-level", "debug"]
 RANKS = ["--tp-size", "2"]
@@ -158,12 +160,10 @@ ARMS: dict[str, Arm] = {
     "tiers, draft in FP8": Arm(
         [*TIERS, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"], TINY_ENVIRONMENT | ADMIT_ALL | POISONED
     ),
-    "tiers, trees": Arm(
-        TIERS, TINY_ENVIRONMENT | ADMIT_ALL | POISONED | {"SGLANG_DFLASH_WIDTH": "auto", "SGLANG_DFLASH_TREE": "24"}
-    ),
+    "tiers, trees": Arm(TIERS, TINY_ENVIRONMENT | ADMIT_ALL | POISONED | {"SGLANG_DFLASH_TREE": "24"}),
     "tiers on ranks": Arm([*TIERS, "--page-size", "16", *RANKS], TINY_OVERLAPPING | ADMIT_ALL | POISONED),
     "tiers, hybrid": Arm(
-        [*TIERS, "--model-path", str(HYBRID_TARGET), "--max-mamba-cache-size", "64"],
+        [*TIERS, "--model-path", str(HYBRID_TARGET), "--max-mamba-cache-size", "64", *SNAPSHOTS],
         TINY_ENVIRONMENT | ADMIT_ALL | POISONED,
         hybrid_draft,
     ),

@@ -19,8 +19,13 @@ PREFILLS = re.compile(r"prefill of (\S+) after (\d+) tokens")
 DIGESTS = re.compile(r"draft KV of (\S+): (\w+)")
 
 
+def whole_pages(prompt: Sequence[int]) -> int:
+    """Tokens of a prompt whose KV the plugin's digests are of."""
+    return (len(prompt) - 1) // 16 * 16
+
+
 def digests_of(server: Server) -> dict[str, list[str]]:
-    """By request id: digests of the draft's KV of its prompt, one of each rank (from the same log)."""
+    """By request id: digests of the draft's KV of its prompt's whole pages, one of each rank (from the same log)."""
     found: dict[str, list[str]] = {}
     for rid, digest in DIGESTS.findall(server.log.read_text()):
         found.setdefault(rid, []).append(digest)

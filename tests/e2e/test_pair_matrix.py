@@ -63,7 +63,7 @@ CELLS = {
     "two ranks": Cell([*PAGES, "--tp-size", "2"], TINY_ENVIRONMENT),
     "two ranks and one": Cell(PAGES, TINY_ENVIRONMENT, prefill=["--tp-size", "2"]),
     "one rank and two": Cell(PAGES, TINY_ENVIRONMENT, decode=["--tp-size", "2"]),
-    "host memory on the first": Cell(PAGES, TINY_OVERLAPPING, prefill=TIERS[:6]),
+    "host memory on the first": Cell(PAGES, TINY_OVERLAPPING, prefill=TIERS[:7]),
     "priorities": Cell(PAGES, TINY_OVERLAPPING, decode=["--enable-priority-scheduling"]),
     "prefixes on the second": Cell(PAGES, TINY_OVERLAPPING, decode=["--disaggregation-decode-enable-radix-cache"]),
     "hybrid": Cell([*HYBRID, "--max-mamba-cache-size", "64"], TINY_ENVIRONMENT),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from arms import ADMIT_ALL, PLAIN, POISONED, SPECULATE, STORE, TIERS, Baseline, on_arms, to_the_limit
 from changed_models import with_other_weights
-from kept_steps import assert_steps_kept, digests_of, prefilled
+from kept_steps import assert_steps_kept, digests_of, prefilled, whole_pages
 from reference_pair import ReferencePair
 from test_features import ask
 from test_lifecycle import assert_pool_empties, crowd_the_pool
@@ -116,12 +116,13 @@ def test_tiers_under_other_settings(client: Client, server: Server, baseline: Ba
         assert [answer.accept_histogram for answer in answers] == [answer.accept_histogram for answer in runs[0]]
         assert sum(found_in(answer, tier) >= READ // 2 for answer in answers) >= 4, [found_in(a, tier) for a in answers]
     assert tau(runs[0]) > 1.5
-    held: dict[str, set[tuple[str, ...]]] = {}
-    digests = digests_of(server)
-    for answers in runs:
-        for number, answer in enumerate(answers):
-            held.setdefault(str(number), set()).add(tuple(sorted(digests[answer.meta["id"]])))
-    assert all(len(digest) == 1 for digest in held.values()), held
+    digests, compared = digests_of(server), 0
+    for answers in runs[1:]:
+        for fresh, again, prompt in zip(runs[0], answers, prompts, strict=True):
+            if again.cached_tokens >= whole_pages(prompt):  # what a recurrent target computes anew may have other bits
+                assert sorted(digests[again.meta["id"]]) == sorted(digests[fresh.meta["id"]])
+                compared += 1
+    assert compared >= 8
 
 
 @pytest.mark.matrix
