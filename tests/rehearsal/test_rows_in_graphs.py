@@ -20,6 +20,13 @@ from sglang_dflash.serving import TINY_OVERLAPPING, Completion, Server
 
 pytestmark = pytest.mark.server
 BLOCK = 8
+# Of SGLang issue 34384: verification of its own took the graph of 192 rows for one of 192 requests.
+CROWD, WIDTH = 32, 6
+GEOMETRY = [
+    *["--speculative-num-draft-tokens", str(WIDTH), "--cuda-graph-bs-decode", "1", "32", "192"],
+    *["--cuda-graph-backend-prefill", "disabled", "--context-length", "256", "--max-total-tokens", "9000"],
+    *["--max-running-requests", "192", "--log-level", "info"],
+]
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +83,22 @@ def test_a_planted_bug_is_found(
 ) -> None:
     """Fails where the first test passes although the bug is there."""
     check_finding(name, bug, server, prompts, off)
+
+
+@pytest.mark.matrix  # three minutes of captures
+def test_a_graph_of_as_many_rows_as_requests(
+    bug: Path, prompts: list[list[int]], off: dict[str, list[Completion]], tmp_path: Path
+) -> None:
+    """Fails where a graph's rows are shared out among other requests than those that run, as in SGLang issue 34384."""
+    environment = TINY_OVERLAPPING | TAPES | {"GRAPH_TAPE_BUG": str(bug), "SGLANG_DFLASH_WIDTH": "auto"}
+    asked = [number % len(prompts) for number in range(CROWD)]
+    with PreloadedServer([*PLAIN, *SPECULATE, *GEOMETRY, *QUICK_START], tmp_path / "log", environment) as server:
+        log_start = server.log.stat().st_size
+
+        def met() -> bool:
+            return any(size == 192 and count == CROWD for size, count in replays(server, log_start))
+
+        answers = ask(server, [prompts[one] for one in asked], CROWD, met, max_new_tokens=SHORT)
+        assert met(), replays(server, log_start)
+    assert_equal_tokens(answers, [first(off["plain"][one], SHORT) for one in asked], [str(one) for one in asked])
+    assert tau(answers) > 1.2
