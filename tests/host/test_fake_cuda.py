@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglang_cpu.ops import murmur_hash32
 from sglang_dflash import ops
 from sglang_dflash.core import block
+from sglang_dflash.host.patches import ragged
 from sglang_dflash.host.patches.sampler import seeded_min_p
 from sglang_dflash.host.worker import (
     context_kv,
@@ -37,6 +38,7 @@ from sglang_dflash.host.worker import (
     draft_input,
     emitted_text,
     penalties,
+    rows,
     sampling,
     sampling_memory,
     short_head,
@@ -158,7 +160,8 @@ def upload_unseen(watch: Watch) -> Callable[..., torch.Tensor]:
 def watch(monkeypatch) -> Iterator[Watch]:
     """Fake CUDA tensors within the test, Triton and SGLang's kernels replaced."""
     watch = Watch()
-    block._whole.cache_clear()  # of tensors of an earlier test's device
+    for cached in (block._whole, rows._same_lens):
+        cached.cache_clear()  # of tensors of an earlier test's device
     for module, names in TRITON.items():
         for name in names:
             monkeypatch.setattr(module, name, watch.as_one(name, getattr(reference, name)))
@@ -169,7 +172,7 @@ def watch(monkeypatch) -> Iterator[Watch]:
 
     for module in (triton_penalties, triton_warm_up):
         monkeypatch.setattr(module, "TritonEmittedTokens", Emitted)
-    for module in (device_rows, draft_input, penalties, sampling, short_head, worker):
+    for module in (device_rows, draft_input, penalties, ragged, sampling, short_head, worker):
         monkeypatch.setattr(module, "upload", upload_unseen(watch))
     monkeypatch.setattr(context_kv.ops, "fits", lambda *_: False)  # fake tensors have no addresses: layer by layer
     monkeypatch.setattr(host_sampler, "sampler_softmax", lambda logits: torch.softmax(logits, -1))

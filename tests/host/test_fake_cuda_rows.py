@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.kernels.ops.speculative.ragged_verify_kernels import BuildQoIndptr
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from stand_in_worker import BATCH, BLOCK, VOCAB, decode_batch, worker_of
 from stand_ins import make_sampler
 from test_fake_cuda import ASKED, Watch, run, table_of, watch
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from sglang_dflash import ops
 from sglang_dflash.core.policy import Drafting
+from sglang_dflash.host.patches.ragged import positions_of_sections
 from sglang_dflash.host.worker import device_rows, rows
 from sglang_dflash.host.worker.trimmed_rows import TrimmedRows
 from sglang_dflash.host.worker.worker import DFlashWorker
@@ -72,6 +74,43 @@ def test_a_greedy_step(monkeypatch: pytest.MonkeyPatch, watch: Watch, drafting: 
     assert result.next_token_ids.shape == (BATCH * BLOCK,)
     sent = one.step_rows._readback.sent
     assert [values.shape for values in sent] == [(BATCH, BLOCK - 1 + 2)] * (drafting.width > 1)
+
+
+@pytest.mark.parametrize("drafting", [SOME, WHOLE, NONE])
+@pytest.mark.parametrize("delta", [None, 0, -5])
+def test_a_step_of_a_wrapper(
+    monkeypatch: pytest.MonkeyPatch, watch: Watch, drafting: Drafting, delta: int | None
+) -> None:
+    """Fails where the positions of a request with an image wait for the device, or where text uploads any."""
+    name = "compute_spec_mrope_positions"  # hooked, as on a server
+    original = getattr(ForwardBatch, name)
+    monkeypatch.setattr(ForwardBatch, name, lambda *given: positions_of_sections(original, *given))
+    uploads = []
+    for of_sections in (False, True):
+        one, batch = worker_with(monkeypatch, drafting), decode_batch("cuda")
+        one._target.model_config.model_is_mrope = of_sections
+        image = None if delta is None else SimpleNamespace(mrope_position_delta=delta)
+        batch.multimodal_inputs = [None, image, None]
+        verified = watched_forwards(monkeypatch, one)
+        watch.launches.clear()
+        run(watch, one, batch)
+        uploads.append(watch.launches["upload"])
+    assert not watch.waits and uploads[1] == uploads[0] + bool(delta)
+    (forward_batch,) = verified
+    assert forward_batch.mrope_positions.shape == (3, one.step_rows.size_for(drafting.rows))
+
+
+def watched_forwards(monkeypatch: pytest.MonkeyPatch, one: DFlashWorker) -> list[Any]:
+    """The batches that the target verifies from now on."""
+    seen: list[Any] = []
+    forward = one._target_worker.forward_batch_generation
+
+    def keep(batch: Any = None, forward_batch: Any = None, **rest: Any) -> Any:
+        seen.append(forward_batch)
+        return forward(batch, **rest)
+
+    monkeypatch.setattr(one._target_worker, "forward_batch_generation", keep)
+    return seen
 
 
 @pytest.mark.parametrize("asked", ["filters", "a bias"])

@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 from plain_decoding import Asked
-from rows_rig import Rig
+from rows_rig import Rig, Running
 from sglang.kernels.ops.speculative.ragged_verify_kernels import BuildQoIndptr
 from sglang.srt.configs.model_config import AttentionArch
-from stand_in_worker import BATCH, BLOCK, VOCAB
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from stand_in_worker import BATCH, BLOCK, VOCAB, StepBatch
 from stand_ins import configured
 from test_step_rows import GREEDY, PLAIN, SEEDED, SEEDS, _hooked, ask, check_finding, past_its_rows
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyRows
+from sglang_dflash.host.patches import ragged
 from sglang_dflash.host.worker import acceptance, trimmed_rows
 from sglang_dflash.host.worker.device_rows import DeviceRows
 from sglang_dflash.host.worker.trimmed_rows import TrimmedRows, can_trim
@@ -110,6 +112,28 @@ class TrimmedRig(DeviceRig):
         return result
 
 
+class WrapperRig(TrimmedRig):
+    """The rig over a target with sections of positions. Requests in odd slots have images before their text."""
+
+    def _batch(self, chosen: list[Running]) -> StepBatch:
+        batch = super()._batch(chosen)
+        self.worker._target.model_config.model_is_mrope = True
+        self.shifts = [-3 * one.slot * (one.slot % 2) for one in chosen]
+        batch.multimodal_inputs = [
+            SimpleNamespace(mrope_position_delta=torch.tensor([[shift]])) if shift else None for shift in self.shifts
+        ]
+        return batch
+
+    def _verify(self, forward_batch: Any = None, **_: Any) -> Any:
+        lens = forward_batch.spec_info.ragged_verify_layout.verify_lens.tolist()
+        shifts = [shift for shift, count in zip(self.shifts, lens, strict=True) for _ in range(count)]
+        shifts += [0] * (len(forward_batch.positions) - len(shifts))
+        sections = forward_batch.positions + torch.tensor(shifts)
+        assert torch.equal(forward_batch.mrope_positions, sections.repeat(3, 1))
+        self.seen["shifted"] = self.seen.get("shifted", 0) + (len(set(lens)) > 1 and any(shifts))
+        return super()._verify(forward_batch)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_of_any_width_commit_plain_decoding(seed):
     """Fails where a step of fewer rows than K, or behind one, commits another token than plain decoding, accepts less
@@ -128,6 +152,18 @@ def test_greedy_rows_commit_plain_decoding(seed):
         rig = TrimmedRig(seed, PLAIN)
         rig.run()
         assert rig.seen["deep"] and rig.seen["nobody drafted"] and rig.seen["ragged"], rig.seen
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_wrappers(seed, monkeypatch):
+    """Fails where a row of a request with an image stands at another position than in plain decoding."""
+    name = "compute_spec_mrope_positions"  # hooked, as on a server
+    original = getattr(ForwardBatch, name)
+    monkeypatch.setattr(ForwardBatch, name, lambda *given: ragged.positions_of_sections(original, *given))
+    with configured():
+        rig = WrapperRig(seed, PLAIN)
+        rig.run()
+        assert rig.seen["deep"] and rig.seen["shifted"], rig.seen
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -184,7 +220,8 @@ def config_of(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**(fields | changed))
 
 
-MODEL = {"is_hybrid_swa": False, "attention_arch": AttentionArch.MHA, "is_multimodal": False}
+MODEL = {"is_hybrid_swa": False, "attention_arch": AttentionArch.MHA}
+MODEL |= {"is_encoder_decoder": False, "is_local_attention_model": False}
 
 
 @pytest.mark.parametrize(
@@ -198,7 +235,8 @@ MODEL = {"is_hybrid_swa": False, "attention_arch": AttentionArch.MHA, "is_multim
         {"is_hybrid_swa": True},
         {"sliding_window_size": 512},
         {"attention_arch": AttentionArch.MLA},
-        {"is_multimodal": True},
+        {"is_encoder_decoder": True},
+        {"is_local_attention_model": True},
         {"recurrent": True},
     ],
 )

@@ -47,11 +47,15 @@ def positions_of_sections(
     if not isinstance(batch.spec_info, RaggedVerifyInput) or seq_positions is not None:
         original(forward_batch, runner, batch, seq_positions)
         return
-    lens, positions = batch.spec_info.lens, batch.spec_info.positions
+    spec_info, positions = batch.spec_info, batch.spec_info.positions
     deltas = [0 if one is None else int(one.mrope_position_delta) for one in batch.multimodal_inputs]
     if any(deltas):
-        rows = len(positions) // len(deltas) if lens is None else lens.long()
-        positions = positions + upload(torch.tensor(deltas), positions.device).repeat_interleave(rows)
+        of_requests = upload(torch.tensor([*deltas, 0]), positions.device)
+        if spec_info.kv_loc_cols is None:
+            shifts = of_requests[:-1].repeat_interleave(len(positions) // len(deltas))
+        else:  # places in whole blocks; -1 of a row that only fills a graph, so it takes the 0
+            shifts = of_requests[spec_info.kv_loc_cols // spec_info.draft_token_num]
+        positions = positions + shifts
     forward_batch.mrope_positions = positions.long()[None].repeat(3, 1)
 
 

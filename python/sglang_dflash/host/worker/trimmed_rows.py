@@ -36,7 +36,8 @@ def can_trim(cfg: Any, target: ModelRunner) -> bool:
         and not model.is_hybrid_swa
         and not (target.sliding_window_size or 0) > 0
         and model.attention_arch != AttentionArch.MLA
-        and not model.is_multimodal
+        and not model.is_encoder_decoder
+        and not model.is_local_attention_model
     )
 
 
