@@ -231,9 +231,9 @@ MODEL |= {"is_encoder_decoder": False, "is_local_attention_model": False}
         {"disable_cuda_graph_padding": True},
         {"attention_backend": "triton"},
         {"prefill_attention_backend": "flashinfer"},
-        {"decode_attention_backend": "trtllm_mha"},
-        {"is_hybrid_swa": True},
-        {"sliding_window_size": 512},
+        {"decode_attention_backend": "triton"},
+        {"is_hybrid_swa": True, "attention_backend": "trtllm_mha"},
+        {"sliding_window_size": 512, "attention_backend": "trtllm_mha"},
         {"attention_arch": AttentionArch.MLA},
         {"is_encoder_decoder": True},
         {"is_local_attention_model": True},
@@ -242,14 +242,25 @@ MODEL |= {"is_encoder_decoder": False, "is_local_attention_model": False}
 )
 def test_what_cannot_be_trimmed_is_not(monkeypatch, changed):
     """Fails where a target's graphs would take rows of requests that its attention lays out as whole blocks."""
-    recurrent = None
-    monkeypatch.setattr(trimmed_rows, "mambaish_config", lambda model: recurrent)
+    assert not trims(monkeypatch, changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"attention_backend": "trtllm_mha"}, {"is_hybrid_swa": True}, {"sliding_window_size": 512}],
+)
+def test_what_can_be_trimmed_is(monkeypatch, changed):
+    """Fails where a target whose packed rows are right gets blocks of one width."""
+    assert trims(monkeypatch, changed)
+
+
+def trims(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> bool:
+    monkeypatch.setattr(trimmed_rows, "BACKENDS", {"fa3", "trtllm_mha"})  # as on SM100
+    monkeypatch.setattr(trimmed_rows, "mambaish_config", lambda model: changed.get("recurrent"))
     model = SimpleNamespace(**{name: changed.get(name, value) for name, value in MODEL.items()})
-    target = SimpleNamespace(model_config=model, sliding_window_size=None)
-    assert can_trim(config_of(), SimpleNamespace(model_config=SimpleNamespace(**MODEL), sliding_window_size=None))
-    recurrent, target.sliding_window_size = changed.get("recurrent"), changed.get("sliding_window_size")
-    asked = config_of(**{name: value for name, value in changed.items() if name in vars(config_of())})
-    assert not can_trim(asked, target)
+    target = SimpleNamespace(model_config=model, sliding_window_size=changed.get("sliding_window_size"))
+    asked = {name: value for name, value in changed.items() if name in vars(config_of())}
+    return can_trim(config_of(**asked), target)
 
 
 @pytest.mark.parametrize("made", [False, True])

@@ -42,12 +42,12 @@ def batches(setup: Setup) -> Iterator[tuple[list[int], list[int]]]:
             yield (torch.randperm(REQUESTS, generator=generator) + 1).tolist()[: len(chosen)], chosen
 
 
-def expected(one: AttentionModel, index: int, row: int, prefix_len: int, first: int) -> torch.Tensor:
-    """[BLOCK, HEADS, D] float64: the layer's attention by definition.
+def expected(one: AttentionModel, index: int, row: int, prefix_len: int, first: int, rows: int = BLOCK) -> torch.Tensor:
+    """[rows, HEADS, D] float64: the layer's attention by definition.
 
     first: position of the first token that the model sees at all.
     """
-    layer, end = one.layers[index], prefix_len + BLOCK
+    layer, end = one.layers[index], prefix_len + rows
     keys, values = (kv[index, row, first:end].double() for kv in (one.keys, one.values))
     outputs = []
     for own in range(prefix_len, end):
@@ -61,20 +61,26 @@ def expected(one: AttentionModel, index: int, row: int, prefix_len: int, first: 
             query = one.queries[index, row, own, head].double()
             weights = torch.softmax(keys[seen, group] @ query / query.numel() ** 0.5, 0)
             outputs.append(weights @ values[seen, group])
-    return torch.stack(outputs).view(BLOCK, HEADS, -1)
+    return torch.stack(outputs).view(rows, HEADS, -1)
 
 
-def largest_error(one: AttentionModel, rows: list[int], lens: list[int], window: int | None = None) -> float:
-    """Of the last forward; at most 1 where only the output was rounded, NaN where a row read a foreign slot."""
-    assert one.outputs.shape[1] == len(rows)
+def largest_error(
+    one: AttentionModel, rows: list[int], lens: list[int], window: int | None = None, counts: list[int] | None = None
+) -> float:
+    """Of the last forward; at most 1 where only the output was rounded, NaN where a row read a foreign slot.
+
+    counts: rows of each request; None: whole blocks.
+    """
+    counts = counts or [BLOCK] * len(rows)
+    outputs = one.outputs[:, : sum(counts)].double().split(counts, dim=1)
     errors = []
     for place, (row, length) in enumerate(zip(rows, lens, strict=True)):
         page = one.setup.page_size
         first = 0 if window is None else max(length - window, 0) // page * page
         for index in range(len(one.layers)):
-            right = expected(one, index, row, length, first)
+            right = expected(one, index, row, length, first, counts[place])
             rounding = right.abs() * 2**-8 + 1e-4  # bfloat16 has 8 bits
-            errors.append(((one.outputs[index, place].double() - right).abs() / rounding).max())
+            errors.append(((outputs[place][index] - right).abs() / rounding).max())
     return float(torch.stack(errors).max())
 
 

@@ -24,6 +24,7 @@ from sglang.srt.model_executor.cuda_graph_buffer_registry import build_decode_re
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_capture_verify_lens
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from rehearsal import flash_attn_stub
@@ -52,6 +53,7 @@ class Setup:
         draft_window: `--speculative-draft-window-size`.
         swa_pool: the target's sliding layers have a pool of their own (SGLang's hybrid SWA).
         knows_lens: the host knows lengths on the CPU, as without overlap.
+        packed: of each block the first rows are verified, as `TrimmedRows` chooses them.
     """
 
     page_size: int
@@ -59,6 +61,7 @@ class Setup:
     draft_window: int | None = None
     swa_pool: bool = False
     knows_lens: bool = False
+    packed: bool = False
 
 
 class AttentionModel:
@@ -67,7 +70,7 @@ class AttentionModel:
     Fields:
         queries: [layers, rows, positions, HEADS, DIM]; rows are those of the slot table.
         keys, values: [layers, rows, positions, KV_HEADS, DIM].
-        outputs: [layers, B, BLOCK, HEADS, DIM] of the last forward.
+        outputs: [layers, T, HEADS, DIM] of the last forward.
     """
 
     def __init__(self, setup: Setup, layers: Sequence[Layer], table: ReqToTokenPool, seed: int, is_draft: bool) -> None:
@@ -171,15 +174,14 @@ class AttentionModel:
 
     def attend(self, forward_batch: Any) -> None:
         """The layers' attention over the rows of a batch, with the metadata that the backend holds."""
-        rows = forward_batch.req_pool_indices.repeat_interleave(BLOCK)
-        at = forward_batch.positions
+        rows, at = _requests(forward_batch), forward_batch.positions
         outputs = []
         for index, module in enumerate(self.modules):
             made = (one[index, rows, at].flatten(1) for one in (self.queries, self.keys, self.values))
             q, k, v = (one.contiguous() for one in made)
             k, v = (one.view(-1, KV_HEADS, DIM) for one in (k, v))
             outputs.append(self.backend.forward_extend(q, k, v, module, forward_batch))
-        self.outputs = torch.stack(outputs).view(len(outputs), -1, BLOCK, HEADS, DIM)
+        self.outputs = torch.stack(outputs).view(len(outputs), -1, HEADS, DIM)
 
     def forward(self, forward_batch: ForwardBatch) -> bool:
         """As the host's runner: replays a graph if there are graphs. Whether it did."""
@@ -191,6 +193,14 @@ class AttentionModel:
             self.backend.init_forward_metadata(forward_batch)
             self.attend(forward_batch)
         return graphs is not None
+
+
+def _requests(forward_batch: Any) -> torch.Tensor:
+    """[T] int64: the row of the slot table for each row of a batch; a graph's padding is of its last requests."""
+    layout, requests = forward_batch.spec_info.ragged_verify_layout, forward_batch.req_pool_indices
+    if layout is None:
+        return requests.repeat_interleave(BLOCK)
+    return requests.repeat_interleave(layout.padded_to_bucket(padded_bs=len(requests)).verify_lens)
 
 
 class Graphs:
@@ -218,11 +228,25 @@ class Graphs:
             setattr(self.buffers, name, self.registry.get_slot(name).buffer)
         self.buffers.seq_lens.fill_(self.fill)
         self.buffers.seq_lens_cpu.fill_(self.fill)
-        self.captured = {size: self._capture(size) for size in GRAPH_SIZES}
-        self.size = 0
+        self.captured = {rows: self._capture(rows) for rows in self._sizes()}
+        self.rows = 0
 
-    def _capture(self, size: int) -> tuple[ForwardBatch, Any]:
-        rows, buffers = size * BLOCK, self.buffers
+    def _sizes(self) -> list[int]:
+        """Rows of each graph."""
+        return [size * BLOCK for size in GRAPH_SIZES]
+
+    def _slots(self, rows: int) -> int:
+        """Requests of the graph of so many rows."""
+        return rows // BLOCK
+
+    def _layout(self, rows: int) -> Any:
+        """The host's `RaggedVerifyLayout` of a capture, if rows are packed."""
+        return None
+
+    def _capture(self, rows: int) -> tuple[ForwardBatch, Any]:
+        size, buffers = self._slots(rows), self.buffers
+        verify_input = DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=BLOCK)
+        verify_input.ragged_verify_layout = self._layout(rows)
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=size,
@@ -233,7 +257,7 @@ class Graphs:
             seq_lens_sum=size * self.fill,
             out_cache_loc=buffers.out_cache_loc[:rows],
             positions=buffers.positions[:rows],
-            spec_info=DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=BLOCK),
+            spec_info=verify_input,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
         )
@@ -242,25 +266,30 @@ class Graphs:
         self.model.attend(batch)
         return batch, dataclasses.replace(self.model.backend.forward_metadata)
 
+    def _size_of(self, forward_batch: ForwardBatch) -> int:
+        """Rows of the graph that the batch replays."""
+        return next(rows for rows in self.captured if rows >= len(forward_batch.input_ids))
+
     def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
         return forward_batch.batch_size <= max(GRAPH_SIZES)
 
     def load_batch(self, forward_batch: ForwardBatch) -> None:
         batch = forward_batch.batch_size
-        self.size = next(size for size in GRAPH_SIZES if size >= batch)
+        self.rows = self._size_of(forward_batch)
+        size = self._slots(self.rows)
         self.registry.fill_from(
             forward_batch,
             raw_bs=batch,
-            padded_bs=self.size,
-            raw_num_tokens=batch * BLOCK,
-            padded_num_tokens=self.size * BLOCK,
+            padded_bs=size,
+            raw_num_tokens=len(forward_batch.input_ids),
+            padded_num_tokens=self.rows,
         )
         view = build_replay_fb_view(
             forward_batch=forward_batch,
             buffers=self.buffers,
-            bs=self.size,
+            bs=size,
             raw_bs=batch,
-            num_tokens=self.size * BLOCK,
+            num_tokens=self.rows,
             global_num_tokens_cpu=None,
             seq_len_fill_value=self.fill,
             capture_forward_mode=ForwardMode.TARGET_VERIFY,
@@ -269,7 +298,29 @@ class Graphs:
         self.model.backend.init_forward_metadata_out_graph(view)
 
     def replay(self, forward_batch: ForwardBatch) -> None:
-        batch, metadata = self.captured[self.size]
+        batch, metadata = self.captured[self.rows]
+        batch.spec_info.ragged_verify_layout = forward_batch.spec_info.ragged_verify_layout
         self.model.backend.forward_metadata = metadata
         self.model.attend(batch)
-        self.model.outputs = self.model.outputs[:, : forward_batch.batch_size]
+        self.model.outputs = self.model.outputs[:, : len(forward_batch.input_ids)]
+
+
+class PackedGraphs(Graphs):
+    """Graphs of fixed numbers of rows, each of up to as many requests as the largest batch has."""
+
+    def __init__(self, model: AttentionModel) -> None:
+        self.capture_num_tokens, self.max_bs = self._sizes(), max(GRAPH_SIZES)
+        super().__init__(model)
+
+    def _slots(self, rows: int) -> int:
+        return min(rows, self.max_bs)
+
+    def _layout(self, rows: int) -> Any:
+        slots = self._slots(rows)
+        lens = build_capture_verify_lens(num_tokens=rows, num_slots=slots, num_draft_tokens=BLOCK)
+        grid = self.capture_num_tokens
+        return RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lens, device=torch.device("cpu"), grid=grid)
+
+    def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
+        size = forward_batch.spec_info.ragged_verify_layout.graph_num_tokens
+        return size in self.captured and forward_batch.batch_size <= self._slots(size)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.scheduler import GenerationBatchResult
@@ -19,15 +20,27 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from host.stand_ins import Batch, configured, make_req, one_rank
-from rehearsal.fa3_models import BLOCK, CONTEXT, GRAPH_SIZES, REQUESTS, VOCAB, AttentionModel, Graphs, Layer, Setup
+from rehearsal.fa3_models import (
+    BLOCK,
+    CONTEXT,
+    GRAPH_SIZES,
+    REQUESTS,
+    VOCAB,
+    AttentionModel,
+    Graphs,
+    Layer,
+    PackedGraphs,
+    Setup,
+)
 from sglang_dflash import ops
-from sglang_dflash.core.policy import SameRows
+from sglang_dflash.core.policy import Drafting, SameRows
 from sglang_dflash.host.start.hooks import _row_headroom
 from sglang_dflash.host.worker.acceptance import Acceptor
 from sglang_dflash.host.worker.draft_input import DraftInput, reserve_lens
 from sglang_dflash.host.worker.draft_runner import DraftRunner
 from sglang_dflash.host.worker.draft_window import DraftWindow
 from sglang_dflash.host.worker.rows import StepRows
+from sglang_dflash.host.worker.trimmed_rows import TrimmedRows
 from sglang_dflash.host.worker.worker import DFlashWorker, WorkerParts
 
 TARGET_LAYERS = (Layer(), Layer(left=20))
@@ -41,11 +54,29 @@ class Step(Batch):
         return None
 
 
+class Forced:
+    """A policy that says what a test has set; its chances are the draft's own."""
+
+    weighs, drafting = True, Drafting(1, [], 0)
+
+    def draft(self, names: Sequence[str]) -> Drafting:
+        return self.drafting
+
+    def offsets(self, names: Sequence[str], depths: int) -> np.ndarray:
+        return np.zeros((len(names), depths), np.float32)
+
+    def learn(self, *_: Any) -> None:
+        pass
+
+    see_draft = see_rest = learn
+
+
 class Rig:
     """Our worker over the two models. `step` runs one decode step and leaves the outputs in `target` and `draft`."""
 
     def __init__(self, setup: Setup, widen: bool = True) -> None:
-        self.setup = setup
+        self.setup, self.policy = setup, Forced()
+        self.counts: list[int] = []  # verified rows of each request of the last step
         width = CONTEXT + _row_headroom(get_req_to_token_extra_context_len)
         tables = [ReqToTokenPool(REQUESTS, width, "cpu", False) for _ in range(2)]
         self.target = AttentionModel(setup, TARGET_LAYERS, tables[0], 1, is_draft=False)
@@ -56,8 +87,10 @@ class Rig:
         if widen:
             self.worker.init_attention_backends()
         if setup.graphs:
-            for one in (self.target, self.draft):
-                one.runner.decode_cuda_graph_runner = Graphs(one)
+            self.draft.runner.decode_cuda_graph_runner = Graphs(self.draft)
+            graphs = (PackedGraphs if setup.packed else Graphs)(self.target)
+            self.target.runner.decode_cuda_graph_runner = graphs
+            self.worker.step_rows.use_graphs(None)
 
     def _lay_out_slots(self, width: int) -> tuple[torch.Tensor, int]:
         """Gives every row of the table but the first its pages, in no order. [rows, width] int64, and a slot of no row.
@@ -82,6 +115,10 @@ class Rig:
         )
         sampler = SimpleNamespace(is_plain_greedy=lambda batch: True, commit=_nothing, grammar_tree=_nothing)
         draft, kernels = self._make_draft_runner(), ops.TORCH_KERNELS
+        one_rank_sync = SimpleNamespace(sync=lambda site, values: values)
+        parts = (self.target.runner, draft, VOCAB - 1, kernels)
+        same = not self.setup.packed
+        step_rows = StepRows(BLOCK, SameRows(BLOCK), *parts) if same else TrimmedRows(BLOCK, self.policy, *parts)
         return DFlashWorker(
             WorkerParts(
                 target_worker=target_worker,
@@ -91,9 +128,9 @@ class Rig:
                 tp_sync=None,
                 draft=draft,
                 sampler=sampler,
-                acceptor=Acceptor(sampler, kernels, None, None, one_rank=True),
+                acceptor=Acceptor(sampler, kernels, one_rank_sync, None, one_rank=True),
                 hidden_states=SimpleNamespace(put=_nothing),
-                step_rows=StepRows(BLOCK, SameRows(BLOCK), self.target.runner, draft, VOCAB - 1, kernels),
+                step_rows=step_rows,
             )
         )
 
@@ -101,8 +138,14 @@ class Rig:
         runner = self.draft.runner
         runner.forward = self._propose
         ids = torch.zeros(max(GRAPH_SIZES), BLOCK - 1, dtype=torch.int64)
+        log_probs = torch.zeros(ids.shape) if self.setup.packed else None
         head = SimpleNamespace(
-            first_row=1, captured_ids=ids, captured_log_probs=None, draft_ids=lambda hidden, block: ids[: len(hidden)]
+            first_row=1,
+            captured_ids=ids,
+            captured_log_probs=log_probs,
+            draft_ids=lambda hidden, block: ids[: len(hidden)],
+            weighed=lambda hidden, block: (ids[: len(hidden)], log_probs[: len(hidden)]),
+            weigh_drafts=_nothing,
         )
         model = SimpleNamespace(block_size=BLOCK)
         bundle = SimpleNamespace(draft_worker=None, draft_model_runner=runner, draft_model=model)
@@ -121,7 +164,9 @@ class Rig:
 
     def _verify(self, forward_batch: ForwardBatch, **_: Any) -> GenerationBatchResult:
         replayed = self.target.forward(forward_batch)
-        logits = torch.zeros(forward_batch.batch_size * BLOCK, VOCAB)
+        layout = forward_batch.spec_info.ragged_verify_layout
+        self.counts = [BLOCK] * forward_batch.batch_size if layout is None else layout.verify_lens.tolist()
+        logits = torch.zeros(len(forward_batch.input_ids), VOCAB)
         out = LogitsProcessorOutput(next_token_logits=logits, hidden_states=torch.zeros(len(logits), 1))
         return GenerationBatchResult(logits_output=out, can_run_cuda_graph=replayed)
 

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from host.stand_ins import configured, one_rank
-from rehearsal.fa3_models import BLOCK, CONTEXT, HEADS, KV_HEADS, REQUESTS, AttentionModel, Graphs, Layer, Setup
+from rehearsal.fa3_models import BLOCK, CONTEXT, DIM, HEADS, KV_HEADS, REQUESTS, AttentionModel, Graphs, Layer, Setup
 from sglang_dflash import ops
 from sglang_dflash.host.patches.ragged import RaggedVerifyInput
 
@@ -68,7 +68,8 @@ class TreeRig:
             for index in range(len(self.model.layers)):
                 right = self._expected(index, row, prefix, seen[place])
                 rounding = right.abs() * 2**-7 + 5e-3  # both halves of the cascade are rounded, then merged
-                errors.append(((self.model.outputs[index, place].double() - right).abs() / rounding).max())
+                outputs = self.model.outputs[index].view(-1, BLOCK, HEADS, DIM)[place].double()
+                errors.append(((outputs - right).abs() / rounding).max())
         return float(torch.stack(errors).max())
 
     def _expected(self, index: int, row: int, prefix: int, seen: torch.Tensor) -> torch.Tensor:
