@@ -155,6 +155,15 @@ class Group:
     def rank_in_group(self) -> int:
         return getattr(self.local, "rank", 0)
 
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(self.world_size))
+
+    @property
+    def cpu_group(self) -> Group:
+        """What `torch.distributed` would be given."""
+        return self
+
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         self._sent[self.local.rank] = tensor
         self._barrier.wait(10)

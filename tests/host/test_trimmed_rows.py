@@ -227,7 +227,6 @@ MODEL |= {"is_encoder_decoder": False, "is_local_attention_model": False}
 @pytest.mark.parametrize(
     "changed",
     [
-        {"tp_size": 2},
         {"disable_cuda_graph_padding": True},
         {"attention_backend": "triton"},
         {"prefill_attention_backend": "flashinfer"},
@@ -247,7 +246,7 @@ def test_what_cannot_be_trimmed_is_not(monkeypatch, changed):
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"attention_backend": "trtllm_mha"}, {"is_hybrid_swa": True}, {"sliding_window_size": 512}],
+    [{}, {"tp_size": 2}, {"attention_backend": "trtllm_mha"}, {"is_hybrid_swa": True}, {"sliding_window_size": 512}],
 )
 def test_what_can_be_trimmed_is(monkeypatch, changed):
     """Fails where a target whose packed rows are right gets blocks of one width."""

@@ -12,7 +12,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync
 
 from sglang_dflash import ops
 from sglang_dflash.core.draft_folder import read_own_head
-from sglang_dflash.core.policy import SameRows
+from sglang_dflash.core.policy import Policy, SameRows
 from sglang_dflash.core.rows import RowPolicy
 from sglang_dflash.host.patches.capture import lm_head_of
 from sglang_dflash.host.start import widths
@@ -97,12 +97,11 @@ def _step_rows(
         return rows
     if on_graphs and can_trim(cfg, target):
         policy = RowPolicy(block_size, [block_size], together=True, size_of=lambda rows: trimmed.size_for(rows))
-        trimmed = TrimmedRows(block_size, policy, *parts, RowReport)
+        trimmed = TrimmedRows(block_size, _shared(policy), *parts, RowReport)
         logger.info("Steps verify the likeliest rows, as many as pay; %s=full verifies whole blocks.", widths.WIDTH)
         return trimmed
     own = RowPolicy(block_size, together=on_graphs, trims=not on_graphs)
-    group = get_parallel().tp_group
-    shared = own if group.world_size == 1 else SharedPolicy(own, group)
+    shared = _shared(own)
     if on_graphs:
         logger.info("Steps have the width that pays; %s=full verifies whole blocks.", widths.WIDTH)
         rows = DeviceRows(block_size, shared, *parts, RowReport)
@@ -113,3 +112,9 @@ def _step_rows(
         logger.info("Text that repeats itself is copied, not drafted, where that promises more (%s=1).", widths.COPIES)
         return CopiedRows(block_size, own, *parts, RowReport)
     return StepRows(block_size, shared, *parts, RowReport)
+
+
+def _shared(policy: RowPolicy) -> Policy:
+    """What all ranks ask."""
+    group = get_parallel().tp_group
+    return policy if group.world_size == 1 else SharedPolicy(policy, group)

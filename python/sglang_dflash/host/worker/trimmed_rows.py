@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 from sglang.srt.utils.common import is_sm100_supported
 
@@ -30,8 +31,7 @@ def can_trim(cfg: Any, target: ModelRunner) -> bool:
     model, backends = target.model_config, attention_backends(cfg)
     slides = model.is_hybrid_swa or (target.sliding_window_size or 0) > 0
     return (
-        cfg.tp_size == 1
-        and not cfg.disable_cuda_graph_padding
+        not cfg.disable_cuda_graph_padding
         and backends <= BACKENDS
         and not (slides and "trtllm_mha" in backends)  # no rehearsal has shown its windows over packed rows
         and mambaish_config(model) is None
@@ -42,7 +42,10 @@ def can_trim(cfg: Any, target: ModelRunner) -> bool:
 
 
 class TrimmedRows(DeviceRows):
-    """Blocks of K rows are drafted for everybody; the likeliest of their rows are verified, as many as pay."""
+    """Blocks of K rows are drafted for everybody; the likeliest of their rows are verified, as many as pay.
+
+    Under tensor parallelism, all ranks choose by the first rank's chances.
+    """
 
     made = False
     """Whether this process has one: then the target's graphs are of fixed numbers of rows."""
@@ -52,6 +55,7 @@ class TrimmedRows(DeviceRows):
         TrimmedRows.made = True
         self._sizes: list[int] = []  # rows of the target's graphs, rising
         self._slots = 0  # requests of the largest
+        self._group = get_parallel().tp_group
 
     def use_graphs(self, prepare: Any) -> None:
         runner = self._target.decode_cuda_graph_runner
@@ -81,6 +85,8 @@ class TrimmedRows(DeviceRows):
         return VerifyRows.of(block, block.ids, self._whole_rows(len(block.ids), 1))
 
     def _verified(self, block: Block, ids: torch.Tensor, survival: torch.Tensor) -> VerifyRows:
+        if self._group.world_size > 1:  # ranks that read chances differently would add up rows of different requests
+            self._group.broadcast(survival, src=0)
         requests, whole = ids.shape[0], ids.numel()
         size = self.size_for(self._drafting.rows)
         fits = requests <= self._slots and size < whole
