@@ -429,6 +429,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
         block_results,
         capture,
         disaggregation,
+        packed_gdn,
         ragged,
         sampler,
         sessions,
@@ -440,7 +441,7 @@ def test_builtin_worker_is_left_alone(monkeypatch):
     from sglang_dflash.host.worker import metrics, row_report, sampling_masks, trees, trimmed_rows
 
     modules = [block_results, capture, sampler, sessions, weights, features, requests, ragged, row_report, metrics]
-    modules += [sampling_masks, disaggregation, stored_kv, streamed_text, trees, trimmed_rows]
+    modules += [sampling_masks, disaggregation, packed_gdn, stored_kv, streamed_text, trees, trimmed_rows]
     seams = [hooks_of(module) for module in modules]
     declared = {target for seam in seams for target, hook in seam.items() if not hook.always}
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *declared}

@@ -236,7 +236,8 @@ MODEL |= {"is_encoder_decoder": False, "is_local_attention_model": False}
         {"attention_arch": AttentionArch.MLA},
         {"is_encoder_decoder": True},
         {"is_local_attention_model": True},
-        {"recurrent": True},
+        {"recurrent": "NemotronHForCausalLM"},
+        {"recurrent": "Qwen3_5MoeForCausalLM"},
     ],
 )
 def test_what_cannot_be_trimmed_is_not(monkeypatch, changed):
@@ -246,7 +247,14 @@ def test_what_cannot_be_trimmed_is_not(monkeypatch, changed):
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"tp_size": 2}, {"attention_backend": "trtllm_mha"}, {"is_hybrid_swa": True}, {"sliding_window_size": 512}],
+    [
+        {},
+        {"tp_size": 2},
+        {"attention_backend": "trtllm_mha"},
+        {"is_hybrid_swa": True},
+        {"sliding_window_size": 512},
+        {"recurrent": "Qwen3_5ForCausalLM"},
+    ],
 )
 def test_what_can_be_trimmed_is(monkeypatch, changed):
     """Fails where a target whose packed rows are right gets blocks of one width."""
@@ -257,6 +265,7 @@ def trims(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> bool:
     monkeypatch.setattr(trimmed_rows, "BACKENDS", {"fa3", "trtllm_mha"})  # as on SM100
     monkeypatch.setattr(trimmed_rows, "mambaish_config", lambda model: changed.get("recurrent"))
     model = SimpleNamespace(**{name: changed.get(name, value) for name, value in MODEL.items()})
+    model.hf_config = SimpleNamespace(architectures=[changed.get("recurrent")])
     target = SimpleNamespace(model_config=model, sliding_window_size=changed.get("sliding_window_size"))
     asked = {name: value for name, value in changed.items() if name in vars(config_of())}
     return can_trim(config_of(**asked), target)

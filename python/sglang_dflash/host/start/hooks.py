@@ -41,6 +41,7 @@ def worker_hooks() -> list[Hook]:
         capture,
         disaggregation,
         draft_layers,
+        packed_gdn,
         ragged,
         sampler,
         sessions,
@@ -53,7 +54,7 @@ def worker_hooks() -> list[Hook]:
 
     modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
     modules += [disaggregation, draft_layers, metrics, ragged, row_report, sampling_masks, stored_kv, streamed_text]
-    modules += [trees, trimmed_rows]
+    modules += [packed_gdn, trees, trimmed_rows]
     return [ours for module in modules for ours in hooks_of(module).values()]
 
 

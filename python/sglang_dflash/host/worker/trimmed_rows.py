@@ -18,12 +18,16 @@ from sglang.srt.utils.common import is_sm100_supported
 from sglang_cpu.hooking import AROUND, hook
 from sglang_dflash import ops
 from sglang_dflash.core.block import Block, VerifyRows
+from sglang_dflash.host.patches import packed_gdn
 from sglang_dflash.host.start.widths import attention_backends
 from sglang_dflash.host.worker.device_rows import DeviceRows
 from sglang_dflash.host.worker.protocols import ModelRunner
 
 BACKENDS = {"fa3"} | ({"trtllm_mha"} if is_sm100_supported() else set())
 """Attention backends whose graphs verify packed rows; the kernels of trtllm_mha do so on SM100 alone."""
+DENSE_GDN = {"Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}
+"""Targets with gated delta nets and without experts. The smallest graph has K rows, so a step without drafts has as
+many: one width for all is better where each row needs experts of its own."""
 
 
 def can_trim(cfg: Any, target: ModelRunner) -> bool:
@@ -34,7 +38,7 @@ def can_trim(cfg: Any, target: ModelRunner) -> bool:
         not cfg.disable_cuda_graph_padding
         and backends <= BACKENDS
         and not (slides and "trtllm_mha" in backends)  # no rehearsal has shown its windows over packed rows
-        and mambaish_config(model) is None
+        and (mambaish_config(model) is None or DENSE_GDN.issuperset(model.hf_config.architectures))
         and model.attention_arch != AttentionArch.MLA
         and not model.is_encoder_decoder
         and not model.is_local_attention_model
@@ -60,6 +64,7 @@ class TrimmedRows(DeviceRows):
     def use_graphs(self, prepare: Any) -> None:
         runner = self._target.decode_cuda_graph_runner
         self._sizes, self._slots = list(runner.capture_num_tokens), runner.max_bs
+        packed_gdn.allow_graphs(self._target.attn_backend)
 
     def size_for(self, rows: int) -> int:
         """Rows of the smallest graph with room for so many; the rows themselves if none has."""
