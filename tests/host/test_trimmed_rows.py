@@ -16,6 +16,7 @@ from plain_decoding import Asked
 from rows_rig import Rig, Running
 from sglang.kernels.ops.speculative.ragged_verify_kernels import BuildQoIndptr
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from stand_in_worker import BATCH, BLOCK, VOCAB, StepBatch
 from stand_ins import configured
@@ -23,7 +24,7 @@ from test_step_rows import GREEDY, PLAIN, SEEDED, SEEDS, _hooked, ask, check_fin
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyRows
-from sglang_dflash.host.patches import ragged
+from sglang_dflash.host.patches import packed_gdn, ragged
 from sglang_dflash.host.worker import acceptance, trimmed_rows
 from sglang_dflash.host.worker.device_rows import DeviceRows
 from sglang_dflash.host.worker.trimmed_rows import TrimmedRows, can_trim
@@ -269,6 +270,15 @@ def trims(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> bool:
     target = SimpleNamespace(model_config=model, sliding_window_size=changed.get("sliding_window_size"))
     asked = {name: value for name, value in changed.items() if name in vars(config_of())}
     return can_trim(config_of(**asked), target)
+
+
+def test_graphs_of_gated_delta_nets_are_replayed():
+    """Fails where SGLang would run their packed rows without graphs, which nobody would be told."""
+    parts = [SimpleNamespace(supports_ragged_verify_graph=able) for able in (True, False)]
+    hybrid = SimpleNamespace(full_attn_backend=parts[0], linear_attn_backend=parts[1])
+    packed_gdn.allow_graphs(hybrid)
+    packed_gdn.allow_graphs(parts[0])
+    assert HybridLinearAttnBackend.supports_ragged_verify_graph.fget(hybrid)
 
 
 @pytest.mark.parametrize("made", [False, True])

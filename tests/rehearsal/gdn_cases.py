@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_capture_verify_lens
 
 from host.stand_ins import configured
 from sglang_dflash import ops
@@ -64,12 +65,14 @@ class Layer:
         size: int = 0,
         slots: int = 0,
         forward: Any = HOOKED,
+        metadata: Any = None,
     ) -> tuple[torch.Tensor, MambaPool.SpeculativeState]:
         """One verification: [T, heads, D] outputs of its rows, and the states.
 
         Args:
             lens: rows of each request; None: whole blocks, by SGLang alone.
             size, slots: rows and requests of the graph; 0: as many as there are.
+            metadata: of the graph, as the host has made it; None: made here.
         """
         requests = len(self.slots)
         count = requests * BLOCK if lens is None else sum(lens)
@@ -85,14 +88,10 @@ class Layer:
             starts = padded.qo_indptr_device
         places = torch.cat((self.slots, torch.full((max(slots - requests, 0),), -1, dtype=torch.int32)))
         state = self._states()
+        made = {"query_start_loc": starts, "mamba_cache_indices": places}
+        links = dict.fromkeys(("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token"))
         backend = SimpleNamespace(
-            forward_metadata=SimpleNamespace(
-                query_start_loc=starts,
-                mamba_cache_indices=places,
-                retrieve_next_token=None,
-                retrieve_next_sibling=None,
-                retrieve_parent_token=None,
-            ),
+            forward_metadata=metadata or SimpleNamespace(**made, **links),
             req_to_token_pool=SimpleNamespace(
                 mamba2_layer_cache=lambda layer: state, mamba_pool=SimpleNamespace(), size=SLOTS
             ),
@@ -127,9 +126,54 @@ class Layer:
         )
 
 
-def difference(layer: Layer, lens: list[int], size: int = 0, slots: int = 0) -> str:
+class Graphs:
+    """The host's static metadata of graphs of up to SLOTS requests: captured by size, and filled before each replay."""
+
+    def __init__(self) -> None:
+        self.slots = torch.zeros(SLOTS, dtype=torch.int32)  # of each request
+        self.backend = GDNAttnBackend.__new__(GDNAttnBackend)
+        pool = SimpleNamespace(
+            mamba_pool=None,
+            get_mamba_indices=lambda requests: self.slots[requests.long()].clone(),
+            translate_mamba_indices=lambda slots: slots,
+        )
+        lists = ("state_indices", "query_start_loc", "retrieve_next_token", "retrieve_next_sibling")
+        vars(self.backend).update({f"{name}_list": [] for name in (*lists, "retrieve_parent_token")})
+        vars(self.backend).update(device="cpu", pad_slot_id=-1, topk=1, req_to_token_pool=pool)
+        vars(self.backend).update(_fused_state_indices_ok=False, _graph_seq_len_fill_value=1)
+        self.backend.init_cuda_graph_state(SLOTS, SLOTS * BLOCK)
+        self.captured = {size: self._capture(size) for size in (16, 12, 8)}
+
+    def _capture(self, size: int) -> Any:
+        lens = build_capture_verify_lens(num_tokens=size, num_slots=SLOTS, num_draft_tokens=BLOCK)
+        self._fill(torch.tensor(lens, dtype=torch.int32), size, in_capture=True)
+        return self.backend.forward_metadata
+
+    def replay(self, layer: Layer, lens: list[int], size: int) -> Any:
+        """The metadata of the graph of so many rows, for these requests."""
+        self.slots[: len(lens)] = layer.slots
+        self._fill(torch.tensor(lens, dtype=torch.int32), size)
+        return self.captured[size]
+
+    def _fill(self, lens: torch.Tensor, size: int, **rest: Any) -> None:
+        spec_info = RaggedVerifyInput(draft_token=None, positions=None, draft_token_num=BLOCK)
+        spec_info.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
+            verify_lens=lens, graph_num_tokens=size
+        )
+        batch = SimpleNamespace(
+            batch_size=SLOTS,
+            req_pool_indices=torch.arange(SLOTS),
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            spec_info=spec_info,
+            seq_lens_cpu=None,
+            num_padding=SLOTS - len(lens),
+        )
+        MambaAttnBackendBase.init_forward_metadata_out_graph(self.backend, batch, **rest)
+
+
+def difference(layer: Layer, lens: list[int], size: int = 0, slots: int = 0, metadata: Any = None) -> str:
     """What differs from whole blocks; "" if nothing does, bit by bit."""
-    (whole, right), (some, state) = layer.run(), layer.run(lens, size, slots)
+    (whole, right), (some, state) = layer.run(), layer.run(lens, size, slots, metadata=metadata)
     kept = ops.keep_rows(torch.tensor(lens), BLOCK, sum(lens)).kept
     if not torch.equal(some, whole[kept]):
         return "outputs"
@@ -167,6 +211,21 @@ def test_some_rows_of_blocks(lens: list[int], size: int, slots: int) -> None:
     """Fails where a row's output, or a state that a commit may read, is not that of whole blocks: with rows that fill a
     graph, and with requests that do."""
     assert difference(Layer(len(lens)), lens, size, slots) == ""
+
+
+def test_graphs_replay_other_rows() -> None:
+    """Fails where a graph reads the rows or the requests of its capture, or of the replay before."""
+    graphs = Graphs()
+    for lens, size in (
+        ([3, 1, 4], 8),
+        ([1, 2, 1, 4], 8),
+        ([1, 1], 12),
+        ([4, 4, 2, 1, 1], 12),
+        ([2, 1, 3, 3, 4, 3], 16),
+    ):
+        layer = Layer(len(lens))
+        metadata = graphs.replay(layer, lens, size)
+        assert difference(layer, lens, size, SLOTS, metadata) == "", (lens, size)
 
 
 def test_whole_blocks_are_the_hosts() -> None:
