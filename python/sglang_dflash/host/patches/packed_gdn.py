@@ -38,9 +38,9 @@ def verify_packed(
 ) -> torch.Tensor:
     """A layer's outputs over the rows of a batch, [1, T, value heads, D].
 
-    The convolution runs over whole blocks, zeros behind a request's rows; the recurrence over the rows alone. Both keep
-    the state after each row in SGLang's scratch memory, which the commit reads up to the last accepted row. Rows that
-    only fill a graph get any values.
+    The convolution runs over whole blocks, zeros behind a request's rows: over as many as the graph may have requests.
+    The recurrence runs over the rows alone. Both keep the state after each row in SGLang's scratch memory, which the
+    commit reads up to the last accepted row. Rows that only fill a graph get any values.
 
     Args:
         mixed_qkv: [T, queries, keys and values of all heads].
