@@ -13,7 +13,9 @@ from sglang_dflash.ops.kernels import TORCH_KERNELS, Kernels, choose_kernels, wa
 from sglang_dflash.ops.kv_buffers import FP8, KVBuffers, fits
 from sglang_dflash.ops.penalties import BlockRows, Emitted, EmittedTokens, PenaltyParams, penalize, penalties_of
 from sglang_dflash.ops.reference import (
+    MOST_SAMPLED,
     Drafts,
+    Filters,
     GreedyAcceptance,
     context_kv,
     extend_positions,
@@ -43,6 +45,7 @@ from sglang_dflash.ops.trees import (
 
 __all__ = [
     "FP8",
+    "MOST_SAMPLED",
     "TORCH_KERNELS",
     "BlockRows",
     "Candidates",
@@ -50,6 +53,7 @@ __all__ = [
     "Drafts",
     "Emitted",
     "EmittedTokens",
+    "Filters",
     "GreedyAcceptance",
     "KVBuffers",
     "Kernels",

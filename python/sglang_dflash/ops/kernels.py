@@ -35,6 +35,7 @@ class Kernels:
     accept_chain: Callable[[torch.Tensor, torch.Tensor], GreedyAcceptance]
     accept_greedy: Callable[[torch.Tensor, torch.Tensor], GreedyAcceptance]
     best_log_probs: Callable[[torch.Tensor], Drafts]
+    sample_rows: Callable[..., torch.Tensor]
     emitted_tokens: type[EmittedTokens]
 
 
@@ -45,6 +46,7 @@ TORCH_KERNELS = Kernels(
     accept_chain=reference.accept_chain,
     accept_greedy=reference.accept_greedy,
     best_log_probs=reference.best_log_probs,
+    sample_rows=reference.sample_rows,
     emitted_tokens=EmittedTokens,
 )
 
@@ -86,7 +88,13 @@ _NATIVE_KERNELS = replace(
 
 def _cuda_kernels() -> Kernels:
     """Not cached: tests put references in the place of Triton's functions."""
-    from sglang_dflash.ops import triton_acceptance, triton_block, triton_context_kv, triton_penalties
+    from sglang_dflash.ops import (
+        triton_acceptance,
+        triton_block,
+        triton_context_kv,
+        triton_penalties,
+        triton_sampling,
+    )
 
     return replace(
         TORCH_KERNELS,
@@ -95,6 +103,7 @@ def _cuda_kernels() -> Kernels:
         row_argmax=triton_acceptance.row_argmax,
         accept_chain=triton_acceptance.accept_chain,
         accept_greedy=triton_acceptance.accept_greedy,
+        sample_rows=triton_sampling.sample_rows,
         emitted_tokens=triton_penalties.TritonEmittedTokens,
     )
 

@@ -9,6 +9,9 @@ import torch.nn.functional as F
 
 from sglang_dflash.ops.kv_buffers import FP8, KVBuffers
 
+MOST_SAMPLED = 64
+"""The largest `top_k` for which `sample_rows` is made."""
+
 
 class Drafts(NamedTuple):
     """Proposed ids, and how sure the draft is of each.
@@ -34,6 +37,20 @@ class GreedyAcceptance(NamedTuple):
     out_ids: torch.Tensor
     commit_lens: torch.Tensor
     bonus_ids: torch.Tensor
+
+
+class Filters(NamedTuple):
+    """The sampling parameters of every request.
+
+    Fields:
+        temperatures: [B] float32, above 0.
+        top_ks: [B] int32, at least 1; 1 makes a request greedy.
+        top_ps: [B] float32, in (0, 1].
+    """
+
+    temperatures: torch.Tensor
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
 
 
 def gather_slots(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -162,6 +179,59 @@ def accept_greedy(logits: torch.Tensor, ids: torch.Tensor) -> GreedyAcceptance:
         ids: [B, W] int64; anchor first, then the drafts.
     """
     return accept_chain(row_argmax(logits), ids)
+
+
+def kept_probabilities(logits: torch.Tensor, requests: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """The probabilities from which each row's token is drawn: those of SGLang's sampler with flashinfer.
+
+    A row's logits are divided by its temperature. A token is kept if its probability is above zero, fewer than `top_k`
+    tokens of the row are likelier, and these have less than `top_p` of the whole row's probability together
+    (`top_k_top_p_sampling_from_probs` of flashinfer, `filter_apply_order="joint"`). Tokens of equal logits are kept or
+    dropped together, so more than `top_k` may be kept. A `top_p` of 1 drops nobody. Kept probabilities are divided by
+    their sum.
+
+    Args:
+        logits: [N, V] float32.
+        requests: [N] int64; the request of each row.
+
+    Returns:
+        [N, V] float32. NaN where a row has no distribution: one of its logits is NaN or inf, or all are -inf.
+    """
+    probs = (logits / filters.temperatures[requests][:, None]).softmax(-1)
+    ordered, ids = logits.sort(-1, descending=True)
+    likelier = torch.searchsorted(-ordered, -ordered)  # [N, V] int64; how many tokens of the row are above each
+    mass = probs.gather(1, ids).cumsum(1)
+    mass = torch.cat((torch.zeros_like(mass[:, :1]), mass), 1).gather(1, likelier)
+    top_ks, top_ps = filters.top_ks[requests][:, None], filters.top_ps[requests][:, None]
+    kept = (likelier < top_ks) & ((mass < top_ps) | (top_ps >= 1))
+    probs = probs * torch.zeros_like(kept).scatter(1, ids, kept)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def sample_rows(
+    logits: torch.Tensor, requests: torch.Tensor, filters: Filters, uniform: torch.Tensor, any_id: bool
+) -> torch.Tensor:
+    """Draws the token of every row, by the inverse of the cumulated `kept_probabilities` in the order of the ids.
+
+    A row with a `top_k` of 1 gets its `row_argmax`. Another row without a distribution gets id 0, as from flashinfer.
+
+    Args:
+        logits, requests, filters: as in `kept_probabilities`; `top_k` at most `MOST_SAMPLED`.
+        uniform: [N] float32, in [0, 1).
+        any_id: a row without a distribution gets `uniform * V`, rounded down, instead of id 0.
+
+    Returns:
+        [N] int64.
+    """
+    vocab = logits.shape[1]
+    probs = kept_probabilities(logits, requests, filters)
+    mass = probs.double().cumsum(1)
+    whole = mass[:, -1:]
+    # Rounding may carry `uniform * whole` up to `whole`, which no sum exceeds.
+    drawn = ((mass > uniform[:, None].double() * whole) | (mass >= whole)).int().argmax(1)
+    fallback = (uniform * (vocab if any_id else 0)).long().clamp(max=vocab - 1)
+    drawn = torch.where(whole[:, 0].isnan(), fallback, drawn)
+    return torch.where(filters.top_ks[requests] <= 1, row_argmax(logits), drawn)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
