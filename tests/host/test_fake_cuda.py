@@ -54,6 +54,7 @@ from sglang_dflash.ops import (
     triton_block,
     triton_context_kv,
     triton_penalties,
+    triton_sampling,
     triton_warm_up,
 )
 
@@ -61,6 +62,7 @@ TRITON = {
     triton_block: ["block_layout"],
     triton_acceptance: ["row_argmax", "accept_chain", "accept_greedy"],
     triton_context_kv: ["write_context_kv"],
+    triton_sampling: ["sample_rows"],
 }
 """Modules of Triton bodies, and their functions that have a reference of the same name."""
 NO_LAUNCH = {
@@ -259,6 +261,29 @@ def test_a_sampled_step(asked, watch):
     assert not watch.waits
     penalised = "frequency_penalty" in ASKED[asked]
     assert watch.launches["triton.penalize"] == watch.launches["triton.append"] == int(penalised)
+    assert not watch.launches["triton.sample_rows"], "the pytorch backend splits ties"
+
+
+DRAWN: dict[str, dict[str, Any]] = {
+    "filters": ASKED["filters"],
+    "penalties and a bias": {**ASKED["penalties"], "top_k": 64, "logit_bias": {"3": 1.0}},
+}
+"""What the op `sample_rows` draws where flashinfer samples."""
+
+
+@pytest.mark.parametrize("asked", DRAWN)
+def test_a_step_that_the_op_samples(asked, watch):
+    """Fails where the op is not used, waits for the device, or takes more launches than the numbers and the draw."""
+    one = worker_of(table_of(), ops.choose_kernels("cuda", torch.float32), make_sampler())
+    batch = decode_batch("cuda", **{"temperature": 0.7} | DRAWN[asked])
+    one._sampler.prefill(batch)
+    watch.launches.clear()
+    with configured(sampling_backend="flashinfer"):
+        result = run(watch, one, batch)
+    assert result.next_token_ids.shape == (BATCH * BLOCK,) and result.next_token_ids.dtype == torch.int64
+    assert not watch.waits and not watch.host_waits
+    assert watch.launches["triton.sample_rows"] == watch.launches["aten.rand"] == 1
+    assert not watch.launches["aten._softmax"]
 
 
 def test_the_penalties_of_a_running_batch_are_uploaded_once(watch):

@@ -11,7 +11,7 @@ import torch
 from sglang.kernels.ops.speculative.ragged_verify_kernels import BuildQoIndptr
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from stand_in_worker import BATCH, BLOCK, VOCAB, decode_batch, worker_of
-from stand_ins import make_sampler
+from stand_ins import configured, make_sampler
 from test_fake_cuda import ASKED, Watch, run, table_of, watch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
@@ -118,6 +118,15 @@ def test_a_sampled_step(monkeypatch: pytest.MonkeyPatch, watch: Watch, asked: st
     """Fails where sampling the rows waits for the device."""
     run(watch, worker_with(monkeypatch, SOME, make_sampler()), decode_batch("cuda", **ASKED[asked]))
     assert not watch.waits
+
+
+def test_a_step_that_the_op_samples(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
+    """Fails where the op's draw of chosen rows waits for the device, or is not used."""
+    one = worker_with(monkeypatch, SOME, make_sampler())
+    with configured(sampling_backend="flashinfer"):
+        result = run(watch, one, decode_batch("cuda", **ASKED["filters"]))
+    assert result.next_token_ids.shape == (BATCH * BLOCK,)
+    assert not watch.waits and watch.launches["triton.sample_rows"] == 1
 
 
 def test_the_drafts_chances_can_be_captured(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:

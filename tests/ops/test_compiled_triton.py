@@ -16,16 +16,16 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sglang_dflash.ops import triton_acceptance as acceptance, triton_block as block, triton_context_kv as context_kv
-from sglang_dflash.ops import triton_penalties as penalties
+from sglang_dflash.ops import triton_penalties as penalties, triton_sampling as sampling
 
-def build(kernel, capability, types, **constants):
+def build(kernel, capability, types, warps=4, **constants):
     names = kernel.arg_names
     signature = dict.fromkeys(names, "constexpr") | types
     assert set(types) | set(constants) == set(names), names
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in types if types[name] != "fp32"}
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    built = compile(source, target=GPUTarget("cuda", capability, 32))
+    built = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     return built.asm["ptx"]
 
 capability = int(sys.argv[1])
@@ -48,6 +48,12 @@ assert "div.rn.f32" in ptx and "ld.global.v" in ptx, "the scaling is rounded oth
 types = {"requests": "*i64", "rows": "*i64", "ids": "*i64", "counts": "*i32", "seen": "*u8", "sums": "*fp32"}
 types |= {"lens": "*i64", "frequency": "*fp32", "vocab": "i32"}
 build(penalties._append_kernel, capability, types, WIDTH=16, LANES=16)
+types = {"logits": "*fp32", "row_stride": "i32", "vocab": "i32", "requests": "*i64", "temperatures": "*fp32"}
+types |= {"top_ks": "*i32", "top_ps": "*fp32", "uniform": "*fp32", "ids": "*i64"}
+shape = {"BLOCK": sampling.BLOCK, "STAGES": sampling.STAGES, "warps": sampling.WARPS}
+for any_id in (False, True):
+    ptx = build(sampling._sample_kernel, capability, types, ANY_ID=any_id, **shape)
+    assert "ld.global.v4" in ptx, "logits are read element by element"
 types = {"bonus_ids": "*i64", "prefix_lens": "*i64", "req_pool_indices": "*i64", "req_to_token": "*i32"}
 types |= {"table_stride": "i32", "out": "*i64", "plane": "i32", "mask_token_id": "i32"}
 build(block._block_layout_kernel, capability, types, WIDTH=16, LANES=16)

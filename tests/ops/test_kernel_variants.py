@@ -14,9 +14,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import jit
 
-from sglang_dflash.ops import triton_acceptance, triton_block, triton_context_kv, triton_warm_up
+from sglang_dflash.ops import triton_acceptance, triton_block, triton_context_kv, triton_sampling, triton_warm_up
 from sglang_dflash.ops.kv_buffers import KVBuffers
 from sglang_dflash.ops.penalties import BlockRows, PenaltyParams
+from sglang_dflash.ops.reference import Filters
 from sglang_dflash.ops.triton_penalties import TritonEmittedTokens
 
 VOCAB, MASK = 151_936, 151_669
@@ -48,12 +49,18 @@ def unaligned(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def step(batch: int, width: int, logits: torch.Tensor, table: torch.Tensor, place) -> None:
-    """The launches of a step, greedy and penalised; place(count, dtype) makes a vector."""
+    """The launches of a step, greedy, penalised and sampled; place(count, dtype) makes a vector."""
     vectors = [place(batch, torch.int64) for _ in range(3)]
     ids, _, _ = triton_block.block_layout(*vectors, table, width, MASK)
     for rows in (ids, place(batch * width, torch.int64).view(batch, width)):
         triton_acceptance.accept_greedy(logits, rows)
         triton_acceptance.accept_chain(triton_acceptance.row_argmax(logits.flatten(0, 1)).view(batch, width), rows)
+    if logits.dtype == torch.float32:
+        real = place(batch, torch.float32)
+        requests, uniform = place(batch * width, torch.int64), place(batch * width, torch.float32)
+        for any_id in (False, True):
+            filters = Filters(real, place(batch, torch.int32), real)
+            triton_sampling.sample_rows(logits.flatten(0, 1), requests, filters, uniform, any_id)
     for asking in {1, batch}:
         emitted = TritonEmittedTokens(VOCAB, "cpu")
         row, real = place(asking, torch.int64), torch.zeros(asking)
@@ -76,7 +83,7 @@ def test_a_step_meets_only_what_was_warmed_up(width, monkeypatch):
         triton_warm_up.warm_up(width, kinds, VOCAB, table, MASK)
     assert {name for name, _ in warm} == {
         *("_block_layout_kernel", "_split_argmax_kernel", "_reduce_kernel", "_accept_kernel"),
-        *("_penalize_kernel", "_append_kernel"),
+        *("_penalize_kernel", "_append_kernel", "_sample_kernel"),
     }
     for _, dtype in kinds:
         with recorded(monkeypatch) as met:

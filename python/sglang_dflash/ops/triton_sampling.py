@@ -16,11 +16,10 @@ from sglang_dflash.ops.reference import Filters
 from sglang_dflash.ops.triton_acceptance import _ordered
 
 BLOCK = 4096  # lanes of a program
-WARPS = 16
+WARPS = 32  # so that 64 registers a thread hold what the lanes keep
 STAGES = 3  # blocks of logits on their way to a program
 
 ABSENT = tl.constexpr(-0x80000000)  # the key of no token, and of one of probability zero
-INFINITE = tl.constexpr(0x7F800000)  # the key of inf; only that of NaN is larger
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -73,9 +72,9 @@ def _read_again(cells, vocab, first, best, scale, top_k, limit, uniform, BLOCK: 
         x, key = _load(cells, start + lane, vocab)
         mass += tl.where(key >= low, tl.exp2((x - top) * scale), 0.0)
     target = uniform * tl.sum(mass, 0)
-    below = tl.sum(mass, 0) * 0.0
-    drawn = vocab + tl.sum(lane, 0) * 0
-    last = drawn * 0
+    below = tl.to_tensor(0.0)
+    drawn = vocab
+    last = tl.to_tensor(0)
     for start in tl.range(0, vocab, BLOCK):
         x, key = _load(cells, start + lane, vocab)
         weight = tl.where(key >= low, tl.exp2((x - top) * scale), 0.0)
@@ -104,7 +103,8 @@ def _sample_kernel(
     """One program per row. logits: float32; ids: [N] int64."""
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(requests + row)
-    scale = LOG2_E / tl.load(temperatures + request)
+    temperature = tl.load(temperatures + request)
+    scale = LOG2_E / temperature
     top_k = tl.load(top_ks + request)
     top_p = tl.load(top_ps + request)
     u = tl.load(uniform + row)
@@ -147,9 +147,8 @@ def _sample_kernel(
     limit = tl.where(top_p < 1.0, top_p * whole, float("inf"))
 
     # The least key that fewer than `top_k` tokens with less than `top_p` of the weight exceed.
-    low = ABSENT + 1
+    low = tl.to_tensor(ABSENT + 1)
     high = tl.maximum(best, low)
-    low = high * 0 + low
     while low < high:
         probe = _middle(low, high)
         above1 = key1 > probe
@@ -163,9 +162,9 @@ def _sample_kernel(
 
     if top_k <= 1:
         drawn = tl.min(tl.where(key1 == best, column1, vocab), 0)
-    elif (best >= INFINITE) | (best == ABSENT):
-        drawn = tl.minimum((u * vocab).to(tl.int32), vocab - 1) if ANY_ID else vocab * 0
-    elif tl.max(key3, 0) >= low:  # this lane may have dropped a kept token
+    elif not (tl.abs(top / temperature) < float("inf")):  # NaN, too
+        drawn = tl.minimum((u * vocab).to(tl.int32), vocab - 1) if ANY_ID else tl.to_tensor(0)
+    elif tl.max(key3, 0) >= low:  # that lane may have dropped a kept token
         drawn = _read_again(cells, vocab, low, best, scale, top_k, limit, u, BLOCK)
     else:
         weight1 = tl.where(key1 >= low, weight1, 0.0)
@@ -174,7 +173,7 @@ def _sample_kernel(
         whole = tl.sum(weight1 + weight2 + weight3, 0)
         target = u * whole
         # The least id up to which the weights exceed the target. By rounding, the target may be their sum.
-        drawn = vocab * 0
+        drawn = tl.to_tensor(0)
         end = vocab - 1
         while drawn < end:
             probe = (drawn + end) // 2

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dflash.ops import triton_acceptance, triton_block
+from sglang_dflash.ops import triton_acceptance, triton_block, triton_sampling
 from sglang_dflash.ops.penalties import BlockRows, PenaltyParams
+from sglang_dflash.ops.reference import Filters
 from sglang_dflash.ops.triton_penalties import TritonEmittedTokens
 
 
@@ -21,7 +22,7 @@ def warm_up(
     Args:
         width: rows of a request in a step.
         compared: columns and dtype of the logits whose argmax is taken: the target's and the draft's.
-        vocab_size: columns of the logits that penalties change.
+        vocab_size: columns of the logits that penalties change and tokens are drawn from.
         req_to_token: [R, C] int32; the slot table, whose first row and columns are read.
     """
     device = req_to_token.device
@@ -36,6 +37,10 @@ def warm_up(
     zero = torch.zeros(1, device=device)
     params = PenaltyParams(zero, zero, zero + 1, first, first[:, None])
     emitted.penalize(torch.zeros((width, vocab_size), device=device), BlockRows.whole(first, ids), first, 1, params)
+    for logits in _layouts(1, vocab_size, torch.float32, device):
+        for any_id in (False, True):
+            filters = Filters(zero + 1, first.int() + 2, zero + 1)
+            triton_sampling.sample_rows(logits[0], first, filters, zero, any_id)
     for ids_of_a_step in (ids, ids[:, :1]):  # of a decode step, and of a prefill
         emitted.append(first, first, ids_of_a_step, first.int() + 1, 1, params)
 

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from sglang.srt.constrained.base_grammar_backend import GrammarMask
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dflash import ops
 from sglang_dflash.core.block import VerifyRows
@@ -36,7 +39,7 @@ class RowSampler:
     """Samples each row as plain decoding would at that position, once the drafts before the row are emitted.
 
     Our code applies penalties. SGLang applies grammar masks, filters, seeds, processors and logprobs, over all T
-    rows. A draft is accepted if it equals the row's token. Given the tokens before it, a draft is not random, so this
+    rows. Where the op `sample_rows` draws as SGLang's sampler does, the op is called instead (`can_draw`). A draft is accepted if it equals the row's token. Given the tokens before it, a draft is not random, so this
     leaves the sampled distribution unchanged.
     """
 
@@ -45,6 +48,7 @@ class RowSampler:
         vocab_size = target_runner.model_config.vocab_size
         self._penalties = RequestPenalties(vocab_size, max_width, target_runner.device, kernels)
         self._text = EmittedText()
+        self._sample_rows = kernels.sample_rows
         self.sampled_rows = SAMPLED_ROWS
 
     def prefill(self, batch: ScheduleBatch) -> Group | None:
@@ -118,6 +122,8 @@ class RowSampler:
                 rows.blocks(logits).add_(info.logit_bias[:, None])
             else:
                 logits.add_(info.logit_bias[rows.requests()])
+        if can_draw(batch, logits, self._runner.sampler):
+            return self._draw(info, rows, logits), group
         params = self._text.row_params(batch, rows) if info.has_custom_logit_processor else None
         spans = [slice(first, min(first + self.sampled_rows, count)) for first in range(0, count, self.sampled_rows)]
         outs = [LogitsProcessorOutput(next_token_logits=logits[span]) for span in spans]
@@ -127,6 +133,14 @@ class RowSampler:
         if info.sampling_mask_batch_indices is not None:
             sampling_masks.join(target_out, outs, info, rows.requests_on_cpu(), rows.width)
         return ids.long(), group
+
+    def _draw(self, info: SamplingBatchInfo, rows: VerifyRows, logits: torch.Tensor) -> torch.Tensor:
+        """The token of every row, [T] int64, of a batch that `can_draw`."""
+        sanitize_nan_logits(logits, "sampler: next_token_logits")
+        filters = ops.Filters(info.temperatures.flatten(), info.top_ks, info.top_ps)
+        uniform = torch.rand(len(logits), device=logits.device)
+        # With grammars a row may have no token at all; see `sample_as_if_alone`.
+        return self._sample_rows(logits, rows.requests(), filters, uniform, any_id=bool(info.grammars))
 
     def _sample(
         self,
@@ -157,6 +171,29 @@ class RowSampler:
             self._penalties.commit(group, ids, lens)
         if batch.sampling_info.has_custom_logit_processor:
             self._text.commit(batch, ids, lens)
+
+
+def can_draw(batch: ScheduleBatch, logits: torch.Tensor, sampler: Any) -> bool:
+    """Whether the op `sample_rows` gives the rows of a batch the distribution of SGLang's sampler; read off the host.
+
+    It does where SGLang's flashinfer filters by top-k and top-p together. With min_p flashinfer filters in another
+    order. SGLang's pytorch backend keeps only some of equal tokens, which ones torch leaves open.
+    """
+    info = batch.sampling_info
+    return (
+        type(sampler) is Sampler
+        and get_exec().kernel.sampling_backend == "flashinfer"
+        and logits.dtype == torch.float32
+        and logits.stride(1) == 1
+        and not info.is_all_greedy
+        and info.max_top_k is not None
+        and info.max_top_k <= ops.MOST_SAMPLED
+        and not info.need_min_p_sampling
+        and info.sampling_seed is None
+        and not info.has_custom_logit_processor
+        and not batch.return_logprob
+        and info.sampling_mask_batch_indices is None
+    )
 
 
 def _rows_of(mask: GrammarMask, rows: VerifyRows) -> GrammarMask:
