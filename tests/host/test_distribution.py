@@ -2,7 +2,7 @@
 
 The target is a Markov chain of 16 tokens: the logits of a row depend only on the row's id. Thousands of requests start
 from one token. The tokens that they commit in several blocks are compared with the exact probabilities of plain
-decoding, in float64. There are 170 p-values, each tested against `THRESHOLD`: fewer than one in 10,000 seeds would fail
+decoding, in float64. There are 210 p-values, each tested against `THRESHOLD`: fewer than one in 10,000 seeds would fail
 a correct implementation.
 """
 
@@ -253,6 +253,22 @@ def test_requests_of_one_batch_keep_their_own(monkeypatch, hooked):
     for case, name in enumerate(names):
         values = p_values(tokens[case :: len(names)], exact_joint(CASES[name]))
         show(name, values)
+        assert min(values) > THRESHOLD
+
+
+@pytest.mark.parametrize("trims", [False, True], ids=["whole", "trimmed"])
+def test_blocks_that_the_op_samples(trims):
+    """Fails where the distribution differs from plain decoding's if the op `sample_rows` draws, as on CUDA with
+    flashinfer. SGLang's sampler would raise: there is no flashinfer here."""
+    torch.manual_seed(20261130)
+    filters = {"temperature": 0.8, "top_k": 9, "top_p": 0.85}
+    penalised = {"top_k": 11, "presence_penalty": 0.4, "repetition_penalty": 1.3, "logit_bias": {"4": 1.0}}
+    cases = [CASES["top_k"], Asked(filters), Asked({**filters, **penalised}, (7, 7, 12)), CASES["greedy"]]
+    with configured(sampling_backend="flashinfer"):
+        tokens, _ = generate(batch_of(cases, REQUESTS), trims=trims)
+    for number, asked in enumerate(cases):
+        values = p_values(tokens[number :: len(cases)], exact_joint(asked))
+        show(str(asked.params), values)
         assert min(values) > THRESHOLD
 
 

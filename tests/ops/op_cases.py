@@ -14,6 +14,7 @@ import torch
 from sglang_dflash.ops import (
     BlockRows,
     EmittedTokens,
+    Filters,
     KVBuffers,
     PenaltyParams,
     likeliest_rows,
@@ -21,6 +22,7 @@ from sglang_dflash.ops import (
     triton_acceptance,
     triton_block,
     triton_context_kv,
+    triton_sampling,
 )
 from sglang_dflash.ops.triton_penalties import TritonEmittedTokens
 
@@ -146,6 +148,36 @@ def accept_chain(device: str, batch: int, width: int) -> Case:
     shape = f"{batch} blocks of {width}"
     ours, torch_body = triton_acceptance.accept_chain, reference.accept_chain
     return _compared(shape, ours, torch_body, (target_ids, ids), batch * (16 + 24 * width))
+
+
+def sample_rows(device: str, rows: int, vocab: int, top_k: int) -> Case:
+    """Sampled rows with logits of bfloat16's steps, which often tie. Where a sum ends at a row's number, rounding may
+    draw the next token: in at most one row of a hundred."""
+    generator = torch.Generator(device).manual_seed(rows)
+    logits = (torch.randn(rows, vocab, generator=generator, device=device) * 3).bfloat16().float()
+    requests = torch.arange(rows, device=device) // 16
+    asking = int(requests[-1]) + 1
+    filters = Filters(
+        torch.rand(asking, generator=generator, device=device) + 0.5,
+        torch.full((asking,), top_k, dtype=torch.int32, device=device),
+        torch.where(torch.arange(asking, device=device) % 2 == 0, 0.95, 1.0),
+    )
+    arguments = logits, requests, filters, torch.rand(rows, generator=generator, device=device), False
+
+    def compare() -> float:
+        got, expected = triton_sampling.sample_rows(*arguments), reference.sample_rows(*arguments)
+        assert got.dtype == expected.dtype and got.shape == expected.shape, (got.dtype, got.shape)
+        share = float((got != expected).float().mean())
+        assert share <= 0.01, f"{share:.1%} of the tokens differ"
+        return share
+
+    return Case(
+        f"top_k {top_k} of {rows} rows, {vocab} ids",
+        compare,
+        lambda: triton_sampling.sample_rows(*arguments),
+        lambda: reference.sample_rows(*arguments),
+        rows * vocab * 4,
+    )
 
 
 def _buffers(slots: int, layers: int, heads: int, dim: int, device: str, dtype: torch.dtype) -> KVBuffers:

@@ -28,6 +28,7 @@ SHAPES: list[tuple[Callable[..., op_cases.Case], tuple[int, ...]]] = [
     *((op_cases.accept_greedy, (batch, 16, VOCAB)) for batch in (1, 8, 32, 64)),
     *((op_cases.row_argmax, (rows, VOCAB)) for rows in (16, 128)),
     *((op_cases.accept_chain, (batch, 16)) for batch in (1, 8, 32)),
+    *((op_cases.sample_rows, (rows, VOCAB, top_k)) for rows in (16, 128, 512) for top_k in (20, 64)),
     *((op_cases.context_kv, (rows, 5, 8, 128, 8192)) for rows in (16, 128, 512, 2048)),
     *((op_cases.penalties, (batch, 16, VOCAB, 512)) for batch in (1, 8, 32)),
     *((op_cases.likeliest, (batch, 16, 4 * batch)) for batch in (8, 32, 64)),

@@ -37,11 +37,22 @@ def kept_by_hand(row: list[float], temperature: float, top_k: int, top_p: float)
     return [share / sum(kept) for share in kept], nearest
 
 
+def p_value(counts: torch.Tensor, shares: torch.Tensor) -> float:
+    """Of Pearson's chi-square; 0 if a token without a share was drawn."""
+    if counts[shares == 0].any():
+        return 0.0
+    expected = shares * counts.sum()
+    often = expected >= 5
+    statistic = ((counts - expected)[often] ** 2 / expected[often]).sum()
+    freedom = torch.tensor(max(1, int(often.sum()) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
 @EXAMPLES
 @given(data=st.data())
 def test_what_is_kept(data):
-    """Fails where a token of equal ones is kept and another dropped, a likelier token is miscounted, a row takes another
-    request's parameters, or the shares are not renormalised."""
+    """Fails where a token of equal ones is kept and another dropped, a likelier token is miscounted, a row takes the
+    parameters of another request, or the shares are not renormalised."""
     vocab, count = data.draw(st.integers(1, 120)), data.draw(st.integers(1, 3))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     logits = torch.randn(4, vocab, generator=generator) * data.draw(st.sampled_from([0.1, 2.0, 8.0]))
@@ -98,13 +109,42 @@ def test_the_draw_is_fair(asked):
     counts = torch.zeros(200, dtype=torch.int64)
     for _ in range(10):
         uniform = torch.rand(count // 10, generator=generator)
-        ids = sample_rows(logits.expand(len(uniform), -1), ROW.expand(len(uniform)), make_filters(asked), uniform, False)
+        rows = logits.expand(len(uniform), -1)
+        ids = sample_rows(rows, ROW.expand(len(uniform)), make_filters(asked), uniform, False)
         counts += ids.bincount(minlength=200)
-    assert not counts[shares == 0].any()
-    often = shares * count >= 5
-    statistic = ((counts - shares * count)[often] ** 2 / (shares * count)[often]).sum()
-    freedom = max(1, int(often.sum()) - 1)
-    assert float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2)) > 1e-4
+    assert p_value(counts, shares) > 1e-4
+
+
+def flashinfers_draw(probs: list[float], top_k: int, top_p: float, generator: torch.Generator) -> int:
+    """One draw by rejection, as `TopKTopPSamplingFromProbKernel` of flashinfer 0.7.2 does it (`sampling.cuh`)."""
+    low, high, mass = 0.0, 1.0, 1.0
+    while True:
+        target, below, drawn = float(torch.rand((), generator=generator).double()) * mass, 0.0, -1
+        for token, share in enumerate(probs):
+            if share > low:
+                drawn, below = token, below + share
+                if below > target:
+                    break
+        pivots = probs[drawn], (probs[drawn] + high) / 2
+        counts, masses = zip(*((len(x), sum(x)) for x in ([y for y in probs if y > p] for p in pivots)), strict=True)
+        if counts[0] < top_k and masses[0] < top_p:
+            return drawn
+        if counts[1] < top_k and masses[1] < top_p:
+            low, high, mass = pivots[0], pivots[1], masses[0]
+        else:
+            low, mass = pivots[1], masses[1]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (5, 0.6), (64, 0.75)])
+def test_the_shares_are_those_of_flashinfers_rejections(top_k, top_p):
+    """Fails where flashinfer's kernel, by its own steps, draws other tokens or in other shares; with ties at the last
+    place that is kept."""
+    generator = torch.Generator().manual_seed(7)
+    logits, count = torch.tensor([[2.0, 0.5, 1.0, 1.0, 3.0, 1.0, -torch.inf, 0.5, 2.5, -1.0]]), 6000
+    shares = kept_probabilities(logits, ROW, make_filters((1.3, top_k, top_p)))[0].double()
+    probs = (logits[0].double() / 1.3).softmax(0).tolist()
+    drawn = torch.tensor([flashinfers_draw(probs, top_k, top_p, generator) for _ in range(count)])
+    assert p_value(drawn.bincount(minlength=10), shares) > 1e-4
 
 
 def test_greedy_rows_and_rows_without_a_distribution():

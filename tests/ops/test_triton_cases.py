@@ -13,6 +13,7 @@ TINY: list[tuple[Callable[..., op_cases.Case], tuple[int, ...]]] = [
     (op_cases.accept_greedy, (2, 4, 2501)),
     (op_cases.row_argmax, (3, 1025)),
     (op_cases.accept_chain, (5, 4)),
+    (op_cases.sample_rows, (3, 50, 9)),
     (op_cases.context_kv, (3, 2, 2, 16, 20)),
     (op_cases.penalties, (3, 4, 50, 9)),
     (op_cases.likeliest, (4, 5, 9)),
@@ -37,13 +38,17 @@ def test_a_case(op: Callable[..., op_cases.Case], sizes: tuple[int, ...]) -> Non
     assert measured.line().startswith(f"an_op, {case.shape}: error {measured.error:.2g}, 2.0 us{beside}, ")
 
 
-@pytest.mark.parametrize("op", ["accept_chain", "context_kv", "penalties"])
+@pytest.mark.parametrize("op", ["accept_chain", "sample_rows", "context_kv", "penalties"])
 def test_a_wrong_op_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where a case passes although the op does nothing, or gives the result of other arguments."""
     if op == "accept_chain":
         right = op_cases.triton_acceptance.accept_chain
         monkeypatch.setattr(op_cases.triton_acceptance, op, lambda target_ids, ids: right(target_ids + 1, ids))
         case = op_cases.accept_chain("cpu", 5, 4)
+    elif op == "sample_rows":
+        right = op_cases.triton_sampling.sample_rows
+        monkeypatch.setattr(op_cases.triton_sampling, op, lambda logits, *rest: right(-logits, *rest))
+        case = op_cases.sample_rows("cpu", 3, 50, 9)
     elif op == "context_kv":
         monkeypatch.setattr(op_cases.triton_context_kv, "write_context_kv", lambda *_: None)
         case = op_cases.context_kv("cpu", 3, 2, 2, 16, 20)

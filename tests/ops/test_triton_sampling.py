@@ -105,5 +105,6 @@ def test_the_lanes_of_a_server_and_strided_rows():
 
 def test_no_rows():
     """Fails where an empty batch launches."""
-    ids = triton_sampling.sample_rows(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), FILTERS, torch.zeros(0), True)
+    none = torch.zeros(0)
+    ids = triton_sampling.sample_rows(torch.zeros(0, 9), none.long(), FILTERS, none, True)
     assert ids.shape == (0,) and ids.dtype == torch.int64

@@ -39,8 +39,9 @@ class RowSampler:
     """Samples each row as plain decoding would at that position, once the drafts before the row are emitted.
 
     Our code applies penalties. SGLang applies grammar masks, filters, seeds, processors and logprobs, over all T
-    rows. Where the op `sample_rows` draws as SGLang's sampler does, the op is called instead (`can_draw`). A draft is accepted if it equals the row's token. Given the tokens before it, a draft is not random, so this
-    leaves the sampled distribution unchanged.
+    rows. Where the op `sample_rows` draws as SGLang's sampler does (`can_draw`), the op is called instead. A draft is
+    accepted if it equals the row's token. Given the tokens before it, a draft is not random, so this leaves the
+    sampled distribution unchanged.
     """
 
     def __init__(self, target_runner: ModelRunner, max_width: int, kernels: ops.Kernels) -> None:
