@@ -217,7 +217,7 @@ def sample_rows(
 
     Args:
         logits, requests, filters: as in `kept_probabilities`; `top_k` at most `MOST_SAMPLED`.
-        uniform: [N] float32, in [0, 1).
+        uniform: [N] float32, in [0, 1). Its steps of 2^-24 (torch's) round the shares.
         any_id: a row without a distribution gets `uniform * V`, rounded down, instead of id 0.
 
     Returns:
@@ -227,8 +227,7 @@ def sample_rows(
     probs = kept_probabilities(logits, requests, filters)
     mass = probs.double().cumsum(1)
     whole = mass[:, -1:]
-    # Rounding may carry `uniform * whole` up to `whole`, which no sum exceeds.
-    drawn = ((mass > uniform[:, None].double() * whole) | (mass >= whole)).int().argmax(1)
+    drawn = (mass > uniform[:, None].double() * whole).int().argmax(1)
     fallback = (uniform * (vocab if any_id else 0)).long().clamp(max=vocab - 1)
     drawn = torch.where(whole[:, 0].isnan(), fallback, drawn)
     return torch.where(filters.top_ks[requests] <= 1, row_argmax(logits), drawn)

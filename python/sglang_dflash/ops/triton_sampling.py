@@ -82,7 +82,7 @@ def _read_again(cells, vocab, first, best, scale, top_k, limit, uniform, BLOCK: 
         drawn = tl.minimum(drawn, tl.min(tl.where(hit, start + lane, vocab), 0))
         last = tl.maximum(last, tl.max(tl.where(weight > 0.0, start + lane, 0), 0))
         below += tl.sum(weight, 0)
-    return tl.where(drawn < vocab, drawn, last)  # by rounding, no sum may exceed the target
+    return tl.where(drawn < vocab, drawn, last)  # rounded otherwise, no sum may exceed the target
 
 
 @triton.jit(do_not_specialize_on_alignment=("requests", "temperatures", "top_ks", "top_ps", "uniform"))
@@ -171,8 +171,8 @@ def _sample_kernel(
         weight2 = tl.where(key2 >= low, weight2, 0.0)
         weight3 = tl.where(key3 >= low, weight3, 0.0)
         whole = tl.sum(weight1 + weight2 + weight3, 0)
-        target = u * whole
-        # The least id up to which the weights exceed the target. By rounding, the target may be their sum.
+        target = u * whole  # less than `whole`, even rounded: the numbers end half a step below 1
+        # The least id up to which the weights exceed the target.
         drawn = tl.to_tensor(0)
         end = vocab - 1
         while drawn < end:
@@ -180,8 +180,7 @@ def _sample_kernel(
             mass = tl.where(column1 <= probe, weight1, 0.0)
             mass += tl.where(column2 <= probe, weight2, 0.0)
             mass += tl.where(column3 <= probe, weight3, 0.0)
-            below = tl.sum(mass, 0)
-            reached = (below > target) | (below >= whole)
+            reached = tl.sum(mass, 0) > target
             end = tl.where(reached, probe, end)
             drawn = tl.where(reached, drawn, probe + 1)
     tl.store(ids + row, drawn.to(tl.int64))
