@@ -110,7 +110,7 @@ def make_row_sampler(
     runner = SimpleNamespace(
         model_config=SimpleNamespace(vocab_size=vocab_size), device=device, sampler=sampler, model=None
     )
-    return RowSampler(runner, width, kernels or ops.choose_kernels(device, torch.float32))
+    return RowSampler(runner, width, kernels or ops.choose_kernels(device, torch.float32), draws=True)
 
 
 @contextmanager

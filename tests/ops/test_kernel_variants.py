@@ -80,7 +80,7 @@ def test_a_step_meets_only_what_was_warmed_up(width, monkeypatch):
     table = torch.zeros((300, 4096), dtype=torch.int32)
     kinds = {(VOCAB, torch.float32), (VOCAB, torch.bfloat16)}
     with recorded(monkeypatch) as warm:
-        triton_warm_up.warm_up(width, kinds, VOCAB, table, MASK)
+        triton_warm_up.warm_up(width, kinds, VOCAB, table, MASK, draws=True)
     assert {name for name, _ in warm} == {
         *("_block_layout_kernel", "_split_argmax_kernel", "_reduce_kernel", "_accept_kernel"),
         *("_penalize_kernel", "_append_kernel", "_sample_kernel"),

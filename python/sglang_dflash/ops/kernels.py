@@ -109,10 +109,15 @@ def _cuda_kernels() -> Kernels:
 
 
 def warm_up(
-    width: int, compared: set[tuple[int, torch.dtype]], vocab_size: int, req_to_token: torch.Tensor, mask_token_id: int
+    width: int,
+    compared: set[tuple[int, torch.dtype]],
+    vocab_size: int,
+    req_to_token: torch.Tensor,
+    mask_token_id: int,
+    draws: bool,
 ) -> None:
     """See `triton_warm_up.warm_up`; on a CPU there is nothing to compile."""
     if req_to_token.is_cuda:
         from sglang_dflash.ops import triton_warm_up
 
-        triton_warm_up.warm_up(width, compared, vocab_size, req_to_token, mask_token_id)
+        triton_warm_up.warm_up(width, compared, vocab_size, req_to_token, mask_token_id, draws)

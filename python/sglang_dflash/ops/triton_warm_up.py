@@ -15,7 +15,12 @@ from sglang_dflash.ops.triton_penalties import TritonEmittedTokens
 
 
 def warm_up(
-    width: int, compared: set[tuple[int, torch.dtype]], vocab_size: int, req_to_token: torch.Tensor, mask_token_id: int
+    width: int,
+    compared: set[tuple[int, torch.dtype]],
+    vocab_size: int,
+    req_to_token: torch.Tensor,
+    mask_token_id: int,
+    draws: bool,
 ) -> None:
     """Runs each kernel on a request of its own; writes nothing that anybody reads.
 
@@ -24,6 +29,7 @@ def warm_up(
         compared: columns and dtype of the logits whose argmax is taken: the target's and the draft's.
         vocab_size: columns of the logits that penalties change and tokens are drawn from.
         req_to_token: [R, C] int32; the slot table, whose first row and columns are read.
+        draws: whether `sample_rows` may be called.
     """
     device = req_to_token.device
     first = torch.zeros(1, dtype=torch.int64, device=device)
@@ -37,7 +43,7 @@ def warm_up(
     zero = torch.zeros(1, device=device)
     params = PenaltyParams(zero, zero, zero + 1, first, first[:, None])
     emitted.penalize(torch.zeros((width, vocab_size), device=device), BlockRows.whole(first, ids), first, 1, params)
-    for logits in _layouts(1, vocab_size, torch.float32, device):
+    for logits in _layouts(1, vocab_size, torch.float32, device) if draws else ():
         for any_id in (False, True):
             filters = Filters(zero + 1, first.int() + 2, zero + 1)
             triton_sampling.sample_rows(logits[0], first, filters, zero, any_id)

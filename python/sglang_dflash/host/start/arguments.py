@@ -17,7 +17,7 @@ from sglang_dflash.host.patches import capture, disaggregation, stored_kv
 from sglang_dflash.host.start import draft_files, tokenizers, widths
 from sglang_dflash.host.start.features import refuse_features
 from sglang_dflash.host.start.version import WORKER_VARIABLE, builtin_worker_requested
-from sglang_dflash.host.worker import recurrent_state, short_head, simulated, trees
+from sglang_dflash.host.worker import recurrent_state, sampling, short_head, simulated, trees
 
 logger = logging.getLogger(__name__)
 CANNOT_START = "DFLASH cannot start: "
@@ -87,6 +87,7 @@ def check(server_args: Any, previous: Any) -> None:
             simulated.check(block_size, cfg.tp_size)
         widths.check(cfg.device, block_size)
         short_head.asked(target.vocab_size)
+        sampling.draws_asked()
         recurrent_state.check(cfg, target, block_size, cpu_platform_in_use())
         declare_resolution(server_args, "sglang_dflash.block_size", speculative_num_draft_tokens=block_size)
         disaggregation.allowing_prefixes(server_args, previous)

@@ -29,7 +29,7 @@ from sglang_dflash.host.worker.protocols import ModelRunner
 from sglang_dflash.host.worker.recurrent_state import RecurrentState
 from sglang_dflash.host.worker.row_report import RowReport
 from sglang_dflash.host.worker.rows import StepRows
-from sglang_dflash.host.worker.sampling import RowSampler
+from sglang_dflash.host.worker.sampling import RowSampler, draws_asked
 from sglang_dflash.host.worker.sharded_logits import ShardedLogits
 from sglang_dflash.host.worker.shared_policy import SharedPolicy
 from sglang_dflash.host.worker.short_head import special_ids
@@ -60,7 +60,7 @@ def build_worker(server_args: Any, gpu_id: int, nccl_port: int, target_worker: A
         draft.use_own_head(read_own_head(folder, draft_config.head_vocab_size))
     else:
         draft.shorten_head(lm_head, target.model_config.vocab_size, special_ids(target_worker))
-    sampler = RowSampler(target, block_size, kernels)
+    sampler = RowSampler(target, block_size, kernels, draws_asked())
     sharded_logits = ShardedLogits.of(target.model, unwrap_lora_layer(lm_head), kernels)
     one_rank = get_parallel().tp_size == 1
     parts = WorkerParts(

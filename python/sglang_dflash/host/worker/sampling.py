@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,9 @@ SAMPLED_ROWS = 512
 """Most rows that SGLang samples at once, because its sampler holds several [rows, V] tensors, with seeds in float64.
 256 requests in blocks of 16 rows are 4,096 rows."""
 
+DRAW = "SGLANG_DFLASH_DRAW"
+"""`1` lets the op `sample_rows` draw. It is off by default: no GPU has run it."""
+
 LOGPROBS = {
     "next_token_top_logprobs_val": torch.Tensor,
     "next_token_top_logprobs_idx": torch.Tensor,
@@ -39,17 +43,19 @@ class RowSampler:
     """Samples each row as plain decoding would at that position, once the drafts before the row are emitted.
 
     Our code applies penalties. SGLang applies grammar masks, filters, seeds, processors and logprobs, over all T
-    rows. Where the op `sample_rows` draws as SGLang's sampler does (`can_draw`), the op is called instead. A draft is
+    rows. Where the op `sample_rows` draws as SGLang's sampler does (`can_draw`), it may be called instead. A draft is
     accepted if it equals the row's token. Given the tokens before it, a draft is not random, so this leaves the
     sampled distribution unchanged.
     """
 
-    def __init__(self, target_runner: ModelRunner, max_width: int, kernels: ops.Kernels) -> None:
+    def __init__(self, target_runner: ModelRunner, max_width: int, kernels: ops.Kernels, draws: bool = False) -> None:
+        """draws: whether the op may draw."""
         self._runner = target_runner
         vocab_size = target_runner.model_config.vocab_size
         self._penalties = RequestPenalties(vocab_size, max_width, target_runner.device, kernels)
         self._text = EmittedText()
         self._sample_rows = kernels.sample_rows
+        self.draws = draws
         self.sampled_rows = SAMPLED_ROWS
 
     def prefill(self, batch: ScheduleBatch) -> Group | None:
@@ -123,7 +129,7 @@ class RowSampler:
                 rows.blocks(logits).add_(info.logit_bias[:, None])
             else:
                 logits.add_(info.logit_bias[rows.requests()])
-        if can_draw(batch, logits, self._runner.sampler):
+        if self.draws and can_draw(batch, logits, self._runner.sampler):
             return self._draw(info, rows, logits), group
         params = self._text.row_params(batch, rows) if info.has_custom_logit_processor else None
         spans = [slice(first, min(first + self.sampled_rows, count)) for first in range(0, count, self.sampled_rows)]
@@ -172,6 +178,18 @@ class RowSampler:
             self._penalties.commit(group, ids, lens)
         if batch.sampling_info.has_custom_logit_processor:
             self._text.commit(batch, ids, lens)
+
+
+def draws_asked() -> bool:
+    """Whether the op may draw (`SGLANG_DFLASH_DRAW`).
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(DRAW, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{DRAW} is {value!r}; allowed: 0 or 1.")
+    return value == "1"
 
 
 def can_draw(batch: ScheduleBatch, logits: torch.Tensor, sampler: Any) -> bool:

@@ -146,7 +146,7 @@ class DFlashWorker(BaseSpecWorker):
         verified = vocab_size if self._sharded_logits is None else self._sharded_logits.span
         compared = {(verified, torch.float32), self._draft.compared_logits}
         for width in self.step_rows.widths:
-            ops.warm_up(width, compared, vocab_size, table, self._mask_token_id)
+            ops.warm_up(width, compared, vocab_size, table, self._mask_token_id, self._sampler.draws)
         self._draft.warm_up()
         self.step_rows.warm_up()
         most = self._target.max_running_requests
