@@ -23,12 +23,14 @@ def platform_hooks() -> list[Hook]:
         quantization,
         recurrent,
         shims,
+        state_ring,
         threads,
         transfers,
     )
 
     modules = [shims, deterministic, compiled, threads, quantization]
-    modules += [gated_layers, model_kernels, experts, recurrent, mla, host_pools, transfers]
+    modules += [gated_layers, model_kernels, experts, recurrent, state_ring, mla, host_pools]
+    modules += [transfers]
     return [ours for module in modules for ours in hooks_of(module).values()]
 
 

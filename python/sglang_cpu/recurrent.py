@@ -17,7 +17,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_exec, get_server_args
 
-from sglang_cpu import ops
+from sglang_cpu import ops, state_ring
 from sglang_cpu.attention import lens_of
 from sglang_cpu.hooking import AROUND, hook
 from sglang_cpu.ops import StateRows
@@ -70,6 +70,7 @@ class CpuStateBackend(MambaAttnBackendBase):
         cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
         self._kernels = ops.choose_kernels(model_runner.dtype, cache.conv[0].dtype, cache.temporal.dtype)
         self._rows: StateRows
+        self._ring_rows: torch.Tensor
         self._tracked: tuple[torch.Tensor, torch.Tensor] | None = None  # slots to copy after a decode: from, to
 
     @property
@@ -79,7 +80,8 @@ class CpuStateBackend(MambaAttnBackendBase):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode, pool = forward_batch.forward_mode, self.req_to_token_pool
-        slots = pool.get_mamba_indices(forward_batch.req_pool_indices).long()
+        self._ring_rows = forward_batch.req_pool_indices.long()
+        slots = pool.get_mamba_indices(self._ring_rows).long()
         batch = len(slots)
         old = torch.zeros(batch, dtype=torch.bool)
         self._tracked = None
@@ -134,6 +136,21 @@ class CpuGatedDeltaBackend(CpuStateBackend):
         super().__init__(model_runner)
         self._kimi = hybrid_kda_config(model_runner.model_config) is not None
 
+    def _delta_rule(
+        self,
+        qkv: torch.Tensor,
+        gates: tuple[torch.Tensor, torch.Tensor],
+        layer: Any,
+        states: torch.Tensor,
+        scratch: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, H, V]. A verification without scratch for states writes the layer's ring."""
+        pool = self.req_to_token_pool
+        if self._rows.scratch is None or scratch is not None:
+            return self._kernels.delta_rule(qkv, *gates, layer.num_k_heads, states, self._rows, scratch)
+        ring = state_ring.ring_of(pool.mamba_pool, pool.mamba2_layer_cache(layer.layer_id))
+        return state_ring.verify(qkv, *gates, layer.num_k_heads, states, self._rows, ring, self._ring_rows)
+
     def forward_extend(
         self,
         *,
@@ -154,7 +171,7 @@ class CpuGatedDeltaBackend(CpuStateBackend):
             inputs, windows = inputs.mT, None if windows is None else windows.mT
         qkv = self._kernels.causal_conv(mixed_qkv, layer.conv_weights, layer.bias, inputs, self._rows, windows)
         gates = self._kernels.delta_gates(a, b, layer.A_log, layer.dt_bias)
-        out = self._kernels.delta_rule(qkv, *gates, layer.num_k_heads, states, self._rows, scratch)
+        out = self._delta_rule(qkv, gates, layer, states, scratch)
         self._keep_snapshots(inputs, states)
         if linear_attn_output is None:
             return out[None]

@@ -17,7 +17,7 @@ from sglang_dflash.host.patches import capture, disaggregation, stored_kv
 from sglang_dflash.host.start import draft_files, tokenizers, widths
 from sglang_dflash.host.start.features import refuse_features
 from sglang_dflash.host.start.version import WORKER_VARIABLE, builtin_worker_requested
-from sglang_dflash.host.worker import recurrent_state, sampling, short_head, simulated, trees
+from sglang_dflash.host.worker import recurrent_state, sampling, short_head, simulated, state_ring, trees
 
 logger = logging.getLogger(__name__)
 CANNOT_START = "DFLASH cannot start: "
@@ -95,6 +95,7 @@ def check(server_args: Any, previous: Any) -> None:
         disaggregation.check(resolving_view(server_args), target)
         stored_kv.check(resolving_view(server_args), use_mla_backend(server_args), draft.num_layers, target)
         widths.check_server(resolving_view(server_args), target)
+        state_ring.check(resolving_view(server_args), target, block_size)
         trees.check(resolving_view(server_args), target, draft, block_size)
         draft_files.check_weights(cfg, draft)
         draft_files.check_context(cfg, target.context_len)

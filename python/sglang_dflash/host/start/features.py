@@ -98,6 +98,11 @@ FEATURES = (
     ),
     _served("prefill and decode on two servers", ("disaggregation_mode",), "test_prefill_and_decode_on_two_servers"),
     _served("a shorter block", ("speculative_num_draft_tokens",), "test_tokens_equal_with_a_shorter_block"),
+    _served(
+        "a ring of updates in place of recurrent states",
+        ("enable_linear_replayssm_spec", "linear_replayssm_cache_len"),
+        "test_a_ring_of_updates",
+    ),
     _refused("Ray", ("use_ray",), "its actors load no plugins"),
     _refused("pipeline parallelism", ("pp_size",), "the draft reads layers of other stages", builtin=False),
     _refused(
@@ -131,7 +136,7 @@ FEATURES = (
     _refused("prefill without a KV cache", ("prefill_only_disable_kv_cache",), "the draft needs one", builtin=False),
     _refused(
         "recurrent state in other forms",
-        ("enable_linear_replayssm", "enable_linear_replayssm_spec", "enable_int8_mamba_checkpoint"),
+        ("enable_linear_replayssm", "enable_int8_mamba_checkpoint"),
         UNTESTED,
     ),
     _refused(

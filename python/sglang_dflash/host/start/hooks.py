@@ -50,11 +50,11 @@ def worker_hooks() -> list[Hook]:
         weights,
     )
     from sglang_dflash.host.start import features, requests
-    from sglang_dflash.host.worker import metrics, row_report, sampling_masks, trees, trimmed_rows
+    from sglang_dflash.host.worker import metrics, row_report, sampling_masks, state_ring, trees, trimmed_rows
 
     modules = [sys.modules[__name__], block_results, capture, sampler, sessions, weights, features, requests]
     modules += [disaggregation, draft_layers, metrics, ragged, row_report, sampling_masks, stored_kv, streamed_text]
-    modules += [packed_gdn, trees, trimmed_rows]
+    modules += [packed_gdn, state_ring, trees, trimmed_rows]
     return [ours for module in modules for ours in hooks_of(module).values()]
 
 

@@ -74,7 +74,7 @@ def build_worker(server_args: Any, gpu_id: int, nccl_port: int, target_worker: A
         acceptor=Acceptor(sampler, kernels, tp_sync, sharded_logits, one_rank),
         hidden_states=ReturnedHiddenStates(target.model),
         step_rows=_step_rows(target, cfg, block_size, draft, draft_config.mask_token_id, kernels),
-        recurrent_state=RecurrentState.of(target_worker),
+        recurrent_state=RecurrentState.of(target_worker, block_size),
         sharded_logits=sharded_logits,
     )
     return DFlashWorker(parts)

@@ -14,6 +14,7 @@ from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 from sglang.srt.utils.common import get_device_memory_capacity
 
 from sglang_cpu.hooks import refusal_of_state
+from sglang_dflash.host.worker import state_ring
 from sglang_dflash.host.worker.protocols import ScheduleBatch
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,11 @@ def check(cfg: Any, target: Any, block_size: int, on_cpu: bool) -> None:
             f"--enable-streaming-session keeps a session's state beyond a stop, and the state of the target {names} "
             "cannot be taken back: leave it out."
         )
-    if hybrid_gdn_config(target) is not None or KIMI_LINEAR in target.hf_config.architectures:
+    if hybrid_gdn_config(target) is not None and cfg.enable_linear_replayssm_spec:
+        length = cfg.linear_replayssm_cache_len
+        ring = state_ring.scratch_bytes(config, length, block_size) // cfg.tp_size
+        _check_memory(cfg, _gated_delta_bytes(config, cfg) // cfg.tp_size, block_size, ring)
+    elif hybrid_gdn_config(target) is not None or KIMI_LINEAR in target.hf_config.architectures:
         _check_memory(cfg, _gated_delta_bytes(config, cfg) // cfg.tp_size, block_size)
     elif isinstance(config, NemotronHConfig):
         _check_memory(cfg, _mamba2_bytes(config, cfg) // cfg.tp_size, block_size)
@@ -86,25 +91,33 @@ def _weight_bytes(cfg: Any) -> int:
     return sum(file.stat().st_size for file in files) // cfg.tp_size
 
 
-def _check_memory(cfg: Any, state_bytes: int, block_size: int) -> None:
+def _check_memory(cfg: Any, state_bytes: int, block_size: int, ring_bytes: int | None = None) -> None:
+    """state_bytes: of a request's state; ring_bytes: of its ring of updates, None: a verification keeps states."""
     requests = cfg.max_running_requests or DEFAULT_REQUESTS
     if cfg.disaggregation_mode == "decode":
         requests += cfg.disaggregation_decode_extra_slots or 0  # those that arrive have places, too
-    scratch_gb = state_bytes * (requests + 1) * block_size / GB  # SGLang adds one place for padding
+    request_bytes = state_bytes * block_size if ring_bytes is None else ring_bytes
+    scratch_gb = request_bytes * (requests + 1) / GB  # SGLang adds one place for padding
     memory_gb = (get_device_memory_capacity(cfg.device) or 0) * 2**20 / GB
     left_gb = max(0.0, memory_gb - _weight_bytes(cfg) / GB)
-    fits = max(0, int(left_gb * GB / state_bytes / block_size) - 1)
+    fits = max(0, int(left_gb * GB / request_bytes) - 1)
     flags = f"--max-running-requests {requests} x --speculative-num-draft-tokens {block_size}"
+    taken = f"the recurrent states of a verification ({state_bytes / 1e6:.1f} MB each)"
+    kept = "one for each row"
+    if ring_bytes is not None:
+        flags = f"--max-running-requests {requests} x {state_ring.LENGTH} {cfg.linear_replayssm_cache_len}"
+        taken = f"rings of updates ({ring_bytes / 1e6:.1f} MB each)"
+        kept = f"a ring of updates ({state_ring.NAME})"
     if memory_gb and scratch_gb > left_gb:
         raise ValueError(
-            f"{flags} takes {scratch_gb:.1f} GB for the recurrent states of a verification "
-            f"({state_bytes / 1e6:.1f} MB each), and the weights leave {left_gb:.1f} of the device's {memory_gb:.1f} "
-            f"GB: at most {fits} requests would fit, without caches."
+            f"{flags} takes {scratch_gb:.1f} GB for {taken}, and the weights leave {left_gb:.1f} of the device's "
+            f"{memory_gb:.1f} GB: at most {fits} requests would fit, without caches."
         )
     logger.info(
-        "Recurrent state: %.2f MB for each request; a verification keeps one for each row, which takes %.2f of the "
-        "%.1f GB that the weights leave (%s).",
+        "Recurrent state: %.2f MB for each request; a verification keeps %s, which takes %.2f of the %.1f GB that the "
+        "weights leave (%s).",
         state_bytes / 1e6,
+        kept,
         scratch_gb,
         left_gb,
         flags,
@@ -112,16 +125,17 @@ def _check_memory(cfg: Any, state_bytes: int, block_size: int) -> None:
 
 
 class RecurrentState:
-    """A verification leaves the pool of states as it was, and keeps the state after each row in scratch memory."""
+    """A verification leaves the pool of states as it was, and keeps the state after each row in scratch memory, or what
+    makes it in a ring of updates."""
 
-    def __init__(self, target_worker: Any) -> None:
-        self._target_worker = target_worker
+    def __init__(self, target_worker: Any, block_size: int) -> None:
+        self._target_worker, self._block_size = target_worker, block_size
 
     @classmethod
-    def of(cls, target_worker: Any) -> RecurrentState | None:
+    def of(cls, target_worker: Any, block_size: int) -> RecurrentState | None:
         """None for a target without recurrent state."""
         recurrent = mambaish_config(target_worker.model_runner.model_config) is not None
-        return cls(target_worker) if recurrent else None
+        return cls(target_worker, block_size) if recurrent else None
 
     def announce(self, config: Any) -> None:
         """Says how many requests will run at once. SGLang lowers the number where its cache of states is too small.
@@ -140,7 +154,11 @@ class RecurrentState:
             slots,
         )
 
-    def commit(self, batch: ScheduleBatch, commit_lens: torch.Tensor, width: int) -> None:
+    def begin(self, batch: ScheduleBatch) -> None:
+        """Called before the first verification of a batch's requests."""
+        state_ring.empty(self._target_worker.model_runner.req_to_token_pool.mamba_pool, batch.req_pool_indices)
+
+    def commit(self, batch: ScheduleBatch, commit_lens: torch.Tensor) -> None:
         """Makes the state after the last accepted row the request's own; and where the request has crossed a point at
         which the prefix cache keeps states, the state there the cache's.
 
@@ -149,8 +167,9 @@ class RecurrentState:
 
         Args:
             batch: SGLang's `ScheduleBatch`; its `seq_lens` are those before the verification.
-            commit_lens: [B] int32, 1 to `width`.
-            width: rows of each request in the verification.
+            commit_lens: [B] int32, 1 to the step's width.
         """
+        # Rows are numbered as in a whole block, whatever the step's width: a ring keeps room for the block to come.
+        width = self._block_size
         rows = torch.arange(len(commit_lens) * width, device=commit_lens.device).view(-1, width)
         commit_mamba_states_after_verify(self._target_worker, batch, commit_lens, rows, width)

@@ -191,6 +191,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish) -> GenerationBatchResult:
         group = self._sampler.prefill(batch)
+        self._begin_states(batch)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
@@ -215,11 +216,16 @@ class DFlashWorker(BaseSpecWorker):
         """Starts requests whose KV, of both models, another server has computed, or a backup of retracted requests has
         kept: no prefill of ours has seen them."""
         self._sampler.receive(batch)
+        self._begin_states(batch)
         if self._draft.short_head is not None:
             self._draft.short_head.see_prompts(batch.reqs)
         given = batch.spec_info
         batch.spec_info = DraftInput.create(given.bonus_tokens, given.new_seq_lens)
         batch.spec_info.future_indices = given.future_indices
+
+    def _begin_states(self, batch: ScheduleBatch) -> None:
+        if self._recurrent_state is not None:
+            self._recurrent_state.begin(batch)
 
     def _decode(self, batch: ScheduleBatch, on_publish: Publish, grammar_barrier: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
@@ -234,7 +240,7 @@ class DFlashWorker(BaseSpecWorker):
         accepted, group = self._acceptor.accept(rows, batch, out, grammar_tree, grammar_barrier)
         self._sampler.commit(batch, group, accepted.out_ids, accepted.commit_lens)
         if self._recurrent_state is not None:
-            self._recurrent_state.commit(batch, accepted.commit_lens, rows.width)
+            self._recurrent_state.commit(batch, accepted.commit_lens)
         prefix_lens = batch.seq_lens + accepted.commit_lens
         if on_publish is not None:
             on_publish(prefix_lens)
