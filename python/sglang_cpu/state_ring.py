@@ -199,8 +199,15 @@ def store(
         counts = lens[kept] - accept_lens[kept] + mamba_steps_to_track[kept] + 1
         moves.insert(0, (kept, mamba_track_indices[kept].long(), counts))  # before the stored states change
     for layer, states in enumerate(checkpoint_state):
-        low = [None if part is None else part[layer] for part in (d_residual_cache, k_residual_cache)]
-        ring = Ring(d_cache[layer], k_cache[layer], *low, g_cache[layer], write_pos, cache_base)
+        ring = Ring(
+            updates=d_cache[layer],
+            keys=k_cache[layer],
+            low_updates=None if d_residual_cache is None else d_residual_cache[layer],
+            low_keys=None if k_residual_cache is None else k_residual_cache[layer],
+            decays=g_cache[layer],
+            lens=write_pos,
+            starts=cache_base,
+        )
         for requests, targets, counts in moves:
             after = ring.after(states[places[requests]], replay_indices[requests], counts)
             states[targets] = after.to(states.dtype)

@@ -72,6 +72,7 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 6, "vocab_size": 1792}
     layers = ["linear_attention", "linear_attention", "full_attention"] * 2
     gated_delta = target("gated", Qwen3_5TextConfig(**shape, layer_types=layers, full_attention_interval=3))
+    ring = ["--enable-linear-replayssm-spec"]
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     packed = target("packed", Qwen3Config(**shape, quantization_config=fp8))
     experts = {"routed_experts_quant_method": "mxfp4"}
@@ -144,10 +145,20 @@ def test_each_wrong_argument_is_one_sentence(tmp_path: Path) -> None:
             speculate(good, "--model-path", gated_delta, "--enable-streaming-session"),
             ["--enable-streaming-session", "leave it out"],
         ),
-        "replayed states": (
-            speculate(good, "--model-path", gated_delta, "--enable-linear-replayssm-spec"),
-            ["--enable-linear-replayssm-spec", "never been run together"],
+        "a ring for decodes": (
+            speculate(good, "--model-path", gated_delta, "--enable-linear-replayssm"),
+            ["--enable-linear-replayssm", "never been run together"],
         ),
+        "a ring": (speculate(good, "--model-path", gated_delta, *ring, "--context-length", "999"), ["accepted"]),
+        "a ring of any length": (
+            speculate(good, "--model-path", gated_delta, *ring, "--linear-replayssm-cache-len", "24"),
+            ["--linear-replayssm-cache-len is 24", "a power of two of at least 16"],
+        ),
+        "a long ring": (
+            speculate(good, "--model-path", gated_delta, *ring, "--linear-replayssm-cache-len", "64"),
+            ["--linear-replayssm-cache-len is 64", "--mamba-radix-cache-strategy no_buffer", "16 places at most"],
+        ),
+        "a ring without states": (speculate(good, *ring), ["Qwen3ForCausalLM", "leave it out"]),
         "quantised target": (speculate(good, "--quantization", "fp8"), ["accepted", "draft: None"]),
         "quantised draft": (
             speculate(good, "--speculative-draft-model-quantization", "fp8"),

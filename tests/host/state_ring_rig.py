@@ -82,6 +82,7 @@ class Arm:
             conv_kernel=TAPS,
         )
         dtypes = Mamba2StateDType(conv=dtype, temporal=torch.float32)
+        self.cache_params = Mamba2CacheParams(shape=shape, dtype=dtypes, layers=list(range(LAYERS)))
         self.pool = HybridReqToTokenPool(
             size=REQUESTS,
             mamba_size=5 * REQUESTS,
@@ -89,7 +90,7 @@ class Arm:
             max_context_len=64,
             device="cpu",
             enable_memory_saver=False,
-            cache_params=Mamba2CacheParams(shape=shape, dtype=dtypes, layers=list(range(LAYERS))),
+            cache_params=self.cache_params,
             mamba_layer_ids=list(range(LAYERS)),
             enable_mamba_extra_buffer=True,
             speculative_num_draft_tokens=BLOCK,

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from sglang.kernels.ops.mamba import mamba_state_scatter_triton
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 sys.path.append(str(Path(__file__).parents[1] / "host"))
-from state_ring_rig import BLOCK, DIM, HEADS, KEY_HEADS, Arm, compare, plain_rule  # noqa: E402
+from state_ring_rig import BLOCK, DIM, HEADS, KEY_HEADS, Arm, compare, plain_rule
 
-from sglang_cpu import state_ring  # noqa: E402
-from sglang_cpu.ops import StateRows  # noqa: E402
+from sglang_cpu import state_ring
+from sglang_cpu.ops import StateRows
 
 STEPS = 18  # of about a second
 
@@ -47,6 +51,22 @@ def triton_rule(
         query_start_loc=rows.row_starts.int(),
         draft_token_num=int(rows.row_starts.diff().max()),
     )[0]
+
+
+@pytest.fixture(autouse=True)
+def _products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as integers of 16 bits, and multiplies those."""
+    original = InterpreterBuilder.create_dot
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original(builder, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.mark.parametrize("length", [16, 32])

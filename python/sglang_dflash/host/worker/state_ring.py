@@ -35,8 +35,8 @@ def check(cfg: Any, target: Any, block_size: int) -> None:
         return
     if hybrid_gdn_config(target) is None:
         raise ValueError(
-            f"{NAME} needs recurrent layers that are gated delta nets (Qwen3.5, Qwen3.6, Qwen3-Next), and the target is "
-            f"{', '.join(target.hf_config.architectures)}: leave it out."
+            f"{NAME} needs recurrent layers that are gated delta nets (Qwen3.5, Qwen3.6, Qwen3-Next), and the target "
+            f"is {', '.join(target.hf_config.architectures)}: leave it out."
         )
     length, least = cfg.linear_replayssm_cache_len, max(LEAST_PLACES, block_size)
     if length < least or length & (length - 1):
@@ -46,9 +46,10 @@ def check(cfg: Any, target: Any, block_size: int) -> None:
         )
     reader = _reads_stored_states(cfg)
     if lags(cfg, block_size) and reader is not None:
+        shorter = f"{2 * block_size} places at most, or " if 2 * block_size >= least else ""
         raise ValueError(
-            f"{LENGTH} is {length}, which lets stored states lag behind accepted tokens, and {reader} reads them; "
-            f"allowed with it: at most {2 * block_size}, twice --speculative-num-draft-tokens."
+            f"{LENGTH} is {length}, more than twice --speculative-num-draft-tokens {block_size}, so stored states lag "
+            f"behind accepted tokens, and {reader[0]} reads them; allowed: {shorter}{reader[1]}."
         )
 
 
@@ -57,13 +58,15 @@ def lags(cfg: Any, block_size: int) -> bool:
     return cfg.mamba_ssm_dtype in (None, "float32") and cfg.linear_replayssm_cache_len > 2 * block_size
 
 
-def _reads_stored_states(cfg: Any) -> str | None:
+def _reads_stored_states(cfg: Any) -> tuple[str, str] | None:
+    """What reads a request's stored state while it decodes, and what to ask for instead."""
     if not cfg.disable_radix_cache and cfg.mamba_radix_cache_strategy == "no_buffer":
-        return "--mamba-radix-cache-strategy no_buffer, at a request's end,"
+        return "--mamba-radix-cache-strategy no_buffer", "extra_buffer"
     if cfg.enable_mixed_chunk:
-        return "--enable-mixed-chunk, for requests that decode beside a chunk,"
-    if cfg.disaggregation_mode == "decode" and cfg.disaggregation_decode_retraction_backup != "none":
-        return f"--disaggregation-decode-retraction-backup {cfg.disaggregation_decode_retraction_backup}"
+        return "--enable-mixed-chunk", "a server without it"
+    backup = cfg.disaggregation_decode_retraction_backup
+    if cfg.disaggregation_mode == "decode" and backup != "none":
+        return f"--disaggregation-decode-retraction-backup {backup}", "none"
     return None
 
 
