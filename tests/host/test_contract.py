@@ -117,6 +117,12 @@ RELIED_ON = [
     "sglang.srt.models.nemotron_h.NemotronHMambaDecoderLayer._forward_mamba",
     "sglang.srt.models.nemotron_h.NemotronHForCausalLM.set_dflash_layers_to_capture",
     "sglang.srt.layers.attention.mamba.mamba.MambaMixer2",
+    # A ring of updates: what is allocated, when it is emptied, who writes it, and what reads stored states.
+    "sglang.srt.mem_cache.memory_pool.MambaPool.__init__",
+    "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool.alloc",
+    "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent.prepare_for_caching_req",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
+    "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend._replayssm_target_verify",
     # Wrappers: how embeddings and positions reach the layers.
     "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.forward",
     "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.set_dflash_layers_to_capture",
@@ -438,10 +444,10 @@ def test_builtin_worker_is_left_alone(monkeypatch):
         weights,
     )
     from sglang_dflash.host.start import features, hooks, requests
-    from sglang_dflash.host.worker import metrics, row_report, sampling_masks, trees, trimmed_rows
+    from sglang_dflash.host.worker import metrics, row_report, sampling_masks, state_ring, trees, trimmed_rows
 
     modules = [block_results, capture, sampler, sessions, weights, features, requests, ragged, row_report, metrics]
-    modules += [sampling_masks, disaggregation, packed_gdn, stored_kv, streamed_text, trees, trimmed_rows]
+    modules += [sampling_masks, disaggregation, packed_gdn, stored_kv, streamed_text, state_ring, trees, trimmed_rows]
     seams = [hooks_of(module) for module in modules]
     declared = {target for seam in seams for target, hook in seam.items() if not hook.always}
     ours = {hooks.CREATE_WORKER, hooks.VALIDATE_REQUEST, *declared}

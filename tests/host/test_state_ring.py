@@ -208,26 +208,25 @@ def test_other_targets_get_no_ring() -> None:
             state_ring.check(config_of(), target, 8)
 
 
-def test_bytes_of_a_ring() -> None:
+@pytest.mark.parametrize("length", [16, 32])
+def test_bytes_of_a_ring(length: int) -> None:
     """Fails where a ring's memory is computed from other sizes than those that SGLang allocates."""
-    for length, dtype in ((16, torch.bfloat16), (64, torch.float32), (32, torch.bfloat16)):
-        arm = Arm(length, cpu_rule, dtype)
-        params = arm.cache_params
-        ring = params.replayssm_ring_bytes_per_req(length)
-        windows = len(params.layers) * params.shape.conv_dim * (BLOCK + TAPS - 2) * recurrent_state.INPUT_BYTES
-        config = SimpleNamespace(
-            linear_num_key_heads=KEY_HEADS,
-            linear_key_head_dim=DIM,
-            linear_num_value_heads=HEADS,
-            linear_value_head_dim=DIM,
-            linear_conv_kernel_dim=TAPS,
-            linear_layer_ids=params.layers,
-        )
-        assert state_ring.scratch_bytes(config, length, BLOCK) == ring + windows
-        allocated = sum(
-            part.nbytes for name, part in vars(arm.cache).items() if name[:6] == "replay" and part is not None
-        )
-        assert allocated == ring * (REQUESTS + 1)
+    arm = Arm(length, cpu_rule, torch.bfloat16)
+    config = SimpleNamespace(
+        linear_num_key_heads=KEY_HEADS,
+        linear_key_head_dim=DIM,
+        linear_num_value_heads=HEADS,
+        linear_value_head_dim=DIM,
+        linear_conv_kernel_dim=TAPS,
+        linear_layer_ids=arm.cache_params.layers,
+    )
+    parts = [part for name, part in vars(arm.cache).items() if name.startswith("replayssm_") and part is not None]
+    parts += arm.cache.intermediate_conv_window
+    taken = state_ring.scratch_bytes(config, length, BLOCK, on_cpu=True)
+    assert sum(part.nbytes for part in parts) == taken * (REQUESTS + 1)
+    windows = len(config.linear_layer_ids) * arm.cache_params.shape.conv_dim * (BLOCK + TAPS - 2) * 2
+    ring = arm.cache_params.replayssm_ring_bytes_per_req(length)
+    assert state_ring.scratch_bytes(config, length, BLOCK, on_cpu=False) == ring + windows
 
 
 def test_the_memory_line_says_what_a_ring_takes(

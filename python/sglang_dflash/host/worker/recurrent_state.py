@@ -49,7 +49,7 @@ def check(cfg: Any, target: Any, block_size: int, on_cpu: bool) -> None:
         )
     if hybrid_gdn_config(target) is not None and cfg.enable_linear_replayssm_spec:
         length = cfg.linear_replayssm_cache_len
-        ring = state_ring.scratch_bytes(config, length, block_size) // cfg.tp_size
+        ring = state_ring.scratch_bytes(config, length, block_size, on_cpu) // cfg.tp_size
         _check_memory(cfg, _gated_delta_bytes(config, cfg) // cfg.tp_size, block_size, ring)
     elif hybrid_gdn_config(target) is not None or KIMI_LINEAR in target.hf_config.architectures:
         _check_memory(cfg, _gated_delta_bytes(config, cfg) // cfg.tp_size, block_size)

@@ -70,17 +70,19 @@ def _reads_stored_states(cfg: Any) -> tuple[str, str] | None:
     return None
 
 
-def scratch_bytes(config: Any, length: int, block_size: int) -> int:
+def scratch_bytes(config: Any, length: int, block_size: int, on_cpu: bool) -> int:
     """Bytes that a verification takes for one request in all layers and on all ranks: a ring of `length` places, and
-    the inputs of the convolutions of a block, whose windows share memory.
+    a block's windows of inputs of the convolutions. On CUDA the windows share memory.
 
-    A place holds an update and a key, in 32 bits or in twice 16, and a decay. config: of a gated delta net.
+    A place holds an update and a key, in 32 bits or in twice 16, and a decay; an input has 16 bits. config: of a gated
+    delta net.
     """
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     ring = length * 4 * (values + keys + config.linear_num_value_heads)
-    inputs = 2 * (2 * keys + values) * (block_size + config.linear_conv_kernel_dim - 2)
-    return len(config.linear_layer_ids) * (ring + inputs)
+    taps = config.linear_conv_kernel_dim
+    columns = block_size * (taps - 1) if on_cpu else block_size + taps - 2
+    return len(config.linear_layer_ids) * (ring + 2 * (2 * keys + values) * columns)
 
 
 def empty(pool: Any, requests: torch.Tensor) -> None:
