@@ -28,9 +28,8 @@ def platform_hooks() -> list[Hook]:
         transfers,
     )
 
-    modules = [shims, deterministic, compiled, threads, quantization]
-    modules += [gated_layers, model_kernels, experts, recurrent, state_ring, mla, host_pools]
-    modules += [transfers]
+    modules = [shims, deterministic, compiled, threads, quantization, gated_layers, model_kernels, experts]
+    modules += [recurrent, state_ring, mla, host_pools, transfers]
     return [ours for module in modules for ours in hooks_of(module).values()]
 
 

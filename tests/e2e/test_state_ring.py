@@ -81,4 +81,4 @@ def test_a_ring_of_updates(setting: str, sessions: list[Session], tmp_path: Path
     assert sum(answer.meta["num_retractions"] for answer in answers)
     assert any(answer.cached_tokens for session in told for answer in session[1:])
     log = server.log.read_text()
-    assert "intermediate_ssm_state_cache size: 0.00GB" in log and "keeps a ring of updates" in log
+    assert "ReplaySSM ring buffers allocated" in log and "keeps a ring of updates" in log

@@ -11,10 +11,25 @@ from sglang.kernels.ops.attention.linear import gdn_replayssm_spec_decode
 from sglang.kernels.ops.mamba import mamba_state_scatter_triton
 from sglang.srt.configs import KimiLinearConfig
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative import spec_utils
 from stand_in_worker import BATCH, COLUMNS, decode_batch, prefill_batch, worker_of
 from stand_ins import configured, make_sampler, one_rank
-from state_ring_rig import BLOCK, CONFIG, DIM, HEADS, KEY_HEADS, REQUESTS, TAPS, Arm, compare, plain_rule
+from state_ring_rig import (
+    BLOCK,
+    CHANNELS,
+    CONFIG,
+    DIM,
+    GRID,
+    HEADS,
+    KEY_HEADS,
+    REQUESTS,
+    TAPS,
+    Arm,
+    compare,
+    plain_rule,
+)
 from transformers import Qwen3Config
 
 from sglang_cpu import recurrent
@@ -63,6 +78,38 @@ def test_rings_are_states_of_all_rows(
         most, wrapped = compare(monkeypatch, ring, plain, seed, 40, ragged=ragged, tolerance=tolerance)
         assert wrapped and most <= max(0, length - 2 * BLOCK)
         assert (most > 0) == state_ring.lags(config_of(linear_replayssm_cache_len=length), BLOCK)
+
+
+@pytest.mark.usefixtures("cpu_commit")
+def test_the_backend_writes_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where a layer's forward in a verification asks for scratch that a server with rings does not have, or
+    writes other requests' rings; the rows after the first commit need what it wrote."""
+    monkeypatch.setattr(spec_utils, "mamba_track_grid", lambda page_size: GRID)
+    arms = [Arm(32, cpu_rule, torch.float32), Arm(None, plain_rule, torch.float32)]
+    generator = torch.Generator().manual_seed(5)
+    state, inputs = torch.randn(2, HEADS, DIM, DIM, generator=generator), torch.randn(2, CHANNELS, TAPS - 1)
+    drawn = torch.randn(2, 2 * BLOCK, CHANNELS + 2 * HEADS, generator=generator)
+    outputs = []
+    for arm in arms:
+        requests = torch.tensor([arm.start(state, inputs, 5) for _ in range(3)])[1:]
+        backend = recurrent.CpuGatedDeltaBackend.__new__(recurrent.CpuGatedDeltaBackend)
+        backend.req_to_token_pool, backend._kernels, backend._kimi = arm.pool, arm.kernels, False
+        spec_info = SimpleNamespace(draft_token_num=BLOCK)
+        batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, req_pool_indices=requests, spec_info=spec_info)
+        for each in drawn:
+            backend.init_forward_metadata(batch)
+            arm._slots = backend.state_slots
+            qkv, a, b = each.split([CHANNELS, HEADS, HEADS], dim=-1)
+            for layer in arm.layers:
+                layer.bias = None
+                outputs.append(
+                    backend.forward_extend(layer=layer, forward_batch=batch, mixed_qkv=qkv.contiguous(), a=a, b=b)
+                )
+            arm.states.commit(arm._batch(requests), torch.tensor([3, BLOCK], dtype=torch.int32))
+            arm.lens[requests] += torch.tensor([3, BLOCK])
+    with_rings, plain = torch.stack(outputs).chunk(2)
+    torch.testing.assert_close(with_rings, plain, rtol=1e-4, atol=1e-4)
+    assert arms[0].pool.mamba_pool.replayssm_spec_write_pos[requests].tolist() == [6, 16]
 
 
 def test_a_request_begins_with_an_empty_ring() -> None:
