@@ -38,6 +38,7 @@ def can_trim(cfg: Any, target: ModelRunner) -> bool:
         not cfg.disable_cuda_graph_padding
         and backends <= BACKENDS
         and not (slides and "trtllm_mha" in backends)  # no rehearsal has shown its windows over packed rows
+        and not cfg.enable_linear_replayssm_spec  # nor a ring of updates over them
         and (mambaish_config(model) is None or DENSE_GDN.issuperset(model.hf_config.architectures))
         and model.attention_arch != AttentionArch.MLA
         and not model.is_encoder_decoder
