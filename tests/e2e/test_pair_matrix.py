@@ -26,11 +26,11 @@ from arms import (
     to_the_limit,
 )
 from changed_models import sliding_draft
-from pairs import Pair, need_mooncake, running_pair
 from reference_pair import ReferencePair
 from test_lifecycle import assert_pool_empties
 from test_pairs import assert_plain_steps
 from test_parameters import FLAGS, SEEDED, prompts
+from two_servers import Pair, need_mooncake, running_pair
 
 from equality import assert_equal_tokens, tau
 from parameters import GREEDY, SAMPLED, Request, ask, ask_oracle, assert_alike, processor_body, requests_of

@@ -19,9 +19,9 @@ from arms import (
     to_the_limit,
 )
 from kept_steps import steps_until
-from pairs import Pair, need_mooncake, running_pair
 from reference_pair import ReferencePair
 from test_lifecycle import assert_pool_empties, crowd_the_pool
+from two_servers import Pair, need_mooncake, running_pair
 
 from equality import assert_equal_tokens
 from sglang_dflash.serving import TINY_OVERLAPPING, Completion

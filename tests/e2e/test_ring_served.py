@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from arms import ADMIT_ALL, EVERY_WIDTH, FULL, HYBRID_DRAFT, HYBRID_TARGET, ON_CPU
+from arms import ADMIT_ALL, HYBRID_DRAFT, HYBRID_TARGET, ON_CPU, POISONED, POISONED_EVERY_WIDTH
 from transformers import AutoTokenizer
 
 from equality import ask_off, assert_equal_tokens, tau
@@ -27,11 +27,11 @@ SESSIONS, TURNS, NEW_TOKENS = 8, 3, 60
 SETTINGS: dict[str, tuple[list[str], dict[str, str]]] = {
     "32, snapshots, every width": (
         [*RING, "32", "--mamba-radix-cache-strategy", "extra_buffer", "--max-mamba-cache-size", "44", *CHUNKS],
-        TINY_OVERLAPPING | EVERY_WIDTH | RETRACT,
+        TINY_OVERLAPPING | POISONED_EVERY_WIDTH | RETRACT,
     ),
     "16, no buffer, mixed chunks": (
         [*RING, "16", "--mamba-radix-cache-strategy", "no_buffer", "--max-mamba-cache-size", "28", *MIXED],
-        TINY_ENVIRONMENT | FULL | RETRACT,
+        TINY_ENVIRONMENT | POISONED | RETRACT,
     ),
 }
 Session = list[tuple[list[int], Completion]]  # each turn's whole prompt, and its answer
