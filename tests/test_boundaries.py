@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,6 +153,13 @@ def _forbidden(folder: Path, forbidden: tuple[str, ...]) -> list[str]:
         for name in imported_names(path.read_text(), path.stem)
         if any(f"{name}.".startswith(f"{prefix}.") for prefix in forbidden)
     ]
+
+
+def test_modules_of_tests_have_names_of_their_own():
+    """Fails where pytest, which imports them by their names alone, would take one module for another."""
+    shared = {"conftest.py", "__init__.py"}
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in shared)
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_tools_do_not_import_the_host():
