@@ -112,6 +112,9 @@ def install() -> None:
 
 def _resolve(server_args: Any, previous: Any) -> None:
     cfg = resolving_view(server_args)
+    if not cfg.enable_hierarchical_cache and cfg.disaggregation_mode == "null":
+        previous(server_args)
+        return
     by_hand = any(word.partition("=")[0] == FLAG for word in sys.argv)
     if cfg.hicache_io_backend != DIRECT and by_hand:
         raise SystemExit(

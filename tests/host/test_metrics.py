@@ -79,7 +79,7 @@ def test_counters_have_sglangs_labels_and_what_is_new(registry):
     worker.prefilled = 11
     counting.step(result_of([0], [1]), [req()])
     counting.step(result_of([4], None), [req(ended=True)])  # nobody is left
-    metrics._flush_when_idle(None, SimpleNamespace(dflash_metrics=counting))
+    metrics._flush(None, SimpleNamespace(dflash_metrics=counting))
     counting.flush()
     assert (value("draft_kv_tokens"), value("spec_decode_num_request_steps")) == (11, 4)
     assert value("spec_decode_num_steps", width="1") == 1
@@ -104,7 +104,7 @@ def test_who_counts(registry, speculation, monkeypatch, enabled, first, algorith
     assert (reporter.dflash_metrics is not None) == bool(counts)
     processor = SimpleNamespace(metrics_reporter=reporter)
     metrics._count(None, processor, result_of([1], None), SimpleNamespace(reqs=[req()]))
-    metrics._flush_when_idle(None, reporter)
+    metrics._flush(None, reporter)
     assert bool(list(registry.collect())) == bool(counts)
 
 

@@ -64,9 +64,11 @@ def test_kv_held_otherwise_has_another_name(name_of, changed: dict[str, str]) ->
     assert name_of(TINY_DRAFT, **changed) != name_of(TINY_DRAFT)
 
 
-def test_every_rank_has_a_file_of_the_drafts_share(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ours", [True, False], ids=["DFLASH", "EAGLE"])
+def test_every_rank_has_a_file_of_the_drafts_share(ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where two ranks of a target with latent attention write the draft's KV to one file, or the target's to
-    two."""
+    two; or where files of another algorithm's draft get other names than SGLang's, which rank 0 alone writes."""
+    monkeypatch.setattr(stored_kv, "serves_dflash", lambda: ours)
 
     def files(rank: int) -> list[str]:
         shape = {"tp_rank": rank, "tp_size": 2, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
@@ -77,4 +79,4 @@ def test_every_rank_has_a_file_of_the_drafts_share(tmp_path: Path) -> None:
         return [stored_kv._name_the_rank(HiCacheFile._get_suffixed_key, store, key) for key in ("ab", "ab.draft")]
 
     (target, draft), (other_target, other_draft) = files(0), files(1)
-    assert target == other_target and draft != other_draft
+    assert target == other_target and (draft != other_draft) == ours

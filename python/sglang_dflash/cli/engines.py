@@ -65,8 +65,10 @@ class TransformersEngine:
 
     def plain(self, prompt: list[int], limit: int, put: Put) -> None:
         ids = self._tensor(prompt)
+        # Without 1.0, transformers takes the checkpoint's own penalty, which `spec_generate` does not apply.
+        greedy = {"do_sample": False, "repetition_penalty": 1.0}
         self._target.generate(
-            ids, attention_mask=ids.new_ones(ids.shape), do_sample=False, max_new_tokens=limit, streamer=_Streamer(put)
+            ids, attention_mask=ids.new_ones(ids.shape), max_new_tokens=limit, streamer=_Streamer(put), **greedy
         )
 
     def gap(self, ids: list[int]) -> float:

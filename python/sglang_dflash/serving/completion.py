@@ -161,7 +161,7 @@ def _speculation(details: dict[str, Any]) -> dict[str, Any]:
 def drafted(details: dict[str, Any]) -> int:
     """Number of drafts that were verified.
 
-    SGLang's `spec_num_proposed_drafts` counts whole blocks, so the histogram of widths is used if there is one.
+    From the histogram of widths if there is one; SGLang's own worker has none, and counts whole blocks.
 
     Args:
         details: SGLang's `SpecTokensDetails` of one answer.

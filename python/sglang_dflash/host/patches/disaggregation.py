@@ -157,10 +157,11 @@ def _sentence(ours: str, error: RuntimeError) -> str:
     theirs = str(error).partition("kv_cache_dtype=")[2].partition(",")[0]
     if not theirs:
         return str(error)
-    here, there = (said.partition(BESIDE)[2] or "no draft" for said in (ours, theirs))
+    here, there = (said.partition(BESIDE)[2] or "no draft of sglang-dflash" for said in (ours, theirs))
     if here == there:
         return str(error)
     return (
-        f"it has {there}, and this server has {here}; both need --speculative-algorithm DFLASH and the same "
-        "--speculative-draft-model-path and --speculative-draft-kv-cache-dtype."
+        f"it has {there}, and this server has {here}; both need sglang-dflash, --speculative-algorithm DFLASH and the "
+        "same --speculative-draft-model-path, --speculative-draft-kv-cache-dtype, --dtype, --kv-cache-dtype and "
+        "--json-model-override-args."
     )

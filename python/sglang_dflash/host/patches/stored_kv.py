@@ -56,7 +56,11 @@ def check(cfg: Any, latent: bool, draft_layers: int, target: Any) -> None:
 def draft_digest(path: str, revision: str | None) -> str:
     """Names a draft by its files: 12 hex digits, which differ for another config and for other weights."""
     folder = weights_folder(path, revision)
-    assert folder is not None, path  # its weights are loaded
+    if folder is None:
+        raise SystemExit(
+            f"--speculative-draft-model-path is {path}, whose files are in no folder here; a store, or a pair of "
+            "servers, needs them to name the draft: download it first."
+        )
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         _add_pieces(digest, file)
@@ -109,6 +113,8 @@ def _name_the_draft(original: Any, model_name: str | None, host_pool: Any) -> st
 def _store_every_share(original: Any, controller: Any, transfer: Any) -> bool:
     if original(controller, transfer):
         return True
+    if not serves_dflash():
+        return False
     entry = controller.mem_pool_host.entry_map.get(transfer.name)
     sharded = entry is not None and isinstance(entry.host_pool, MHATokenToKVPoolHost)
     return transfer.name == PoolName.DRAFT and sharded and controller.storage_backend_type == "file"
@@ -122,6 +128,6 @@ def _store_every_share(original: Any, controller: Any, transfer: Any) -> bool:
     always=True,
 )
 def _name_the_rank(original: Any, store: Any, key: str) -> str:
-    if key.endswith(f".{PoolName.DRAFT.value}"):
+    if serves_dflash() and key.endswith(f".{PoolName.DRAFT.value}"):
         return key + store.tp_config_suffix
     return original(store, key)

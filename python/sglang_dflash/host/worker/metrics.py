@@ -92,12 +92,18 @@ def _count(_: Any, processor: Any, result: Any, batch: Any) -> None:
 
 
 @hook(
+    "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_prefill_stats",
+    AFTER,
+    why="a busy prefill server has no decode steps, after which its counts would be written",
+    until="SGLang counts accepted drafts by position (issue 31750)",
+)
+@hook(
     "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter._maybe_log_idle_metrics",
     AFTER,
     why="the scheduler has nothing to do: counts of the last steps and prefills must not wait for the next request",
     until="SGLang counts accepted drafts by position (issue 31750)",
 )
-def _flush_when_idle(_: None, reporter: Any) -> None:
+def _flush(_: None, reporter: Any, *arguments: Any, **more: Any) -> None:
     if reporter.dflash_metrics is not None:
         reporter.dflash_metrics.flush()
 

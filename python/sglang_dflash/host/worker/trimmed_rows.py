@@ -1,6 +1,7 @@
 """Some rows of whole blocks on CUDA: the CPU chooses how many a step verifies, and the device which.
 
-Graphs of fixed numbers of rows verify them. Only a step with logprobs waits for the device.
+Graphs of fixed numbers of rows verify them. Only a step with logprobs, logit
+processors or sampling masks waits for the device.
 """
 
 from __future__ import annotations
