@@ -217,6 +217,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
 
 def config_of(**changed: Any) -> SimpleNamespace:
     fields = {"tp_size": 1, "disable_cuda_graph_padding": False, "attention_backend": "fa3"}
+    fields["enable_linear_replayssm_spec"] = False
     fields |= {"prefill_attention_backend": None, "decode_attention_backend": None}
     return SimpleNamespace(**(fields | changed))
 
@@ -229,6 +230,7 @@ MODEL |= {"is_encoder_decoder": False, "is_local_attention_model": False}
     "changed",
     [
         {"disable_cuda_graph_padding": True},
+        {"enable_linear_replayssm_spec": True},
         {"attention_backend": "triton"},
         {"prefill_attention_backend": "flashinfer"},
         {"decode_attention_backend": "triton"},
