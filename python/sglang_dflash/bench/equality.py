@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 
 from sglang_dflash.bench.records import Equality
-from sglang_dflash.serving import Client, ServerInfo, TiePolicy
+from sglang_dflash.serving import Client, ServerInfo, TiePolicy, differs_at
 from sglang_dflash.serving.records import Record
 
 EXAMPLES = 3
@@ -65,9 +65,8 @@ def _equal(a: Record, b: Record) -> bool:
 
 def _place(expected: Record, found: Record, prompt: list[int], target: Client | None) -> tuple[float, str]:
     """How far from a tie the first difference is (infinite if rounding cannot explain it), and a sentence on it."""
-    shared = min(len(expected.ids), len(found.ids))
-    index = next((i for i in range(shared) if expected.ids[i] != found.ids[i]), shared)
-    if index == shared:
+    index = differs_at(expected.ids, found.ids)
+    if index == min(len(expected.ids), len(found.ids)):
         return math.inf, f"{found.id}: {len(expected.ids)} tokens expected, {len(found.ids)} received"
     theirs, ours = expected.ids[index], found.ids[index]
     sentence = f"{found.id}: token {index} is {ours} instead of {theirs}"

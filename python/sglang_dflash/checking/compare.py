@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dflash.serving import Completion, TiePolicy
+from sglang_dflash.serving import Completion, TiePolicy, differs_at
 
 OFF, ON = "with speculation off", "with speculation on"  # in reports
 
@@ -109,7 +109,7 @@ def _logprob_difference(off: Completion, on: Completion, ties: TiePolicy) -> Dif
 
 
 def _around(a: str, b: str) -> str:
-    index = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    index = differs_at(a, b)
     return f"at character {index} is {a[index : index + 20]!r} {OFF} and {b[index : index + 20]!r} {ON}"
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from sglang_dflash.cli.engines import ENGINES, Engine, Put
 from sglang_dflash.core.draft_config import DTYPES
 from sglang_dflash.doctor.checkpoints import open_checkpoint
-from sglang_dflash.serving import TiePolicy
+from sglang_dflash.serving import TiePolicy, differs_at
 from sglang_dflash.serving.rendering import Renderer
 from sglang_dflash.training.options import template_kwargs
 
@@ -163,8 +163,7 @@ def compared(engine: Engine, prompt: list[int], answer: Answer, alone: Answer) -
     """What the answers have in common, and whether they are the same but for a tie."""
     if answer.ids == alone.ids:
         return {"verdict": "the same answer"}, True
-    shorter = min(len(answer.ids), len(alone.ids))
-    index = next((i for i in range(shorter) if answer.ids[i] != alone.ids[i]), shorter)
+    index = differs_at(answer.ids, alone.ids)
     gap = engine.gap([*prompt, *alone.ids[:index]])
     tie = TiePolicy.of(engine.dtype).excuses(gap)
     verdict = f"another answer from token {index} on, where the two best logits {'tie' if tie else 'do not tie'}"

@@ -7,7 +7,7 @@ from sglang_dflash.serving.errors import ServerError, exit_code, last_error, sen
 from sglang_dflash.serving.info import ServerInfo, row_counts
 from sglang_dflash.serving.progress import Progress
 from sglang_dflash.serving.server import Server
-from sglang_dflash.serving.ties import TiePolicy
+from sglang_dflash.serving.ties import TiePolicy, differs_at
 from sglang_dflash.serving.tiny_pair import (
     KINDS,
     PAIRS,
@@ -37,6 +37,7 @@ __all__ = [
     "ServerError",
     "ServerInfo",
     "TiePolicy",
+    "differs_at",
     "exit_code",
     "greedy_body",
     "held_out_prompts",

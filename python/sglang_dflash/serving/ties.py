@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MANTISSA_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
@@ -47,3 +48,9 @@ class TiePolicy:
         Unlikely tokens have large logprobs with larger rounding errors, so their tolerance is larger.
         """
         return abs(a - b) <= LOGPROB_GAPS * self.tie_gap * max(1.0, abs(a) / LOGIT_SIZE)
+
+
+def differs_at(one: Sequence[object], other: Sequence[object]) -> int:
+    """The first index at which two answers, ids or text, differ; the length of the shorter if none does before."""
+    shared = min(len(one), len(other))
+    return next((index for index in range(shared) if one[index] != other[index]), shared)
